@@ -1,7 +1,8 @@
 """While tests run, every function of the package checks the types and shapes in its signature.
 
-`--jaxtyping-packages` of pytest does the same in three times the time: it binds each call's arguments once more, checks
-them twice, and makes the checks of a function within a function anew each time that it is defined.
+`--jaxtyping-packages` of pytest does the same in three times the time: it binds each call's
+arguments once more, checks them twice, and makes the checks of a function within a function anew
+each time that it is defined.
 """
 
 import ast
@@ -38,7 +39,9 @@ def has_shapes(annotation: Any) -> bool:
     """Whether there is the shape of an array in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
         return True
-    return any(map(has_shapes, annotation if isinstance(annotation, list) else typing.get_args(annotation)))
+    return any(
+        map(has_shapes, annotation if isinstance(annotation, list) else typing.get_args(annotation))
+    )
 
 
 def typed(thing: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
@@ -49,7 +52,9 @@ def typed(thing: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
         again.__kwdefaults__ = made.__kwdefaults__ | {"__beartype_func": thing}
         return functools.update_wrapper(again, thing), shapes
     written = thing.__annotations__
-    thing.__annotations__ = {name: resolved(value, thing.__globals__) for name, value in written.items()}
+    thing.__annotations__ = {
+        name: resolved(value, thing.__globals__) for name, value in written.items()
+    }
     shapes = any(map(has_shapes, thing.__annotations__.values()))
     made = beartype(thing, conf=CONF)
     thing.__annotations__ = made.__annotations__ = written
@@ -109,7 +114,11 @@ class Loader(importlib.machinery.SourceFileLoader):
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
-        spec = super().find_spec(fullname, path, target) if fullname.partition(".")[0] == "coterie" else None
+        spec = (
+            super().find_spec(fullname, path, target)
+            if fullname.partition(".")[0] == "coterie"
+            else None
+        )
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = Loader(spec.loader.name, spec.loader.path)
         return spec

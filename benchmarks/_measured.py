@@ -15,7 +15,13 @@ from coterie.data.federation import Federation, TestSet
 
 
 def images(
-    clients: int, samples: int, side: int, channels: int, *, classes: int = 10, validation: int | None = None
+    clients: int,
+    samples: int,
+    side: int,
+    channels: int,
+    *,
+    classes: int = 10,
+    validation: int | None = None,
 ) -> Federation:
     """Return random bytes as images for every client.
 
@@ -31,7 +37,9 @@ def images(
     stream = torch.Generator().manual_seed(0)
 
     def bytes_(*shape: int) -> torch.Tensor:
-        return torch.randint(256, (*shape, channels, side, side), generator=stream, dtype=torch.uint8)
+        return torch.randint(
+            256, (*shape, channels, side, side), generator=stream, dtype=torch.uint8
+        )
 
     def labels(*shape: int) -> torch.Tensor:
         return torch.randint(classes, shape, generator=stream)
@@ -57,21 +65,24 @@ def resident(process: int | str = "self", name: str = "VmRSS") -> int | None:
 def keep_freed_memory() -> None:
     """Let the C library keep what tensors free, where it is glibc: it would return it, and fault it in in every step.
 
-    That alone takes a quarter from the time of some plain PyTorch loops, so a fair comparison gives it to all sides.
+    That alone takes a quarter from the time of some plain PyTorch loops, so a fair comparison gives
+    it to all sides.
     """
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-2, 64 << 20)):  # M_MMAP_, M_TRIM_THRESHOLD, M_TOP_PAD
+        # M_MMAP_, M_TRIM_THRESHOLD, M_TOP_PAD
+        for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-2, 64 << 20)):
             mallopt(option, value)
 
 
 def flops(module: nn.Module, x: Tensor, y: Tensor) -> int:
     """Return the floating-point operations of the products of one step, forward and backward, without the optimizer.
 
-    Fused kernels of recurrent layers and of attention are taken apart, as PyTorch counts products alone. Nobody needs
-    the gradient of the inputs, so the first layer costs a third less than three times its forward pass.
+    Fused kernels of recurrent layers and of attention are taken apart, as PyTorch counts products
+    alone. Nobody needs the gradient of the inputs, so the first layer costs a third less than three
+    times its forward pass.
 
     Args:
         module: in training mode; its gradients change.

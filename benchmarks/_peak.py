@@ -1,8 +1,8 @@
 """The most floating-point operations a second that one core of this machine can do: what a share of peak is of.
 
-A small native program runs chains of fused multiply-adds that do not wait for each other, in the widest registers of
-the processor, in float32, without touching memory. PyTorch's product of two large matrices is no such measure: on some
-processors it reaches less than half.
+A small native program runs chains of fused multiply-adds that do not wait for each other, in the
+widest registers of the processor, in float32, without touching memory. PyTorch's product of two
+large matrices is no such measure: on some processors it reaches less than half.
 """
 
 import ctypes
@@ -12,7 +12,8 @@ from typing import Any
 from coterie._util.origin import machine
 from coterie.engine.native.compiler import load
 
-CHAINS = 12  # two units that take four or five cycles need eight or ten at once; AVX2 has 16 registers for them
+# two units that take four or five cycles need eight or ten at once; AVX2 has 16 registers for them
+CHAINS = 12
 PROGRAM = """
 #if defined(__AVX512F__)
 #define WIDTH 64
@@ -64,7 +65,8 @@ class Peak:
 
         Args:
             seconds: of one timing, about.
-            repeats: how many timings; the fastest counts, since nothing makes a processor faster than it is.
+            repeats: how many timings; the fastest counts, since nothing makes a processor faster
+                than it is.
         """
         steps, each = 1000, 0.0
         while each < seconds:

@@ -2,7 +2,8 @@
 
     python benchmarks/auto.py --out docs/reference/runs/performance/auto.json
 
-Ten clients train for one epoch with each engine, in one thread, in turn; the fastest of three counts.
+Ten clients train for one epoch with each engine, in one thread, in turn; the fastest of three
+counts.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def network(name: str, features: tuple[int, ...]) -> ModelSource:
 def cell(name: str, batch_size: int) -> dict[str, Any]:
     """Time the two engines."""
     features, samples = CELLS[name]
-    data = tiny_federation(CLIENTS, 2, train=samples, validation=2, features=features, classes=10).host(range(CLIENTS))
+    data = tiny_federation(
+        CLIENTS, 2, train=samples, validation=2, features=features, classes=10
+    ).host(range(CLIENTS))
     local, best, tasks = LocalTraining(batch_size=batch_size), {}, {}
     for engine in ("loop", "vmap"):
         tasks[engine] = Task(data, network(name, features), engine=engine)

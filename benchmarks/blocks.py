@@ -1,10 +1,12 @@
 """What a round costs in blocks: against one process, with the bytes moved and the memory of each process.
 
-    python benchmarks/blocks.py --out blocks.json                       1, 2 and 4 blocks of 40 clients over Ray
-    python benchmarks/blocks.py --large 100000 --out blocks-large.json  Random over clients of a linear model
+    python benchmarks/blocks.py --out blocks.json                       1, 2 and 4 blocks of 40
+    clients over Ray python benchmarks/blocks.py --large 100000 --out blocks-large.json  Random over
+    clients of a linear model
 
-Blocks are actors of a Ray that is started on this machine. All of them share its processors, which one process uses
-with as many threads; so what is seen is what blocks cost, not what several machines gain.
+Blocks are actors of a Ray that is started on this machine. All of them share its processors, which
+one process uses with as many threads; so what is seen is what blocks cost, not what several
+machines gain.
 """
 
 import argparse
@@ -49,7 +51,12 @@ class Measured:
 
     def __init__(self, cpus: int) -> None:
         self.cpus = cpus
-        self.sent, self.seconds, self.most, self.ready = list[int](), list[float](), list[int](), 0.0
+        self.sent, self.seconds, self.most, self.ready = (
+            list[int](),
+            list[float](),
+            list[int](),
+            0.0,
+        )
 
     @contextmanager
     def start(self, given: Iterable[Given]) -> Iterator[Actors]:
@@ -72,7 +79,9 @@ class Measured:
             yield crew
 
 
-def rounds_of(kind: str, federation: Federation, model: str, settings: Settings, blocks: int | None) -> dict[str, Any]:
+def rounds_of(
+    kind: str, federation: Federation, model: str, settings: Settings, blocks: int | None
+) -> dict[str, Any]:
     """Run a method, in one process or in blocks; say what a round of it cost, the first two left out."""
     cores = os.cpu_count() or 1
     times, measured = [time.perf_counter()], Measured(max(1, cores // (blocks or 1)))
@@ -85,14 +94,18 @@ def rounds_of(kind: str, federation: Federation, model: str, settings: Settings,
         use_threads(cores)
         simulate(federation, METHODS[kind](), observer=note, **more)
     else:
-        simulate_in_blocks(federation, METHODS[kind](), observer=note, blocks=blocks, start=measured.start, **more)
+        simulate_in_blocks(
+            federation, METHODS[kind](), observer=note, blocks=blocks, start=measured.start, **more
+        )
     gaps = [b - a for a, b in pairwise(times[2:])]
     return {
         "method": kind,
         "clients": len(federation),
         "hosted in": "one process" if blocks is None else f"{blocks} block{'s' * (blocks > 1)}",
         "ms a round": 1000 * statistics.median(gaps),
-        "of it in the blocks": 1000 * statistics.median(measured.seconds[2:]) if measured.seconds else None,
+        "of it in the blocks": 1000 * statistics.median(measured.seconds[2:])
+        if measured.seconds
+        else None,
         "KiB moved a round": statistics.median(measured.sent[2:]) / 1024 if measured.sent else 0.0,
         "s until all are there": measured.ready,
         "peak MiB of a block": max(measured.most, default=0) / 2**20,
@@ -110,7 +123,11 @@ def large(clients: int, samples: int = 8, features: int = 8) -> Federation:
     split = torch.zeros(clients, samples, dtype=torch.int64)
     split[:, -2:] = 1
     tests = tuple(
-        TestSet(t := torch.from_numpy(stream.normal(size=(30, features))).float(), (t @ rule).argmax(1), f"rule {c}")
+        TestSet(
+            t := torch.from_numpy(stream.normal(size=(30, features))).float(),
+            (t @ rule).argmax(1),
+            f"rule {c}",
+        )
         for c, rule in enumerate(torch.from_numpy(rules).float())
     )
     return Federation(
@@ -121,8 +138,12 @@ def large(clients: int, samples: int = 8, features: int = 8) -> Federation:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", type=int, default=0, help="clients of a large population instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--large", type=int, default=0, help="clients of a large population instead"
+    )
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the large population")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -131,7 +152,12 @@ def main() -> None:
     results = list[dict[str, Any]]()
     with connect(read("ray:local"), num_cpus=os.cpu_count(), object_store_memory=1 << 30):
         if arguments.large:
-            data, kinds, model, counts = large(arguments.large), ("random",), "linear", (arguments.blocks,)
+            data, kinds, model, counts = (
+                large(arguments.large),
+                ("random",),
+                "linear",
+                (arguments.blocks,),
+            )
         else:
             data, kinds, model = images(40, 60, 28, 1), ("random", "dac", "fedavg"), "lenet-5"
             counts = (None, 1, 2, 4)
@@ -142,7 +168,14 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
     if arguments.out is not None:
         order = 90 + bool(arguments.large)
-        keep(arguments.out, results, ("cluster", "exchange", "simulation"), vars(arguments), seeds=(0,), order=order)
+        keep(
+            arguments.out,
+            results,
+            ("cluster", "exchange", "simulation"),
+            vars(arguments),
+            seeds=(0,),
+            order=order,
+        )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/cluster.py --out docs/reference/runs/performance/cluster.json
 
-A study with one round runs before, so that everything is compiled. The runs of one study are then done in turns by
-both, and the medians compared. Ray's workers stay from study to study; our own begin with each, which counts. One
-machine cannot show what a network costs; the bytes that would go over it are counted.
+A study with one round runs before, so that everything is compiled. The runs of one study are then
+done in turns by both, and the medians compared. Ray's workers stay from study to study; our own
+begin with each, which counts. One machine cannot show what a network costs; the bytes that would go
+over it are counted.
 """
 
 import argparse
@@ -27,7 +28,11 @@ STORE = 200 * 2**20
 
 def study_of(rounds: int, seeds: int) -> StudyConfig:
     """Two methods of the bundled study, with some rounds and seeds."""
-    own = ["methods=[{kind='dac'},{kind='random'}]", f"rounds={rounds}", f"seeds={list(range(seeds))}"]
+    own = [
+        "methods=[{kind='dac'},{kind='random'}]",
+        f"rounds={rounds}",
+        f"seeds={list(range(seeds))}",
+    ]
     return config.load("rotated-digits", own)
 
 
@@ -81,7 +86,9 @@ def main() -> None:
     for row in results:
         print(row)
     if given.out is not None:
-        keep(given.out, results, ("cluster", "simulation", "studies"), vars(given), seeds=study.seeds)
+        keep(
+            given.out, results, ("cluster", "simulation", "studies"), vars(given), seeds=study.seeds
+        )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m benchmarks.device --device cuda --out docs/reference/runs/performance/device.json
 
-For each model, population and batch size: what "auto" takes on the device, without and with `cuda_graphs`, and on all
-cores of the CPU, with Adam on random bytes, and the usual loop of research code (a module, a DataLoader and a
-torch.optim.Adam for each client) on the device. All in turn, the median of some repeats after one that does not count
-(two with graphs, which are captured then); all must come to the same losses. Ratios are of the training with graphs;
-the memory is the device's largest during all trainings there, by PyTorch's count.
+For each model, population and batch size: what "auto" takes on the device, without and with
+`cuda_graphs`, and on all cores of the CPU, with Adam on random bytes, and the usual loop of
+research code (a module, a DataLoader and a torch.optim.Adam for each client) on the device. All in
+turn, the median of some repeats after one that does not count (two with graphs, which are captured
+then); all must come to the same losses. Ratios are of the training with graphs; the memory is the
+device's largest during all trainings there, by PyTorch's count.
 """
 
 import argparse
@@ -39,7 +40,8 @@ def side(
     data: Federation, net: str, device: str, local: LocalTraining, *, graphs: bool = False
 ) -> Callable[[], Tensor]:
     """Return a training of all clients with what "auto" takes, which returns the losses of the steps."""
-    expected = float(len(data) * SAMPLES * 100)  # a hundred rounds: the CPU compiles where that pays
+    # a hundred rounds: the CPU compiles where that pays
+    expected = float(len(data) * SAMPLES * 100)
     task = Task(
         data,
         lambda: network(net),
@@ -71,7 +73,9 @@ def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Call
 
     def train() -> Tensor:
         clients = [UsualClient(copy.deepcopy(start).to(device), x[i], y[i]) for i in range(len(x))]
-        return torch.tensor([one.train(mine, local.lr) for one, mine in zip(clients, batches, strict=True)])
+        return torch.tensor(
+            [one.train(mine, local.lr) for one, mine in zip(clients, batches, strict=True)]
+        )
 
     return train
 
@@ -82,14 +86,22 @@ def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> 
     Raises:
         CoterieError: when they do not come to the same.
     """
-    data, local = federation(Cell(net, clients, SAMPLES, "train")), LocalTraining(batch_size=batch_size)
-    sides = {"device": side(data, net, device, local), "graphs": side(data, net, device, local, graphs=True)}
+    data, local = (
+        federation(Cell(net, clients, SAMPLES, "train")),
+        LocalTraining(batch_size=batch_size),
+    )
+    sides = {
+        "device": side(data, net, device, local),
+        "graphs": side(data, net, device, local, graphs=True),
+    }
     sides |= {"cpu": side(data, net, "cpu", local), "usual": usual(data, net, device, local)}
     sides["graphs"]()  # some steps of each size run before they are captured
     losses = {name: train()[:USUAL] for name, train in sides.items()}
     worst = max(float((found - losses["cpu"]).abs().max()) for found in losses.values())
     if not worst < TOLERANCE:
-        raise CoterieError(f"{net}: the sides differ by {worst:.1e}; expected at most {TOLERANCE:.0e}")
+        raise CoterieError(
+            f"{net}: the sides differ by {worst:.1e}; expected at most {TOLERANCE:.0e}"
+        )
     torch.cuda.reset_peak_memory_stats(device)
     times: dict[str, list[float]] = {name: [] for name in sides}
     with pages.kept():  # as in a run
@@ -99,7 +111,8 @@ def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> 
                 train()  # losses come to the CPU: all is done
                 times[name].append(time.perf_counter() - began)
     each = {
-        name: 1e3 * statistics.median(found) / (USUAL if name == "usual" else clients) for name, found in times.items()
+        name: 1e3 * statistics.median(found) / (USUAL if name == "usual" else clients)
+        for name, found in times.items()
     }
     return {
         "model": net,
@@ -137,8 +150,19 @@ def main() -> None:
         for clients in options.clients:
             for batch_size in options.batches:
                 rows.append(cell(net, clients, batch_size, options.device, options.repeats))
-                print({name: f"{value:.3g}" if isinstance(value, float) else value for name, value in rows[-1].items()})
-    keep(options.out, rows, ("engine", "models"), vars(options) | {"devices": devices.here()}, order=200)
+                print(
+                    {
+                        name: f"{value:.3g}" if isinstance(value, float) else value
+                        for name, value in rows[-1].items()
+                    }
+                )
+    keep(
+        options.out,
+        rows,
+        ("engine", "models"),
+        vars(options) | {"devices": devices.here()},
+        order=200,
+    )
 
 
 if __name__ == "__main__":

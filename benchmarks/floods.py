@@ -3,9 +3,9 @@
     python benchmarks/floods.py               every attack in turn; prints a line for each
     python benchmarks/network.py floods       the same, and keeps the results
 
-Strangers have no certificate; members have one that is valid, and keep to no rule. Two honest nodes exchange models
-all the time, each in a process of its own; a third one joins in the middle of every attack, so that new links are
-tried as well.
+Strangers have no certificate; members have one that is valid, and keep to no rule. Two honest nodes
+exchange models all the time, each in a process of its own; a third one joins in the middle of every
+attack, so that new links are tried as well.
 """
 
 import argparse
@@ -43,7 +43,8 @@ from coterie.rng import Rng
 
 PORT = 28900
 ELSEWHERE = "127.0.0.9"  # where strangers come from; Linux has the whole network on loopback
-MEMBERS, ATTACKER, LATE = 4, 2, 3  # n0 and n1 exchange, n2's certificate is the attacker's, n3 joins in the middle
+# n0 and n1 exchange, n2's certificate is the attacker's, n3 joins in the middle
+MEMBERS, ATTACKER, LATE = 4, 2, 3
 SIZE = 400_000  # bytes of a model
 DEADLINE = 10.0
 SECONDS = 12.0  # of an attack
@@ -57,7 +58,9 @@ Attack = Callable[[Path, Stop], None]
 
 def _connect() -> socket.socket | None:
     with suppress(OSError):
-        found = socket.create_connection(("127.0.0.1", PORT), timeout=0.2, source_address=(ELSEWHERE, 0))
+        found = socket.create_connection(
+            ("127.0.0.1", PORT), timeout=0.2, source_address=(ELSEWHERE, 0)
+        )
         found.settimeout(2.0)
         return found
     return None
@@ -103,7 +106,10 @@ def a_byte_at_a_time(folder: Path, stop: Stop) -> None:
     with suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing).do_handshake()
     hello = outgoing.read()
-    _hold(stop, lambda stream, beat: stream.sendall(hello[beat : beat + 1]) if beat < len(hello) else None)
+    _hold(
+        stop,
+        lambda stream, beat: stream.sendall(hello[beat : beat + 1]) if beat < len(hello) else None,
+    )
 
 
 def broken_handshakes(folder: Path, stop: Stop) -> None:
@@ -150,14 +156,18 @@ def silent_links(folder: Path, stop: Stop) -> None:
         stream.close()
 
 
-def _ask(session: zenoh.Session, selector: str, open_: threading.Semaphore, payload: bytes | None = None) -> None:
+def _ask(
+    session: zenoh.Session, selector: str, open_: threading.Semaphore, payload: bytes | None = None
+) -> None:
     """Ask without waiting for the answer, as long as not too many questions are open."""
     if open_.acquire(timeout=0.5):
         handler = zenoh.handlers.Callback(lambda reply: None, lambda: open_.release())
         session.get(f"{prefix('local')}/{selector}", handler, payload=payload, timeout=2.0)
 
 
-def _questions(folder: Path, stop: Stop, selector: Callable[[int], str], payload: bytes | None = None) -> None:
+def _questions(
+    folder: Path, stop: Stop, selector: Callable[[int], str], payload: bytes | None = None
+) -> None:
     open_ = threading.Semaphore(512)
     with attacker(folder) as session:
         number = 0
@@ -192,7 +202,11 @@ def answers_that_nobody_reads(folder: Path, stop: Stop) -> None:
         while not session.info.transports():
             threading.Event().wait(0.05)
         for number in range(512):
-            session.get(f"{prefix('local')}/n0/probe/n2?r={number};x=0;c=-1;w=3", lambda reply: None, timeout=20.0)
+            session.get(
+                f"{prefix('local')}/n0/probe/n2?r={number};x=0;c=-1;w=3",
+                lambda reply: None,
+                timeout=20.0,
+            )
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -227,7 +241,9 @@ def announcements(folder: Path, stop: Stop) -> None:
     with attacker(folder) as session:
         kept = []
         while not stop() and len(kept) < 20_000:
-            kept.append(session.declare_queryable(f"{prefix('local')}/n2/k{len(kept)}", lambda query: None))
+            kept.append(
+                session.declare_queryable(f"{prefix('local')}/n2/k{len(kept)}", lambda query: None)
+            )
 
 
 ATTACKS: dict[str, Attack] = {
@@ -303,7 +319,10 @@ def joining(folder: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
         transport, _ = _node(stack, folder, LATE)
-        while isinstance(transport.head("n0", "0", 2.0), Missing) and time.perf_counter() - began < 60.0:
+        while (
+            isinstance(transport.head("n0", "0", 2.0), Missing)
+            and time.perf_counter() - began < 60.0
+        ):
             threading.Event().wait(0.05)
         (folder / "joined").write_text(str(time.perf_counter() - began))
 
@@ -346,7 +365,12 @@ def measured(folder: Path, attack: str, seconds: float = SECONDS) -> dict[str, A
         (folder / "over").touch()
         for node in nodes:
             node.join(60)
-    seen = [line for number in (0, 1) for line in _lines(folder, number) if began + 2 < line["at"] < ended]
+    seen = [
+        line
+        for number in (0, 1)
+        for line in _lines(folder, number)
+        if began + 2 < line["at"] < ended
+    ]
     memory = [line["memory"] or 0.0 for line in _lines(folder, 0)]
     times = [line["seconds"] for line in seen]
     return {
@@ -362,7 +386,11 @@ def measured(folder: Path, attack: str, seconds: float = SECONDS) -> dict[str, A
 
 def _lines(folder: Path, number: int) -> list[dict[str, Any]]:
     path = folder / f"seen-{number}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def floods(emit: netlab.Emit, folder: Path, names: list[str] | None = None) -> None:
@@ -374,7 +402,9 @@ def floods(emit: netlab.Emit, folder: Path, names: list[str] | None = None) -> N
 
 def main() -> None:
     """Print what honest members notice of each attack."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("attacks", nargs="*", help="only these")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="coterie-floods-") as folder:

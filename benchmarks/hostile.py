@@ -8,7 +8,21 @@ from collections.abc import Callable
 from coterie.net.wire import Parcel, canonical
 
 Parts = list[tuple[bytes, bytes]]
-_ODD = ("", "0", "-1", "1e9", "99999999999999999999", "nan", "inf", "x", "\u00e9", "1;1", "=", "*", "a" * 300)
+_ODD = (
+    "",
+    "0",
+    "-1",
+    "1e9",
+    "99999999999999999999",
+    "nan",
+    "inf",
+    "x",
+    "\u00e9",
+    "1;1",
+    "=",
+    "*",
+    "a" * 300,
+)
 _DOMAIN = b"coterie manifest 1\n"
 
 
@@ -32,7 +46,8 @@ def message(good: Parcel, sign: Callable[[bytes], bytes], draw: random.Random) -
 
     Args:
         good: a message that would be read.
-        sign: signs with the sender's key: half of the damage is signed, so that it gets as far as the payload's checks.
+        sign: signs with the sender's key: half of the damage is signed, so that it gets as far as
+            the payload's checks.
         draw: the random stream.
     """
     parts = [(attachment, bytes(chunk)) for attachment, chunk in good.chunks()]
@@ -43,14 +58,26 @@ def message(good: Parcel, sign: Callable[[bytes], bytes], draw: random.Random) -
         parts[at] = (damage(attachment, draw), chunk) if kind else (attachment, damage(chunk, draw))
     elif kind < 6:  # what a member signs
         payload = damage(good.payload, draw) if kind < 5 else good.payload
-        manifest = {**json.loads(good.manifest), "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+        manifest = {
+            **json.loads(good.manifest),
+            "bytes": len(payload),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
         if kind == 5:
             key = draw.choice(sorted(manifest))
-            manifest[key] = draw.choice([None, -1, 1.5, 1 << 70, "", "x" * 70, [], {}, True, manifest[key]])
+            manifest[key] = draw.choice(
+                [None, -1, 1.5, 1 << 70, "", "x" * 70, [], {}, True, manifest[key]]
+            )
         text = canonical(manifest)
-        parts = [(a, bytes(c)) for a, c in Parcel(text, sign(_DOMAIN + text), payload, good.chunk).chunks()]
+        parts = [
+            (a, bytes(c))
+            for a, c in Parcel(text, sign(_DOMAIN + text), payload, good.chunk).chunks()
+        ]
     elif kind == 6:
-        parts = [*draw.sample(parts, draw.randint(0, len(parts))), (draw.randbytes(4), draw.randbytes(60))]
+        parts = [
+            *draw.sample(parts, draw.randint(0, len(parts))),
+            (draw.randbytes(4), draw.randbytes(60)),
+        ]
     else:
         parts = [(draw.randbytes(draw.randrange(200)), draw.randbytes(draw.randrange(400)))]
     return parts
@@ -62,6 +89,7 @@ def question(peer: str, asker: str, draw: random.Random) -> str:
     who = draw.choice([asker, asker, asker, peer, "nobody"])
     names = ["r", "x", "c", "w", "n"]
     fields = [
-        f"{draw.choice(names)}={draw.choice([*_ODD, str(draw.randrange(-2, 9))])}" for _ in range(draw.randrange(6))
+        f"{draw.choice(names)}={draw.choice([*_ODD, str(draw.randrange(-2, 9))])}"
+        for _ in range(draw.randrange(6))
     ]
     return f"{peer}/{kind}/{who}?{';'.join(fields)}"

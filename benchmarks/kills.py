@@ -2,9 +2,10 @@
 
     python benchmarks/kills.py --out docs/reference/runs/performance/kills.json
 
-Three nodes of Ray run on this machine, and two blocks on them. In rounds that are drawn for each method, one block's
-actor is killed by Ray, one's process by the system, and one's node with all of its processes, which does not come back
-before the run has ended. A block dies while the other is in the middle of the round and waits for it.
+Three nodes of Ray run on this machine, and two blocks on them. In rounds that are drawn for each
+method, one block's actor is killed by Ray, one's process by the system, and one's node with all of
+its processes, which does not come back before the run has ended. A block dies while the other is in
+the middle of the round and waits for it.
 """
 
 import argparse
@@ -33,7 +34,13 @@ from coterie.testing import tiny_federation, tiny_settings
 
 KINDS = ("actor", "worker process", "node")
 STORE = 80 << 20  # bytes, the least that Ray takes
-RUN: dict[str, Any] = {"rounds": 6, "participation": 0.5, "patience": 4, "engine": "vmap", "checkpoint_seconds": 0}
+RUN: dict[str, Any] = {
+    "rounds": 6,
+    "participation": 0.5,
+    "patience": 4,
+    "engine": "vmap",
+    "checkpoint_seconds": 0,
+}
 """Settings of a run: there is a checkpoint after every round."""
 OWN: dict[str, dict[str, Any]] = {
     "cfl": {"eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1},
@@ -61,7 +68,8 @@ class Nodes:
     def __init__(self, count: int) -> None:
         from ray import cluster_utils
 
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "300")  # a busy machine is slow to begin
+        # a busy machine is slow to begin
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "300")
         self.count, self._size = count, {"num_cpus": 1, "object_store_memory": STORE}
         self.cluster = cluster_utils.Cluster(
             initialize_head=True, head_node_args={**self._size, "include_dashboard": False}
@@ -82,7 +90,12 @@ class Nodes:
     def kill(self, name: str) -> None:
         """Kill a node with all of its processes at once, as when its machine loses power."""
         node = next(one for one in self.cluster.worker_nodes if one.node_id == name)
-        (raylet,) = [one.process.pid for kind, all_ in node.all_processes.items() for one in all_ if kind == "raylet"]
+        (raylet,) = [
+            one.process.pid
+            for kind, all_ in node.all_processes.items()
+            for one in all_
+            if kind == "raylet"
+        ]
         below = children(raylet)
         for process in (raylet, *below):
             with suppress(ProcessLookupError):
@@ -154,7 +167,9 @@ class Killing:
                 }
                 self._kill(crew.hosts[victim], self.left[index])
                 self.killed[index] = self.left.pop(index)
-                calls[victim] = crew.hosts[victim].call.remote(name, *(one[victim] for one in arguments))
+                calls[victim] = crew.hosts[victim].call.remote(
+                    name, *(one[victim] for one in arguments)
+                )
                 return crew.wait([calls[row] for row in range(len(crew.hosts))])
 
             crew.each = fragile
@@ -165,7 +180,11 @@ class Killing:
         import ray
 
         where = ray.get([host.place.remote() for host in crew.hosts])
-        rows = [row for row, (node, _) in enumerate(where) if kind != "node" or node in self.nodes.mortal]
+        rows = [
+            row
+            for row, (node, _) in enumerate(where)
+            if kind != "node" or node in self.nodes.mortal
+        ]
         return rows[int(self.draws.integers(len(rows)))]
 
     def _kill(self, host: Any, kind: str) -> None:
@@ -188,12 +207,21 @@ class Killing:
 def deaths_of(kind: str, rounds: int) -> dict[int, str]:
     """Draw for a method the rounds, of which the warm-up is -1, in which an actor, a worker process and a node die."""
     draws = Rng(0).generator(f"kills.{kind}")
-    return {int(one) - 1: what for one, what in zip(draws.permutation(rounds + 1), KINDS, strict=False)}
+    return {
+        int(one) - 1: what for one, what in zip(draws.permutation(rounds + 1), KINDS, strict=False)
+    }
 
 
-def run_with(kind: str, folder: Path, killing: Killing | None, blocks: Any = 2, **changes: Any) -> Run:
+def run_with(
+    kind: str, folder: Path, killing: Killing | None, blocks: Any = 2, **changes: Any
+) -> Run:
     """Run a method in this process; or in blocks on the nodes, some of which are killed."""
-    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(**RUN | changes), "seed": 3, "folder": folder}
+    more: dict[str, Any] = {
+        "model": "linear",
+        "settings": tiny_settings(**RUN | changes),
+        "seed": 3,
+        "folder": folder,
+    }
     method, data = METHODS[kind](**OWN.get(kind, {})), tiny_federation()
     if killing is None:
         return simulate(data, method, **more)
@@ -222,10 +250,19 @@ def row(kind: str, nodes: Nodes, folder: Path) -> dict[str, Any]:
     killing = Killing(nodes, deaths, Rng(0).generator(f"victims.{kind}"))
     whole, split = run_with(kind, folder / "whole", None), run_with(kind, folder / "split", killing)
     assert killing.killed == deaths, f"{kind}: {killing.killed} were killed of {deaths}"
-    same = whole.params.equal(split.params) and whole.metrics.equals(split.metrics) and whole.edges.equals(split.edges)
+    same = (
+        whole.params.equal(split.params)
+        and whole.metrics.equals(split.metrics)
+        and whole.edges.equals(split.edges)
+    )
     return {
         "method": kind,
-        **{f"{what} in round": when for what in KINDS for when, died in deaths.items() if died == what},
+        **{
+            f"{what} in round": when
+            for what in KINDS
+            for when, died in deaths.items()
+            if died == what
+        },
         "most rounds lost by one": max(losses(killing.steps)),
         "starts of all blocks": killing.starts,
         "bytes equal": same and not unequal(folder / "whole", folder / "split"),
@@ -234,9 +271,13 @@ def row(kind: str, nodes: Nodes, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Kill, compare and write after each method."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", default=sorted(METHODS), metavar="KIND")
-    parser.add_argument("--resume", action="store_true", help="leave out the methods that the file has")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the methods that the file has"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=ResourceWarning)

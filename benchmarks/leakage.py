@@ -3,8 +3,9 @@
     python benchmarks/leakage.py --out docs/reference/runs/privacy/leakage.json
     python benchmarks/leakage.py --table docs/reference/runs/privacy/leakage.json
 
-Digits in four rotations at 8 clients with 75 samples each and linear models, which still learn with so much noise;
-`coterie audit-privacy` measures any other study. The second form prints the table of docs/reference/privacy.md.
+Digits in four rotations at 8 clients with 75 samples each and linear models, which still learn with
+so much noise; `coterie audit-privacy` measures any other study. The second form prints the table of
+docs/reference/privacy.md.
 """
 
 import argparse
@@ -26,7 +27,14 @@ from coterie.studies.definition import MethodConfig, StudyConfig
 SPEAKS_OF = ("engine", "exchange", "functional", "methods", "simulation", "studies/leakage.py")
 SHADOWS, PRIVATE = 8, DPSGD(clip=1.0, noise_multiplier=2.0)
 CHANGES = (
-    *("seeds=1", "rounds=10", "engine=vmap", "model.kind=linear", "data.num_clients=8", "data.train=150"),
+    *(
+        "seeds=1",
+        "rounds=10",
+        "engine=vmap",
+        "model.kind=linear",
+        "data.num_clients=8",
+        "data.train=150",
+    ),
     'data.shift=[{kind="rotation", degrees=[0, 90, 180, 270], sizes=[2, 2, 2, 2]}]',
     *("local.optimizer=sgd", "local.lr=0.5", "local.batch_size=32", "local.epochs=4"),
 )
@@ -44,7 +52,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def study() -> StudyConfig:
     """Return the study that is attacked."""
     base = config.load("rotated-digits", CHANGES)
-    methods = tuple(MethodConfig(kind, METHODS[kind](**given), base.settings) for kind, given in KINDS.items())
+    methods = tuple(
+        MethodConfig(kind, METHODS[kind](**given), base.settings) for kind, given in KINDS.items()
+    )
     return replace(base, methods=methods)
 
 
@@ -59,11 +69,18 @@ def table(results: list[Mapping[str, Any]]) -> list[str]:
         pairs.setdefault((row["label"], row["noise_multiplier"]), {})[row["attack"]] = row
     for (label, noise), rows in pairs.items():
         first = rows["loss"]
-        cells = [label, "–" if noise is None else f"{noise:g}", "–" if noise is None else f"{first['epsilon']:.1f}"]
+        cells = [
+            label,
+            "–" if noise is None else f"{noise:g}",
+            "–" if noise is None else f"{first['epsilon']:.1f}",
+        ]
         cells.append(f"{100 * first['score']:.1f} %")
         both = [rows["loss"], rows["lira"]]
         cells += [f"{one['auc']:.3f} ({one['auc_low']:.3f}–{one['auc_high']:.3f})" for one in both]
-        cells += [f"{100 * one['tpr']:.1f} % ({100 * one['tpr_low']:.1f}–{100 * one['tpr_high']:.1f})" for one in both]
+        cells += [
+            f"{100 * one['tpr']:.1f} % ({100 * one['tpr_low']:.1f}–{100 * one['tpr_high']:.1f})"
+            for one in both
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -77,7 +94,9 @@ def main() -> None:
         print("\n".join(table(json.loads(options.table.read_text())["results"])))
         return
     torch.set_num_threads(1)
-    told = leakage.audit(study(), shadows=SHADOWS, private=PRIVATE, told=lambda text: print(text, file=sys.stderr))
+    told = leakage.audit(
+        study(), shadows=SHADOWS, private=PRIVATE, told=lambda text: print(text, file=sys.stderr)
+    )
     rows = leakage.as_table(list(told))
     keep(options.out, rows, SPEAKS_OF, vars(options), shadows=SHADOWS)
 

@@ -39,10 +39,14 @@ def forecast(kind: str) -> dict[str, Any]:
         images(CLIENTS, 10, 28, 1),
         Settings(rounds=ROUNDS, engine="compiled", local=LocalTraining(lr=0.01)),
     )
-    simulate(images(3, 10, 28, 1), METHODS["local"](), model="mlp-c", settings=settings)  # libraries are loaded
+    # libraries are loaded
+    simulate(images(3, 10, 28, 1), METHODS["local"](), model="mlp-c", settings=settings)
     asked: list[_memory.Forecast] = []
     check = _memory.check
-    _memory.check = lambda wanted, device, limit: (asked.append(wanted), check(wanted, device, limit))[1]
+    _memory.check = lambda wanted, device, limit: (
+        asked.append(wanted),
+        check(wanted, device, limit),
+    )[1]
     before = resident() or 0
     simulate(data, METHODS[kind](), model="mlp-c", settings=settings)
     peak = (resident(name="VmHWM") or 0) - before
@@ -69,8 +73,12 @@ def pss() -> int:
 def train(job: tuple[Federation, int], emit: Emit) -> float:
     """Run one seed."""
     data, seed = job
-    settings = Settings(rounds=1, engine="loop", local=LocalTraining(steps=1, batch_size=50), warmup_epochs=0)
-    return simulate(data, METHODS["random"](), model="linear", settings=settings, seed=seed).timing["wall_s"]
+    settings = Settings(
+        rounds=1, engine="loop", local=LocalTraining(steps=1, batch_size=50), warmup_epochs=0
+    )
+    return simulate(data, METHODS["random"](), model="linear", settings=settings, seed=seed).timing[
+        "wall_s"
+    ]
 
 
 def workers(row: str) -> dict[str, Any]:
@@ -89,7 +97,11 @@ def workers(row: str) -> dict[str, Any]:
     over.set()
     watcher.join()
     assert len(done) == 4
-    return {"workers": int(number), "data, MiB": data.nbytes / MIB, "all processes, MiB": peak[0] / MIB}
+    return {
+        "workers": int(number),
+        "data, MiB": data.nbytes / MIB,
+        "all processes, MiB": peak[0] / MIB,
+    }
 
 
 PARTS: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...], int]] = {
@@ -115,7 +127,10 @@ def main() -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    parts = {"forecast": ("data", "engine", "methods", "simulation"), "workers": ("data", "simulation")}
+    parts = {
+        "forecast": ("data", "engine", "methods", "simulation"),
+        "workers": ("data", "simulation"),
+    }
     seeds = range(4) if arguments.part == "workers" else (0,)
     keep(arguments.out, results, parts[arguments.part], vars(arguments), seeds=seeds, order=order)
 

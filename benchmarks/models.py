@@ -3,11 +3,12 @@
     python benchmarks/models.py --out docs/reference/runs/performance/models.json
     python benchmarks/models.py --only resnet8-bn gru --batches 8 32
 
-A cell is a model of `zoo` with a batch size. Clients train for one epoch with Adam, in one thread: by whole calls of
-`Task.train` with each engine, by the usual loop (a DataLoader that shuffles, torch.optim.Adam, the loss of each step as
-a number) and by a lean loop (slices of shuffled tensors, foreach or fused Adam, whichever is faster). All sides are
-timed in turn, again and again; ratios are taken within a turn. The file is written after each cell: the same command
-goes on where it was stopped, unless the code is another one by then.
+A cell is a model of `zoo` with a batch size. Clients train for one epoch with Adam, in one thread:
+by whole calls of `Task.train` with each engine, by the usual loop (a DataLoader that shuffles,
+torch.optim.Adam, the loss of each step as a number) and by a lean loop (slices of shuffled tensors,
+foreach or fused Adam, whichever is faster). All sides are timed in turn, again and again; ratios
+are taken within a turn. The file is written after each cell: the same command goes on where it was
+stopped, unless the code is another one by then.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from coterie.errors import CoterieError
 from coterie.rng import Rng
 
 BATCHES = (8, 32, 64)
-RUN = 5_000_000  # training samples of the run for which "auto" chooses: 100 clients, 500 samples, 100 rounds
+# training samples of the run for which "auto" chooses: 100 clients, 500 samples, 100 rounds
+RUN = 5_000_000
 LEAST, TURNS = 3, 7  # turns of a cell: at least, and at most
 SLOW_TURNS = 2  # of an engine that takes more than twice as long as the lean loop
 LONG = 0.3  # seconds of one timing, about
@@ -162,7 +164,14 @@ def faster_adam(entry: Entry, batch: int, steps: int) -> tuple[float, str]:
     module, found = made(entry), []
     for adam in ("foreach", "fused"):
         lean(module, x[0, :batch], y[0, :batch], batch, adam)
-        found.append((min(timed(lambda adam=adam: lean(module, x[0], y[0], batch, adam)) for _ in range(2)), adam))
+        found.append(
+            (
+                min(
+                    timed(lambda adam=adam: lean(module, x[0], y[0], batch, adam)) for _ in range(2)
+                ),
+                adam,
+            )
+        )
     seconds, adam = min(found)
     return seconds / steps, adam
 
@@ -205,7 +214,12 @@ def task(entry: Entry, x: Tensor, y: Tensor, batch: int, engine: str) -> tuple[T
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         made_ = Task(
-            federation(x, y, entry.classes), entry.make, engine=engine, expected=RUN, batch_size=batch, block=None
+            federation(x, y, entry.classes),
+            entry.make,
+            engine=engine,
+            expected=RUN,
+            batch_size=batch,
+            block=None,
         )
     return made_, "; ".join(str(each.message) for each in said)
 
@@ -261,7 +275,9 @@ def compare(name: str, losses: Tensor, other: str, others: Tensor) -> None:
     """
     apart = float(((losses - others).abs() / others.abs()).max())
     if not apart < _SAME:
-        raise DifferentResultsError(f"the losses of {name} and {other} differ by {apart:.1e}; expected below {_SAME:g}")
+        raise DifferentResultsError(
+            f"the losses of {name} and {other} differ by {apart:.1e}; expected below {_SAME:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -277,7 +293,9 @@ class Times:
     peak: list[float]
 
 
-def measure(all_sides: Sides, of: Size, peak: Peak, until: float, least: int = LEAST, most: int = TURNS) -> Times:
+def measure(
+    all_sides: Sides, of: Size, peak: Peak, until: float, least: int = LEAST, most: int = TURNS
+) -> Times:
     """Time all sides in turn.
 
     Args:
@@ -295,7 +313,9 @@ def measure(all_sides: Sides, of: Size, peak: Peak, until: float, least: int = L
             found.peak.append(peak.flops(0.005, 3))
             for name, function in all_sides.run.items():
                 times, beside = found.step[name], found.step["lean"]
-                if len(times) >= SLOW_TURNS and statistics.median(times) > 2 * statistics.median(beside):
+                if len(times) >= SLOW_TURNS and statistics.median(times) > 2 * statistics.median(
+                    beside
+                ):
                     continue
                 times.append(timed(function) / steps)
     return found
@@ -322,8 +342,9 @@ def row(of: Size, step_flops: int, found: Times, all_sides: Sides) -> dict[str, 
         all_sides: what was timed.
 
     Returns:
-        `ms` of a step and `share` of peak of each side (medians), `usual` and `lean`: how many times as fast as these
-        loops each engine is; what "auto" takes, and why; why engines are missing; seconds until each was ready.
+        `ms` of a step and `share` of peak of each side (medians), `usual` and `lean`: how many
+        times as fast as these loops each engine is; what "auto" takes, and why; why engines are
+        missing; seconds until each was ready.
     """
     engines = [name for name in found.step if name not in ("usual", "lean")]
     return {
@@ -332,7 +353,9 @@ def row(of: Size, step_flops: int, found: Times, all_sides: Sides) -> dict[str, 
         "mflop": step_flops / 1e6,
         "ms": {name: 1e3 * statistics.median(times) for name, times in found.step.items()},
         "share": {
-            name: statistics.median(step_flops / mine / peak for mine, peak in zip(times, found.peak, strict=False))
+            name: statistics.median(
+                step_flops / mine / peak for mine, peak in zip(times, found.peak, strict=False)
+            )
             for name, times in found.step.items()
         },
         "usual": {name: ratios(found.step[name], found.step["usual"]) for name in engines},
@@ -344,7 +367,9 @@ def row(of: Size, step_flops: int, found: Times, all_sides: Sides) -> dict[str, 
     }
 
 
-def cell(name: str, batch: int, engines: Sequence[str], until: float, quick: bool = False) -> dict[str, Any]:
+def cell(
+    name: str, batch: int, engines: Sequence[str], until: float, quick: bool = False
+) -> dict[str, Any]:
     """Measure a cell.
 
     Args:
@@ -360,7 +385,12 @@ def cell(name: str, batch: int, engines: Sequence[str], until: float, quick: boo
     all_sides = sides(entry, of, adam, engines)
     turns = {"least": 1, "most": 1} if quick else {}
     found = measure(all_sides, of, Peak(), until, **turns)
-    return {"model": name, "batch": batch, "lean_adam": adam, **row(of, operations(entry, batch), found, all_sides)}
+    return {
+        "model": name,
+        "batch": batch,
+        "lean_adam": adam,
+        **row(of, operations(entry, batch), found, all_sides),
+    }
 
 
 def line(result: Mapping[str, Any]) -> str:
@@ -388,7 +418,9 @@ def done(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]
         return []
     stored = json.loads(path.read_text("utf-8"))
     head = stored["origin"]
-    same = head["commit"] == code["commit"] and not head["dirty"] and head["config"] == dict(settings)
+    same = (
+        head["commit"] == code["commit"] and not head["dirty"] and head["config"] == dict(settings)
+    )
     return stored["results"] if same else []
 
 
@@ -396,29 +428,60 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every cell and write the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="a JSON file, written after each cell")
-    parser.add_argument("--only", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="MODEL", help=", ".join(ZOO))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(ZOO),
+        default=list(ZOO),
+        metavar="MODEL",
+        help=", ".join(ZOO),
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), default=list(ENGINES), help="beside auto's")
-    parser.add_argument("--minutes", type=float, default=24, help="for all cells; each has at least three turns")
-    parser.add_argument("--quick", action="store_true", help="one short turn a cell: whether everything works")
+    parser.add_argument(
+        "--engines", nargs="*", choices=list(ENGINES), default=list(ENGINES), help="beside auto's"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=24, help="for all cells; each has at least three turns"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one short turn a cell: whether everything works"
+    )
     options = parser.parse_args(arguments)
     if min(options.batches) < 2:
-        parser.error(f"found batches of {min(options.batches)}; expected at least 2, for models with BatchNorm")
+        parser.error(
+            f"found batches of {min(options.batches)}; expected at least 2, for models with BatchNorm"
+        )
     torch.set_num_threads(1)
     keep_freed_memory()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
     rows = done(options.out, settings)
     there = {(each["model"], each["batch"]) for each in rows}
-    cells = [(name, batch) for name in options.only for batch in options.batches if (name, batch) not in there]
+    cells = [
+        (name, batch)
+        for name in options.only
+        for batch in options.batches
+        if (name, batch) not in there
+    ]
     end = time.monotonic() + 60 * options.minutes
     for number, (name, batch) in enumerate(cells):
         left = (end - time.monotonic()) / (len(cells) - number)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PyTorch, where the vmap engine is slow; engines' own are in the rows
+            # of PyTorch, where the vmap engine is slow; engines' own are in the rows
+            warnings.simplefilter("ignore")
             rows.append(cell(name, batch, options.engines, time.monotonic() + left, options.quick))
         print(line(rows[-1]), flush=True)
         if options.out is not None:
-            origin.keep(options.out, rows, ("engine", "models"), settings, where=machine_with_peak(), order=20)
+            origin.keep(
+                options.out,
+                rows,
+                ("engine", "models"),
+                settings,
+                where=machine_with_peak(),
+                order=20,
+            )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def study_of(
         train: training samples of a client.
         epochs: of local training.
     """
-    text = STUDY.format(clients=clients, rounds=rounds, seed=seed, train=train, epochs=epochs, method=method)
+    text = STUDY.format(
+        clients=clients, rounds=rounds, seed=seed, train=train, epochs=epochs, method=method
+    )
     study = config.loads(text)
     return study.only(study.methods[0].label, seed)
 
@@ -102,7 +104,9 @@ def credentials(folder: Path, number: int) -> tuple[Roster, str, Identity]:
     """Return the roster, the name and the identity of one member of a provisioned folder."""
     who = roster.load(folder / "roster.toml", folder / "organizer.pub")
     name = who.members[number].name
-    own = Identity.load(folder / f"{name}.key", folder / "members" / f"{name}.pem", folder / "ca.pem")
+    own = Identity.load(
+        folder / f"{name}.key", folder / "members" / f"{name}.pem", folder / "ca.pem"
+    )
     return who, name, own
 
 
@@ -157,19 +161,56 @@ class Bridges:
             _ip("-n", switch, "link", "add", "br0", "type", "bridge")
             _ip("-n", switch, "link", "set", "br0", "up")
         first, second = self._switches
-        _ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        _ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            second,
+        )
         for switch in self._switches:
             _ip("-n", switch, "link", "set", "cable", "master", "br0", "up")
         for number, (space, host) in enumerate(zip(self._spaces, self.hosts, strict=True)):
             switch, port = self._switches[number % 2], f"w{number}"
             _ip("netns", "add", space)
-            _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             _ip("-n", switch, "link", "set", port, "master", "br0", "up")
             _ip("-n", space, "addr", "add", f"{host}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
             if rate:
-                shape = ["dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+                shape = [
+                    "dev",
+                    "eth0",
+                    "root",
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    "64kb",
+                    "latency",
+                    "400ms",
+                ]
                 subprocess.run([*self.inside(number), "tc", "qdisc", "add", *shape], check=True)
 
     def inside(self, number: int) -> list[str]:
@@ -200,7 +241,9 @@ def bridges(nodes: int, *, rate: str = "") -> Iterator[Bridges]:
         made.close()
 
 
-def difference_of_replay(study: config.StudyConfig, places: list[Path], ended: set[int] | None = None) -> float:
+def difference_of_replay(
+    study: config.StudyConfig, places: list[Path], ended: set[int] | None = None
+) -> float:
     """Replay a run from its nodes' journals and return the largest difference to the models that they ended with.
 
     Args:
@@ -214,7 +257,10 @@ def difference_of_replay(study: config.StudyConfig, places: list[Path], ended: s
     for number, place in enumerate(places):
         if ended is None or number in ended:
             models = models_of(place)
-            for name, whole in (("state.params", loop.state.params), ("tracker.best", loop.tracker.best)):
+            for name, whole in (
+                ("state.params", loop.state.params),
+                ("tracker.best", loop.tracker.best),
+            ):
                 worst = max(worst, float((models[name][0] - whole[number]).abs().max()))
     return worst
 

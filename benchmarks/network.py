@@ -1,21 +1,23 @@
 """Measure the network on this machine; the results that are kept make docs/reference/network.md.
 
     python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
-    python benchmarks/network.py floods         connections that are held, and floods, by strangers and by a member
-    python benchmarks/network.py renewals       a member gets a new key and one is removed while all exchange
-    python benchmarks/network.py parity         six nodes and the simulation, method by method
-    python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
-    python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
-    python benchmarks/network.py churn-pens     the same with PENS instead of DAC
-    python benchmarks/network.py partition      six nodes: the cable between two halves is pulled for 20 s
-    python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
-    python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
-    python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
-    python benchmarks/network.py members        a member that attacks two honest nodes, attack by attack
-    python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
-    python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
+    python benchmarks/network.py floods         connections that are held, and floods, by strangers
+    and by a member python benchmarks/network.py renewals       a member gets a new key and one is
+    removed while all exchange python benchmarks/network.py parity         six nodes and the
+    simulation, method by method python benchmarks/network.py replay         a run with a killed
+    node, replayed in the simulator python benchmarks/network.py churn          twelve nodes: four
+    killed, two restarted, one cut off for 20 s python benchmarks/network.py churn-pens     the same
+    with PENS instead of DAC python benchmarks/network.py partition      six nodes: the cable
+    between two halves is pulled for 20 s python benchmarks/network.py soak           three nodes,
+    800 rounds: memory, threads and open files python benchmarks/network.py slow           a model
+    of 20 MB over a link of 20 Mbit/s python benchmarks/network.py fuzz           20,000 damaged
+    messages to and from a running node python benchmarks/network.py members        a member that
+    attacks two honest nodes, attack by attack python benchmarks/network.py efficiency     against
+    the same bytes over raw TCP with mutual TLS python benchmarks/network.py bytes          what the
+    cost ledger predicts, and what nodes count
 
-Results are JSON in docs/reference/runs. Churn, partition and slow need root and iproute2, for network namespaces.
+Results are JSON in docs/reference/runs. Churn, partition and slow need root and iproute2, for
+network namespaces.
 """
 
 import argparse
@@ -61,10 +63,14 @@ MEASUREMENTS = {
 
 def main() -> None:
     """Measure, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--methods", nargs="*", default=[], help="parity: only these")
-    parser.add_argument("--out", type=Path, help="where the results are kept; the repository's own place by default")
+    parser.add_argument(
+        "--out", type=Path, help="where the results are kept; the repository's own place by default"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     results: list[netlab.Result] = []
@@ -81,7 +87,9 @@ def main() -> None:
             MEASUREMENTS[given.what](emit, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    place = "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
+    place = (
+        "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
+    )
     seconds, where = round(time.perf_counter() - began, 1), machine("eclipse-zenoh")
     seeds = network_churn.SEEDS if given.what in ("churn", "churn-pens", "partition") else (0,)
     out = given.out or STORED / place

@@ -36,10 +36,14 @@ def run_fleet(
     folder: Path, *, nodes: int, rounds: int, port: int, network: Mapping[str, Any] = NETWORK
 ) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, int]]:
     """Run a fleet to its end and return the events of each node, and the exit statuses."""
-    files = fleet.lay_out(folder, config.loads(STUDY.format(nodes=nodes, rounds=rounds)), port=port, network=network)
+    files = fleet.lay_out(
+        folder, config.loads(STUDY.format(nodes=nodes, rounds=rounds)), port=port, network=network
+    )
     (folder / "logs").mkdir()
     events: dict[str, list[Mapping[str, Any]]] = {name: [] for name in files}
-    with fleet.Fleet(files, logs=folder / "logs", listener=lambda name, event: events[name].append(event)) as running:
+    with fleet.Fleet(
+        files, logs=folder / "logs", listener=lambda name, event: events[name].append(event)
+    ) as running:
         for name in files:
             running.start(name)
         statuses = running.wait(1800)
@@ -56,7 +60,9 @@ def alarms(emit: netlab.Emit, folder: Path) -> None:
     for name, told in events.items():
         for event in told:
             if event["event"] in ALARMS:
-                kind = " ".join(str(event[key]) for key in ("event", "reason", "code", "text") if key in event)
+                kind = " ".join(
+                    str(event[key]) for key in ("event", "reason", "code", "text") if key in event
+                )
                 found[re.sub(r"node-\d\d", "node-..", kind)] += event.get("times", 1)
             if event["event"] == "round" and event["round"] >= 0:
                 longest = max(longest, event["exchanging"])

@@ -64,9 +64,19 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
         template = Template.of(tensors)
         address = Address(0, 0, 2)
         good = seal(
-            tensors, run=who.run, peer="n2", inc=1, address=address, schema=who.schema, sign=own.sign, chunk=4096
+            tensors,
+            run=who.run,
+            peer="n2",
+            inc=1,
+            address=address,
+            schema=who.schema,
+            sign=own.sign,
+            chunk=4096,
         )
-        base, current = prefix(who.run), [[(attachment, bytes(chunk)) for attachment, chunk in good.chunks()]]
+        base, current = (
+            prefix(who.run),
+            [[(attachment, bytes(chunk)) for attachment, chunk in good.chunks()]],
+        )
 
         def answer(query: Any) -> None:
             with query:
@@ -89,7 +99,9 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
                 exchange.enter(exchange.ids)
             own_message = Message(torch.full((1, 4000), 1.0), {"samples": torch.ones(1)})
             exchanges[1].pull(own_message, torch.full((1, 0), -1))
-            assert bool(exchanges[0].pull(own_message, torch.tensor([[1]])).mask.all()), "an honest peer was let down"
+            assert bool(exchanges[0].pull(own_message, torch.tensor([[1]])).mask.all()), (
+                "an honest peer was let down"
+            )
             memory.append(netlab.resident(os.getpid()) or 0.0)
 
         for number in range(int(scale * ANSWERS)):

@@ -52,7 +52,12 @@ Step = tuple[float, str, Callable[[fleet.Fleet], Any]]
 
 
 def watch(
-    folder: Path, study: config.StudyConfig, net: netlab.Bridges, steps: list[Step], dead: set[str], emit: netlab.Emit
+    folder: Path,
+    study: config.StudyConfig,
+    net: netlab.Bridges,
+    steps: list[Step],
+    dead: set[str],
+    emit: netlab.Emit,
 ) -> Watched:
     """Run a fleet in namespaces and do something to it at given seconds after its third round."""
     files = fleet.lay_out(folder, study, port=7447, hosts=net.hosts, network=NETWORK)
@@ -85,7 +90,10 @@ def watch(
             act(nodes)
             emit({"at": round(at, 1), "event": what})
         until = time.monotonic() + 1200
-        while any(p.poll() is None for n, p in nodes.processes.items() if n not in dead) and time.monotonic() < until:
+        while (
+            any(p.poll() is None for n, p in nodes.processes.items() if n not in dead)
+            and time.monotonic() < until
+        ):
             look(nodes)
         seen.statuses = {n: p.poll() for n, p in nodes.processes.items() if n not in dead}
     return seen
@@ -111,7 +119,12 @@ def unharmed(folder: Path, method: str, seen: list[int], **options: Any) -> list
 
 
 def outcome(
-    folder: Path, study: config.StudyConfig, seen: Watched, ended: list[str], method: str, options: dict[str, Any]
+    folder: Path,
+    study: config.StudyConfig,
+    seen: Watched,
+    ended: list[str],
+    method: str,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what is told of every run: rounds, accuracy beside that of unharmed runs, and the replay."""
     names = list(seen.rounds)
@@ -143,7 +156,11 @@ def churn(emit: netlab.Emit, folder: Path, *, method: str = "dac") -> None:
             at = draw.uniform(0, 40)
             steps.append((at, f"{victim} killed", lambda nodes, victim=victim: nodes.kill(victim)))
             if number < 2:
-                again = (at + 8, f"{victim} started again", lambda nodes, victim=victim: nodes.start(victim))
+                again = (
+                    at + 8,
+                    f"{victim} started again",
+                    lambda nodes, victim=victim: nodes.start(victim),
+                )
                 steps.append(again)
         dead = set(victims[2:])
         seen = watch(folder / "churn", study, net, steps, dead, emit)
@@ -161,7 +178,10 @@ def churn(emit: netlab.Emit, folder: Path, *, method: str = "dac") -> None:
 def partition(emit: netlab.Emit, folder: Path) -> None:
     """Six nodes in two halves; the cable between the halves is pulled for 20 s: both go on, and meet again."""
     options = {"clients": 6, "rounds": 40, "train": 105, "epochs": 8}
-    study, names = netlab.study_of(METHODS["dac"], **options), [f"node-{number:02d}" for number in range(6)]
+    study, names = (
+        netlab.study_of(METHODS["dac"], **options),
+        [f"node-{number:02d}" for number in range(6)],
+    )
     times: dict[str, float] = {}
 
     def pull(state: str) -> Callable[[fleet.Fleet], None]:
@@ -172,10 +192,16 @@ def partition(emit: netlab.Emit, folder: Path) -> None:
         return act
 
     with netlab.bridges(6) as net:
-        steps: list[Step] = [(3.0, "the halves are parted", pull("down")), (23.0, "joined again", pull("up"))]
+        steps: list[Step] = [
+            (3.0, "the halves are parted", pull("down")),
+            (23.0, "joined again", pull("up")),
+        ]
         seen = watch(folder / "partition", study, net, steps, set(), emit)
     edges = pd.concat(
-        pd.read_parquet(netlab.folder_of(folder / "partition/nodes" / name, study) / "edges.parquet") for name in names
+        pd.read_parquet(
+            netlab.folder_of(folder / "partition/nodes" / name, study) / "edges.parquet"
+        )
+        for name in names
     )
     arrived = edges[edges["purpose"].astype(str) != "missing"]
     across = arrived[arrived["reader"] % 2 != arrived["read"] % 2]["round"].tolist()

@@ -64,7 +64,9 @@ def raw_node(folder: Path, number: int, size: int, rounds: int, count: int) -> N
     who, name, _ = netlab.credentials(folder, number)
     contexts = [ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
     for context in contexts:
-        context.load_cert_chain(str(folder / "members" / f"{name}.pem"), str(folder / f"{name}.key"))
+        context.load_cert_chain(
+            str(folder / "members" / f"{name}.pem"), str(folder / f"{name}.key")
+        )
         context.load_verify_locations(str(folder / "ca.pem"))
         context.verify_mode = ssl.CERT_REQUIRED
     server, client = contexts
@@ -99,13 +101,16 @@ def raw_node(folder: Path, number: int, size: int, rounds: int, count: int) -> N
     with ThreadPoolExecutor(4) as pool:
         for round in range(rounds):
             chosen = peers_of(number, round, count, who.population)
-            (folder / f"raw-{number}-{round}").touch()  # all start a round together, as the exchange makes them
+            # all start a round together, as the exchange makes them
+            (folder / f"raw-{number}-{round}").touch()
             while not all((folder / f"raw-{n}-{round}").exists() for n in range(who.population)):
                 threading.Event().wait(0.001)
             started = time.perf_counter()
             assert sum(pool.map(pull, chosen)) == count * size
             times.append(time.perf_counter() - started)
-    (folder / f"result-{number}.json").write_text(json.dumps({"times": times, "bytes": rounds * count * size}))
+    (folder / f"result-{number}.json").write_text(
+        json.dumps({"times": times, "bytes": rounds * count * size})
+    )
     threading.Event().wait(2.0)
     os._exit(0)  # the listening thread never ends
 
@@ -139,7 +144,9 @@ def together(
     for number in range(nodes):
         prefix = inside(number) if inside else []
         numbers = [str(value) for value in (number, size, rounds, count)]
-        running.append(subprocess.Popen([*prefix, sys.executable, __file__, kind, str(keys), *numbers]))
+        running.append(
+            subprocess.Popen([*prefix, sys.executable, __file__, kind, str(keys), *numbers])
+        )
     assert [process.wait(600) for process in running] == [0] * nodes
     return [json.loads((keys / f"result-{number}.json").read_text()) for number in range(nodes)]
 
@@ -164,7 +171,9 @@ def slow(emit: netlab.Emit, folder: Path) -> None:
     size, rate = 20_000_000, 20e6
     with netlab.bridges(2, rate="20mbit") as net:
         netlab.provision(folder / "keys", 2, port=7447, hosts=net.hosts)
-        found = together("coterie", folder / "keys", 2, size=size, rounds=2, count=1, inside=net.inside)
+        found = together(
+            "coterie", folder / "keys", 2, size=size, rounds=2, count=1, inside=net.inside
+        )
     for number, result in enumerate(found):
         emit({
             "node": number, "model_bytes": size, "mbit_per_s": rate / 1e6, "deadline_s": Terms().deadline,
@@ -194,13 +203,17 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
         plan, federation = netlab.plan_and_data(study)
         task = plan.task(federation)
         setting = traffic.Setting(
-            population=network_parity.NODES, params=task.layout.size, samples=int(task.samples[0]), group=3
+            population=network_parity.NODES,
+            params=task.layout.size,
+            samples=int(task.samples[0]),
+            group=3,
         )
         counted = 0
         for name in names:
             log = (folder / f"bytes-{place}/logs/{name}.log").read_text().splitlines()
             counted += json.loads(next(line for line in log if '"event": "done"' in line))["bytes"]
-        away = network_parity.NODES - plan.method.server  # the client on the server's node needs no network
+        # the client on the server's node needs no network
+        away = network_parity.NODES - plan.method.server
         predicted = away * traffic.between_machines(plan.method, setting, rounds)
         emit({"method": method, "nodes": network_parity.NODES, "rounds": rounds, "counted": counted,
               "predicted": predicted})  # fmt: skip

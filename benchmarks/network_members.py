@@ -1,7 +1,8 @@
 """Attacks by a member of a run: what do the honest nodes end with?
 
-The attacker is the program of tests/stranger, which was written from docs/reference/wire.md and imports nothing of
-Coterie, with valid credentials of the roster. Two honest nodes run `coterie node` with its default settings.
+The attacker is the program of tests/stranger, which was written from docs/reference/wire.md and
+imports nothing of Coterie, with valid credentials of the roster. Two honest nodes run `coterie
+node` with its default settings.
 """
 
 import json
@@ -88,10 +89,16 @@ class ForgedHeads(Attacker):
         if self.round < 1:
             self.kept = honest  # an answer to a question that nobody asks again
             return honest
-        other = json.loads(honest[64:]) | {"peer": self.others()[0], "round": FAR, "state": "running"}
+        other = json.loads(honest[64:]) | {
+            "peer": self.others()[0],
+            "round": FAR,
+            "state": "running",
+        }
         text = stranger.canonical(other)
         self.asked += 1
-        return [bytes(64) + text, stranger.sign(self.key, "head", text) + text, self.kept][self.asked % 3]
+        return [bytes(64) + text, stranger.sign(self.key, "head", text) + text, self.kept][
+            self.asked % 3
+        ]
 
 
 class Wide(Attacker):
@@ -115,7 +122,10 @@ class Renamed(Attacker):
 
     def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """`field.sample` instead of `field.samples`."""
-        return {"field.sample" if name == "field.samples" else name: tensor for name, tensor in tensors.items()}
+        return {
+            "field.sample" if name == "field.samples" else name: tensor
+            for name, tensor in tensors.items()
+        }
 
 
 class Huge(Attacker):
@@ -148,7 +158,9 @@ class Samples(Attacker):
 class Replayed(Attacker):
     """From round 3 on, the signed message of round 2."""
 
-    def sealed(self, address: stranger.Address, to: str, tensors: stranger.Tensors) -> list[stranger.Part]:
+    def sealed(
+        self, address: stranger.Address, to: str, tensors: stranger.Tensors
+    ) -> list[stranger.Part]:
         """An old message at a new address."""
         if address.round <= 2:
             self.old = super().sealed(address, to, tensors)
@@ -192,7 +204,10 @@ class Server(Attacker):
 
     def reply_tensors(self) -> stranger.Tensors:
         """The answer to a request."""
-        return {"table": np.zeros((1, stranger.PARAMS + 1), np.float32), "index": np.zeros(1, np.int64)}
+        return {
+            "table": np.zeros((1, stranger.PARAMS + 1), np.float32),
+            "index": np.zeros(1, np.int64),
+        }
 
     def attack(self, data: stranger.Data) -> None:
         """Choose everybody, and answer whatever comes."""
@@ -200,7 +215,11 @@ class Server(Attacker):
         self.round = 0
         for round in (-1, 0):
             for number in range(2):
-                self.publish(stranger.Address("cohort", round, number, -1), "", {"ids": np.arange(self.population)})
+                self.publish(
+                    stranger.Address("cohort", round, number, -1),
+                    "",
+                    {"ids": np.arange(self.population)},
+                )
             for client in range(1, self.population):
                 for exchange in (1024, 1025, 2048):
                     address = stranger.Address("reply", round, exchange, client)
@@ -275,12 +294,15 @@ def outcome(place: Path, reader: int, attacker: int) -> dict[str, Any]:
         attacker: the attacker's client.
 
     Returns:
-        Also "mixed" and "refused": in how many rounds it mixed the attacker's model, and tried and refused it.
+        Also "mixed" and "refused": in how many rounds it mixed the attacker's model, and tried and
+        refused it.
     """
     metrics = pd.read_parquet(place / "metrics.parquet")
     edges = pd.read_parquet(place / "edges.parquet")
     score = metrics[metrics["metric"] == "accuracy"]
-    validation = score[(score["split"] == "validation") & (score["model"] == "current")].sort_values("round")
+    validation = score[
+        (score["split"] == "validation") & (score["model"] == "current")
+    ].sort_values("round")
     trained = validation[validation["round"] >= 0]["round"].nunique()
     mine = edges[(edges["reader"] == reader) & (edges["read"] == attacker)]
     return {
@@ -323,8 +345,12 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
         if event["level"] in ("warning", "error"):
             detail = event.get("code") or event.get("reason") or ""
             if event["event"] in ("pull", "redraw"):
-                detail = ", ".join(sorted({str(why) for why in (event.get("missing") or {}).values()}))
-            events[node][f"{event['event']}: {detail}" if detail else event["event"]] += event.get("times", 1)
+                detail = ", ".join(
+                    sorted({str(why) for why in (event.get("missing") or {}).values()})
+                )
+            events[node][f"{event['event']}: {detail}" if detail else event["event"]] += event.get(
+                "times", 1
+            )
         ended[node] |= event["event"] == "done"
 
     began = time.perf_counter()
@@ -354,7 +380,10 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
     run = Path(study.name) / study.methods[0].label / "seed-0"
     places = [folder / "nodes" / other / run for other in honest]
     if all((place / "metrics.parquet").exists() for place in places):
-        found = [outcome(place, int(other[-2:]), int(me[-2:])) for other, place in zip(honest, places, strict=True)]
+        found = [
+            outcome(place, int(other[-2:]), int(me[-2:]))
+            for other, place in zip(honest, places, strict=True)
+        ]
         result |= {what: [one[what] for one in found] for what in found[0]}
     return result
 

@@ -34,7 +34,8 @@ def compare(nodes: list[Path], simulated: Path) -> netlab.Result:
 
     def plain(frames: list[pd.DataFrame]) -> pd.DataFrame:
         frame = pd.concat(
-            f.astype({c: str for c in f.columns if isinstance(f[c].dtype, pd.CategoricalDtype)}) for f in frames
+            f.astype({c: str for c in f.columns if isinstance(f[c].dtype, pd.CategoricalDtype)})
+            for f in frames
         )
         return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
@@ -102,8 +103,12 @@ def replays(emit: netlab.Emit, folder: Path, port: int = 27200) -> None:
         study = netlab.study_of(METHODS[method], clients=NODES, rounds=40, train=105, epochs=8)
         names = run_nodes(place, study, port + 10 * number, kill="node-04")
         nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
-        events = [line for path in nodes for line in (path / "arrivals.jsonl").read_text().splitlines()]
-        missing = sum('"missing": {}' not in line for line in events if '"pull"' in line or '"redraw"' in line)
+        events = [
+            line for path in nodes for line in (path / "arrivals.jsonl").read_text().splitlines()
+        ]
+        missing = sum(
+            '"missing": {}' not in line for line in events if '"pull"' in line or '"redraw"' in line
+        )
         emit({"method": method, "nodes": NODES, "rounds": 40, "killed_and_restarted": 1,
               "pulls_with_missing_peers": missing,
               "largest_difference": netlab.difference_of_replay(study, nodes)})  # fmt: skip

@@ -46,7 +46,9 @@ def renewals(emit: netlab.Emit, folder: Path) -> None:
         signed["rekeyed"] = time.time()
         setup.rekey(place / "keys", REKEYED, request)
         first = nodes.processes[REKEYED].wait(120)  # it ends, and says what to do
-        (place / "keys" / f"{REKEYED}.key").write_bytes((place / "new" / f"{REKEYED}.key").read_bytes())
+        (place / "keys" / f"{REKEYED}.key").write_bytes(
+            (place / "new" / f"{REKEYED}.key").read_bytes()
+        )
         nodes.start(REKEYED)
         assert due["removed"].wait(600), "the nodes have not come so far"
         signed["removed"] = time.time()
@@ -72,7 +74,10 @@ def _rounds(told: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _taken(
-    events: Mapping[str, list[Mapping[str, Any]]], names: list[str], signed: Mapping[str, float], what: str
+    events: Mapping[str, list[Mapping[str, Any]]],
+    names: list[str],
+    signed: Mapping[str, float],
+    what: str,
 ) -> list[float]:
     """Seconds from the organizer's signature until each node goes on under the new roster, and its rounds meanwhile."""
     out = []
@@ -86,7 +91,10 @@ def _missing(place: Path, study: config.StudyConfig, names: list[str]) -> Counte
     """Why messages of the nodes that stayed did not come to each other."""
     found: Counter[str] = Counter()
     for name in names:
-        journal = netlab.folder_of(place / "nodes" / name, study.only(study.methods[0].label, 0)) / "arrivals.jsonl"
+        journal = (
+            netlab.folder_of(place / "nodes" / name, study.only(study.methods[0].label, 0))
+            / "arrivals.jsonl"
+        )
         for line in journal.read_text().splitlines():
             for client, why in (json.loads(line).get("missing") or {}).items():
                 of = "of the two" if int(client) in (6, 7) else "of the others"

@@ -39,7 +39,9 @@ def soak(emit: netlab.Emit, folder: Path, *, rounds: int = ROUNDS, port: int = 2
         (place / "logs").mkdir()
         seen: dict[str, list[tuple[int, float, int, int]]] = {node: [] for node in files}
 
-        def listen(node: str, event: Any, seen: dict[str, list[tuple[int, float, int, int]]] = seen) -> None:
+        def listen(
+            node: str, event: Any, seen: dict[str, list[tuple[int, float, int, int]]] = seen
+        ) -> None:
             if event["event"] == "round" and (found := count(nodes.processes[node].pid)):
                 seen[node].append((event["round"], *found))
 

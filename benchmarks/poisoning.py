@@ -2,8 +2,8 @@
 
     python benchmarks/poisoning.py --out docs/reference/runs/poisoning.json
 
-Twenty clients hold digits that are turned by 0, 90, 180 or 270 degrees, five clients each; none, two or six of them
-attack. Accuracies are of the honest clients, on test digits turned like theirs.
+Twenty clients hold digits that are turned by 0, 90, 180 or 270 degrees, five clients each; none,
+two or six of them attack. Accuracies are of the honest clients, on test digits turned like theirs.
 """
 
 import argparse
@@ -33,8 +33,12 @@ PEER_METHODS: dict[str, Method] = {
     "dac-var": METHODS["dac-var"](num_peers=PEERS, tau=10),
     "dac-no-two-hop": METHODS["dac-no-two-hop"](num_peers=PEERS, tau=10),
     "pens": METHODS["pens"](num_sampled=6, num_kept=2, num_peers=PEERS, stage_one_rounds=8),
-    "panm-loss": METHODS["panm-loss"](num_peers=PEERS, num_candidates=PEERS, stage_one_rounds=8, interval=3),
-    "panm-grad": METHODS["panm-grad"](num_peers=PEERS, num_candidates=PEERS, stage_one_rounds=8, interval=3),
+    "panm-loss": METHODS["panm-loss"](
+        num_peers=PEERS, num_candidates=PEERS, stage_one_rounds=8, interval=3
+    ),
+    "panm-grad": METHODS["panm-grad"](
+        num_peers=PEERS, num_candidates=PEERS, stage_one_rounds=8, interval=3
+    ),
 }
 SHARES = (0.1, 0.3)
 PARTS = ("exchange", "functional", "methods", "simulation", "engine")
@@ -43,7 +47,9 @@ PARTS = ("exchange", "functional", "methods", "simulation", "engine")
 def federation(seed: int) -> Any:
     """Return the clients' data."""
     shift = [{"kind": "rotation", "degrees": [0, 90, 180, 270], "sizes": [CLIENTS // 4] * 4}]
-    return build_federation(DataConfig("digits", num_clients=CLIENTS, train=60, validation=15, shift=shift), seed)
+    return build_federation(
+        DataConfig("digits", num_clients=CLIENTS, train=60, validation=15, shift=shift), seed
+    )
 
 
 def settings(accepts: bool, attack: str, share: float, rounds: int, **rules: Any) -> Settings:
@@ -56,7 +62,9 @@ def settings(accepts: bool, attack: str, share: float, rounds: int, **rules: Any
     )
 
 
-def row(run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: float) -> dict[str, Any]:
+def row(
+    run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: float
+) -> dict[str, Any]:
     """Return what a run came to."""
     tests = final_tests(run.metrics)
 
@@ -66,7 +74,9 @@ def row(run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: 
 
     edges = run.edges
     purposes = edges["purpose"].value_counts()
-    passes = run.metrics.loc[(run.metrics["metric"] == metrics.PASSES.name).to_numpy(), "value"].sum()
+    passes = run.metrics.loc[
+        (run.metrics["metric"] == metrics.PASSES.name).to_numpy(), "value"
+    ].sum()
     return {
         "method": kind,
         "attack": attack if share else "none",
@@ -95,9 +105,14 @@ def measure(
                 for accepts in (True,) if rules else (False, True):
                     began = time.perf_counter()
                     given = settings(accepts, attack, share, rounds, **rules)
-                    run = simulate(data, PEER_METHODS[kind], model="cnn-b", settings=given, seed=seed)
+                    run = simulate(
+                        data, PEER_METHODS[kind], model="cnn-b", settings=given, seed=seed
+                    )
                     rows.append(row(run, kind, attack, share, accepts, time.perf_counter() - began))
-                    print(*(f"{v:.3f}" if isinstance(v, float) else v for v in rows[-1].values()), flush=True)
+                    print(
+                        *(f"{v:.3f}" if isinstance(v, float) else v for v in rows[-1].values()),
+                        flush=True,
+                    )
     return rows
 
 

@@ -1,12 +1,14 @@
 """What a client-round costs, how much memory a run takes, and what it leaves, as the population grows.
 
-    python benchmarks/population.py --out docs/reference/runs/performance/population.json
-    python benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 --model linear --side 8
+    python benchmarks/population.py --out docs/reference/runs/performance/population.json python
+    benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 --model linear
+    --side 8
 
-Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a client, in this
-one process with as many threads as there are cores. Its time is the mean of the rounds after the first; its memory the
-process's largest resident set before the report is made, data and interpreter included; then come the last checkpoint,
-the tables of results, and the report: seconds, and size. Clients train, exchange and validate in every round.
+Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a
+client, in this one process with as many threads as there are cores. Its time is the mean of the
+rounds after the first; its memory the process's largest resident set before the report is made,
+data and interpreter included; then come the last checkpoint, the tables of results, and the report:
+seconds, and size. Clients train, exchange and validate in every round.
 """
 
 import argparse
@@ -37,14 +39,18 @@ from coterie.simulation.run import Progress, simulate
 from coterie.simulation.settings import Settings
 
 
-def cell(kind: str, clients: int, rounds: int, model: str = "cnn-b", side: int = 28) -> dict[str, str | int | float]:
+def cell(
+    kind: str, clients: int, rounds: int, model: str = "cnn-b", side: int = 28
+) -> dict[str, str | int | float]:
     """Run one method over one population and return its row; `side` is that of the images."""
     seconds: dict[int, float] = {}
 
     def note(progress: Progress) -> None:
         seconds[progress.round] = progress.seconds
 
-    settings = Settings(rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final")
+    settings = Settings(
+        rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final"
+    )
     with workers.one_thread(), tempfile.TemporaryDirectory() as home:
         use_threads(workers.cores())
         folder = Path(home) / "population" / kind / "seed-0"
@@ -88,10 +94,17 @@ def rows(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     name, out = "ms a client-round", []
     for place, first in enumerate(passes[0]):
         cells = [each[place] for each in passes]
-        middle = {key: statistics.median(one[key] for one in cells) for key in ("seconds a round", name, "report, s")}
+        middle = {
+            key: statistics.median(one[key] for one in cells)
+            for key in ("seconds a round", name, "report, s")
+        }
         ratios = [one[name] / each[0][name] for one, each in zip(cells, passes, strict=True)]
         peak = max(one["peak memory, GiB"] for one in cells)
-        times = {"times that of the first": statistics.median(ratios), "from": min(ratios), "to": max(ratios)}
+        times = {
+            "times that of the first": statistics.median(ratios),
+            "from": min(ratios),
+            "to": max(ratios),
+        }
         out.append({**first, **middle, "peak memory, GiB": peak, **times})
     return out
 
@@ -102,7 +115,17 @@ def _rounds(clients: int, client_rounds: int) -> int:
 
 def _alone(kind: str, clients: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run a cell in a process of its own."""
-    same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients), "--model", options.model]
+    same = [
+        sys.executable,
+        __file__,
+        "--cell",
+        "--methods",
+        kind,
+        "--clients",
+        str(clients),
+        "--model",
+        options.model,
+    ]
     how = ["--side", str(options.side), "--client-rounds", str(options.client_rounds)]
     done = subprocess.run([*same, *how], check=True, stdout=subprocess.PIPE, text=True)
     row = json.loads(done.stdout.splitlines()[-1])
@@ -117,9 +140,18 @@ def main() -> int:
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
     parser.add_argument("--model", default="cnn-b", help="a name of models.NETS")
     parser.add_argument("--side", type=int, default=28, help="of the images")
-    parser.add_argument("--client-rounds", type=int, default=20000, help="of a cell, shared out over 3 rounds or more")
-    parser.add_argument("--repeats", type=int, default=1, help="the populations of a method in turn, so many times")
-    parser.add_argument("--cell", action="store_true", help="run one cell in this process and print its row")
+    parser.add_argument(
+        "--client-rounds",
+        type=int,
+        default=20000,
+        help="of a cell, shared out over 3 rounds or more",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="the populations of a method in turn, so many times"
+    )
+    parser.add_argument(
+        "--cell", action="store_true", help="run one cell in this process and print its row"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
@@ -128,12 +160,17 @@ def main() -> int:
             clients, rounds = options.clients[0], _rounds(options.clients[0], options.client_rounds)
             print(json.dumps(cell(kind, clients, rounds, options.model, options.side)))
             continue
-        passes = [[_alone(kind, clients, options) for clients in options.clients] for _ in range(options.repeats)]
+        passes = [
+            [_alone(kind, clients, options) for clients in options.clients]
+            for _ in range(options.repeats)
+        ]
         results += rows(passes)
     if options.cell:
         return 0
     if options.out is not None:
-        where = machine() | {"memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
+        where = machine() | {
+            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+        }
         speaks_of = ("engine", "exchange", "methods", "report", "results", "simulation")
         keep(options.out, results, speaks_of, vars(options), where=where, order=40)
     return 0

@@ -4,8 +4,8 @@
     python benchmarks/reliability.py kills --number 200
     python benchmarks/reliability.py faults --number 200
 
-Each experiment runs a small study, of DAC and FedAvg, to its end or until it is stopped; then it reads what is left, or
-goes on with it. Everything is drawn from `--seed`. The results are kept in
+Each experiment runs a small study, of DAC and FedAvg, to its end or until it is stopped; then it
+reads what is left, or goes on with it. Everything is drawn from `--seed`. The results are kept in
 docs/reference/runs/reliability, from which scripts/reliability.py writes the page.
 """
 
@@ -46,7 +46,9 @@ NAME = "small"
 KINDS = ("flip", "truncate", "swap", "missing")
 ERRNOS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS, "failing disk": errno.EIO}
 _OWN = str(Path(manifest.__file__).parents[1])
-_CALLS_TO_FILES = frozenset({"replace", "rename", "fsync", "mkstemp", "open", "write", "serialize_file", "write_table"})
+_CALLS_TO_FILES = frozenset(
+    {"replace", "rename", "fsync", "mkstemp", "open", "write", "serialize_file", "write_table"}
+)
 _TIMES = ("timing", "engine")
 
 
@@ -54,13 +56,21 @@ class _Stop(Exception):
     """Ends the study that is left half done."""
 
 
-def run(out: Path, observer: Callable[[Any], None] | None = None, *, seeds: Sequence[int] = (0,)) -> None:
+def run(
+    out: Path, observer: Callable[[Any], None] | None = None, *, seeds: Sequence[int] = (0,)
+) -> None:
     """Run the study, or go on with it, in a folder; every round is followed by a checkpoint."""
     study = make_study(
         {"DAC": Dac(num_peers=2), "FedAvg": FedAvg()}, name=NAME, seeds=seeds, model="linear",
         settings=Settings(rounds=5, checkpoint_seconds=0),
     )  # fmt: skip
-    run_study(study, out=out, resume=True, federation=lambda seed: tiny_federation(seed=seed), observer=observer)
+    run_study(
+        study,
+        out=out,
+        resume=True,
+        federation=lambda seed: tiny_federation(seed=seed),
+        observer=observer,
+    )
 
 
 def prepared(folder: Path) -> tuple[Path, Path]:
@@ -88,7 +98,11 @@ def results(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
-        if path.is_dir() or path.name.startswith(".") or path.name in (manifest.FILE, "checkpoint-before.safetensors"):
+        if (
+            path.is_dir()
+            or path.name.startswith(".")
+            or path.name in (manifest.FILE, "checkpoint-before.safetensors")
+        ):
             continue
         if path.suffix == ".json":
             content = json.loads(path.read_text("utf-8"))
@@ -112,7 +126,8 @@ def outcome(action: Callable[[], Any], expected: Any) -> tuple[str, str]:
         expected: what it should return.
 
     Returns:
-        "right", "right, and said" (with a note), "refused" (one line), "WRONG", or "RAW ERROR" (no clear line).
+        "right", "right, and said" (with a note), "refused" (one line), "WRONG", or "RAW ERROR" (no
+        clear line).
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -133,7 +148,9 @@ def outcome(action: Callable[[], Any], expected: Any) -> tuple[str, str]:
 
 def damage(out: Path, kind: str, stream: random.Random) -> str:
     """Damage a study's folder, and return what was done."""
-    files = sorted(path for path in out.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = sorted(
+        path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".")
+    )
     path = stream.choice([one for one in files if one.stat().st_size])
     name, data = path.relative_to(out).as_posix(), bytearray(path.read_bytes())
     if kind == "flip":
@@ -145,7 +162,9 @@ def damage(out: Path, kind: str, stream: random.Random) -> str:
     elif kind == "missing":
         path.unlink()
     else:
-        other = stream.choice([one for one in files if one.suffix == path.suffix and one != path] or [path])
+        other = stream.choice(
+            [one for one in files if one.suffix == path.suffix and one != path] or [path]
+        )
         theirs = other.read_bytes()
         other.write_bytes(data)
         path.write_bytes(theirs)
@@ -176,9 +195,15 @@ def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
                 gone = copy / what.removeprefix("missing ")
                 optional = gone.name in (checkpoint.FILE, models.FILE)
                 unmissed = optional and checkpoint.done(gone.parent)  # a finished run is whole so
-                kept = {name: content for name, content in right.items() if not unmissed or copy / name != gone}
+                kept = {
+                    name: content
+                    for name, content in right.items()
+                    if not unmissed or copy / name != gone
+                }
                 found, said = outcome(partial(went_on, copy, (0, 1)), kept)
-            rows.append({"folder": source.name, "kind": kind, "what": what, "then": act, "outcome": found})
+            rows.append(
+                {"folder": source.name, "kind": kind, "what": what, "then": act, "outcome": found}
+            )
             if found.isupper():
                 rows[-1]["said"] = said
             shutil.rmtree(copy)
@@ -199,7 +224,8 @@ class Moments:
     """Calls of functions within the package, counted: the moments at which a run can be stopped.
 
     Args:
-        act: what to do at a moment, with its number and whether files are being written; see `kills`, `faults`.
+        act: what to do at a moment, with its number and whether files are being written; see
+            `kills`, `faults`.
         files: count calls that change files only.
     """
 
@@ -209,7 +235,11 @@ class Moments:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         """Be told of a call by `sys.setprofile`."""
         own = frame.f_code.co_filename.startswith(_OWN)
-        if own and frame.f_code.co_name == manifest.replace_files.__name__ and event in ("call", "return"):
+        if (
+            own
+            and frame.f_code.co_name == manifest.replace_files.__name__
+            and event in ("call", "return")
+        ):
             self._writing += 1 if event == "call" else -1
         name = getattr(arg, "__name__", "") if event == "c_call" else ""
         counts = (name in _CALLS_TO_FILES) if self._files else (own and event in ("call", "c_call"))
@@ -264,14 +294,19 @@ def kills(number: int, seed: int) -> list[dict[str, Any]]:
         run(Path(name) / "right")
         right = results(Path(name) / "right")
         moments = moments_of(Path(name) / "counted")
-        groups = [[place for place, one in enumerate(moments, 1) if one is writing] for writing in (False, True)]
+        groups = [
+            [place for place, one in enumerate(moments, 1) if one is writing]
+            for writing in (False, True)
+        ]
         for index in range(number):
             place, out = stream.choice(groups[index % 2]), Path(name) / "copy"
             status = in_child(partial(_killed_at, place, out))
             whole = all(not manifest.fault(path.parent, path.name) for path in _listed(out))
             found, said = outcome(partial(went_on, out), right)
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            rows.append({"moment": place, "of": len(moments), "writing": bool(index % 2), "killed": killed})
+            rows.append(
+                {"moment": place, "of": len(moments), "writing": bool(index % 2), "killed": killed}
+            )
             rows[-1] |= {"whole": whole, "outcome": found, **({"said": said} if said else {})}
             shutil.rmtree(out, ignore_errors=True)
     return rows
@@ -300,7 +335,9 @@ def faults(number: int, seed: int) -> list[dict[str, Any]]:
         run(Path(name) / "right")
         right = results(Path(name) / "right")
         calls = len(moments_of(Path(name) / "files", files=True))
-        anywhere = [place for place, writing in enumerate(moments_of(Path(name) / "all"), 1) if not writing]
+        anywhere = [
+            place for place, writing in enumerate(moments_of(Path(name) / "all"), 1) if not writing
+        ]
         for index in range(number):
             kind = (*ERRNOS, "out of memory")[index % (len(ERRNOS) + 1)]
             memory, out = kind not in ERRNOS, Path(name) / "copy"
@@ -316,7 +353,11 @@ def faults(number: int, seed: int) -> list[dict[str, Any]]:
 def _refused_at(place: int, out: Path, kind: str) -> None:
     def act(count: int, _: bool) -> None:
         if count == place:
-            raise MemoryError if kind not in ERRNOS else OSError(ERRNOS[kind], os.strerror(ERRNOS[kind]), str(out))
+            raise (
+                MemoryError
+                if kind not in ERRNOS
+                else OSError(ERRNOS[kind], os.strerror(ERRNOS[kind]), str(out))
+            )
 
     with stopped_by(Moments(act, files=kind in ERRNOS)):
         run(out)
@@ -332,10 +373,14 @@ def counted(rows: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...]
 
 def main() -> None:
     """Read the command line, run an experiment and keep its results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--number", type=int, default=200, help="how many trials (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="from which they are drawn (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="from which they are drawn (default: 0)"
+    )
     given = parser.parse_args()
     rows = EXPERIMENTS[given.experiment](given.number, given.seed)
     keep(STORED / f"{given.experiment}.json", rows, SPEAKS_OF, vars(given), seeds=(given.seed,))

@@ -1,7 +1,8 @@
 """Replay: repeat a run between machines, failures included, in the simulator.
 
-Every node keeps a journal of what it asked for and what arrived. With the journals and the data, the simulator repeats
-the same rounds with the same participants, reachable peers and received messages. Peer-to-peer methods only.
+Every node keeps a journal of what it asked for and what arrived. With the journals and the data,
+the simulator repeats the same rounds with the same participants, reachable peers and received
+messages. Peer-to-peer methods only.
 """
 
 import json
@@ -31,7 +32,8 @@ class Arrivals:
 
     Args:
         completed: (round, client) pairs of completed rounds.
-        asked: (round, exchange, client) -> (clients that could not be reached, clients whose message arrived).
+        asked: (round, exchange, client) -> (clients that could not be reached, clients whose
+            message arrived).
     """
 
     completed: set[tuple[int, int]] = field(default_factory=set)
@@ -59,8 +61,11 @@ def read_arrivals(files: Mapping[Path, Iterable[int]]) -> Arrivals:
             try:
                 _take(out, json.loads(line), tuple(clients))
             except (ValueError, KeyError, TypeError) as error:
-                if number + 1 < len(lines):  # a node killed while it wrote leaves half a line at the end
-                    raise DataError(f"{path} line {number + 1} is no event of a journal: {error}") from error
+                # a node killed while it wrote leaves half a line at the end
+                if number + 1 < len(lines):
+                    raise DataError(
+                        f"{path} line {number + 1} is no event of a journal: {error}"
+                    ) from error
     return out
 
 
@@ -72,7 +77,9 @@ def _take(out: Arrivals, event: Mapping[str, Any], clients: tuple[int, ...]) -> 
             out.asked[round, int(event["exchange"]), client] = unreachable, arrived
     elif event["event"] == "round":
         out.completed |= {(round, client) for client in clients}
-    elif event["event"] == "start" and round > 0:  # its checkpoint says that the round before was completed
+    elif (
+        event["event"] == "start" and round > 0
+    ):  # its checkpoint says that the round before was completed
         out.completed |= {(round - 1, client) for client in clients}
     elif event["event"] == "missed":
         out.completed -= {(round, client) for client in clients}
@@ -95,7 +102,9 @@ class Replayed(InMemory):
         number, self._pull = self._pull, self._pull + 1
         arrived = torch.zeros_like(peers, dtype=torch.bool)
         for row, client in enumerate(self.active.tolist()):
-            came = self.arrivals.asked.get((self._round, number, client), (set(), set()))[1] | set(self.hosted(client))
+            came = self.arrivals.asked.get((self._round, number, client), (set(), set()))[1] | set(
+                self.hosted(client)
+            )
             arrived[row] = torch.tensor([p in came for p in peers[row].tolist()], dtype=torch.bool)
         inbox = super().pull(message, peers)
         mask = inbox.mask & arrived
@@ -115,7 +124,9 @@ class ReplayLoop(Loop):
         rnd = super()._context(index, rows, cohort)
         return replace(rnd, reachable=self._reachable(index, rnd.reachable, rnd.ids))
 
-    def _reachable(self, index: int, everybody: Tensor, ids: Tensor) -> Bool[Tensor, "clients population"]:
+    def _reachable(
+        self, index: int, everybody: Tensor, ids: Tensor
+    ) -> Bool[Tensor, "clients population"]:
         assert isinstance(self.exchange, Replayed)
         out = everybody.expand(len(ids), -1).clone()
         for row, client in enumerate(ids.tolist()):
@@ -131,14 +142,18 @@ class ReplayLoop(Loop):
         cohort = self._cohort(rng)
         chosen = set(cohort.tolist()) & arrivals.active(index)
         ids = self.task.ids.tolist()
-        rows = torch.tensor([r for r, c in enumerate(ids) if c in chosen and not bool(self.tracker.stopped[r])])
+        rows = torch.tensor(
+            [r for r, c in enumerate(ids) if c in chosen and not bool(self.tracker.stopped[r])]
+        )
         rows = rows.to(torch.int64)
         self.exchange.enter(self.task.ids[rows])
         if not len(rows):
             self._after(index, rows, {})
             return
         new, info = self.method.round(self._context(index, rows, cohort), self.state.take(rows))
-        kept = torch.tensor([k for k, r in enumerate(rows.tolist()) if (index, ids[r]) in arrivals.completed])
+        kept = torch.tensor(
+            [k for k, r in enumerate(rows.tolist()) if (index, ids[r]) in arrivals.completed]
+        )
         kept = kept.to(torch.int64)
         self.state = self.state.put(rows[kept], new.take(kept))
         info = {name: value[kept] for name, value in info.items()}
@@ -155,10 +170,17 @@ def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterabl
         folders: the folder of each node's run, and the clients it hosted.
 
     Returns:
-        The loop at its end: its models are in `tracker.best` and `state.params`, its results in `record`.
+        The loop at its end: its models are in `tracker.best` and `state.params`, its results in
+        `record`.
     """
-    arrivals = read_arrivals({Path(folder) / ARRIVALS: clients for folder, clients in folders.items()})
-    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+    arrivals = read_arrivals(
+        {Path(folder) / ARRIVALS: clients for folder, clients in folders.items()}
+    )
+    truth = (
+        federation.truth.cluster
+        if federation.truth is not None
+        else torch.full((federation.population,), -1)
+    )
     task = plan.task(federation)
     exchange = Replayed(federation.ids, federation.population, arrivals)
     exchange.neighbors = {c: tuple(group) for group in folders.values() for c in group}

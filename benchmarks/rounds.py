@@ -1,11 +1,13 @@
 """What a full-size round of two papers' studies takes, with several engines or commits in turn: before and after.
 
-    python benchmarks/rounds.py --engines auto@f5a5d31 auto --out docs/reference/runs/performance/rounds.json
+    python benchmarks/rounds.py --engines auto@f5a5d31 auto --out
+    docs/reference/runs/performance/rounds.json
 
-A round is that of the built-in study, settings and all, on random images of the same shapes: FedGWC with CNN-100 on
-CIFAR-100 (100 clients with 500 images) and SosicFL with SimpleCNN on CIFAR-10 (100 clients with 400). ENGINE is "auto"
-or an engine's name, of this code; ENGINE@COMMIT is that of an earlier commit of this repository. Each run is a process
-of its own with one thread, as one of several seeds has; the ratio is taken within a turn.
+A round is that of the built-in study, settings and all, on random images of the same shapes: FedGWC
+with CNN-100 on CIFAR-100 (100 clients with 500 images) and SosicFL with SimpleCNN on CIFAR-10 (100
+clients with 400). ENGINE is "auto" or an engine's name, of this code; ENGINE@COMMIT is that of an
+earlier commit of this repository. Each run is a process of its own with one thread, as one of
+several seeds has; the ratio is taken within a turn.
 """
 
 import argparse
@@ -54,7 +56,8 @@ class Timing:
     """One run.
 
     Args:
-        first: seconds from the start to the end of the first round: building, tracing and compiling included.
+        first: seconds from the start to the end of the first round: building, tracing and compiling
+            included.
         rounds: seconds of each round after it.
         loss: the clients' mean training loss in the last round.
     """
@@ -86,7 +89,12 @@ def run(name: str, engine: str, rounds: int) -> Timing:
     )  # fmt: skip
     data = replace(data, mean=(0.5,) * 3, std=(0.25,) * 3)
     settings = replace(
-        entry.settings, rounds=rounds, engine=engine, eval_every=0, validate_every=rounds, extra_metrics=()
+        entry.settings,
+        rounds=rounds,
+        engine=engine,
+        eval_every=0,
+        validate_every=rounds,
+        extra_metrics=(),
     )
     ends, losses = [time.perf_counter()], []
 
@@ -96,10 +104,13 @@ def run(name: str, engine: str, rounds: int) -> Timing:
             losses.append(progress.reported[LOSS.name])
 
     model = study.model
-    named = model.source if hasattr(model, "source") else model.kind  # earlier commits knew built-in names alone
+    # earlier commits knew built-in names alone
+    named = model.source if hasattr(model, "source") else model.kind
     simulate(data, entry.method, model=named, settings=settings, observer=note)
     return Timing(
-        ends[1] - ends[0], tuple(later - earlier for earlier, later in itertools.pairwise(ends[1:])), losses[-1]
+        ends[1] - ends[0],
+        tuple(later - earlier for earlier, later in itertools.pairwise(ends[1:])),
+        losses[-1],
     )
 
 
@@ -117,9 +128,13 @@ def source(commit: str, folder: Path) -> Path:
         return Path(coterie.__file__).resolve().parents[1]
     target = folder / commit.replace("/", "_")
     if not target.exists():
-        done = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "src"], capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", commit, "src"], capture_output=True, check=False
+        )
         if done.returncode:
-            raise CoterieError(f"found the commit {commit!r}; git says: {done.stderr.decode().strip()}")
+            raise CoterieError(
+                f"found the commit {commit!r}; git says: {done.stderr.decode().strip()}"
+            )
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
             files.extractall(target, filter="data")
     return target / "src"
@@ -164,7 +179,9 @@ def rows(name: str, turns: Sequence[Mapping[str, Timing]]) -> list[dict[str, Any
         ratios = [turn[before].middle / turn[side].middle for turn in turns]
         loss, expected = turns[0][side].loss, turns[0][before].loss
         if not abs(loss - expected) < _SAME * abs(expected):
-            raise DifferentResultsError(f"{name}: the loss is {loss:g} with {side} and {expected:g} with {before}")
+            raise DifferentResultsError(
+                f"{name}: the loss is {loss:g} with {side} and {expected:g} with {before}"
+            )
         out.append({
             "study": STUDIES[name][0],
             "method": STUDIES[name][1],
@@ -184,13 +201,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--studies", nargs="+", choices=list(STUDIES), default=list(STUDIES))
     parser.add_argument("--engines", nargs="+", default=["loop", "auto"], metavar="ENGINE[@COMMIT]")
-    parser.add_argument("--rounds", type=int, default=3, help="at least 2; the first one is reported apart")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="at least 2; the first one is reported apart"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns")
-    parser.add_argument("--cell", choices=list(STUDIES), help="run one study in this process and print its times")
+    parser.add_argument(
+        "--cell", choices=list(STUDIES), help="run one study in this process and print its times"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if options.rounds < 2 or options.repeats < 1:
-        parser.error(f"found {options.rounds} rounds and {options.repeats} repeats; expected at least 2 and 1")
+        parser.error(
+            f"found {options.rounds} rounds and {options.repeats} repeats; expected at least 2 and 1"
+        )
     if options.cell is not None:
         torch.set_num_threads(1)
         use_threads(1)
@@ -202,8 +225,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.studies:
             turns: list[dict[str, Timing]] = []
             for _ in range(options.repeats):
-                turns.append({side: alone(name, side, options.rounds, Path(folder)) for side in options.engines})
-                print({side: round(each.middle, 3) for side, each in turns[-1].items()}, file=sys.stderr, flush=True)
+                turns.append(
+                    {
+                        side: alone(name, side, options.rounds, Path(folder))
+                        for side in options.engines
+                    }
+                )
+                print(
+                    {side: round(each.middle, 3) for side, each in turns[-1].items()},
+                    file=sys.stderr,
+                    flush=True,
+                )
             results += rows(name, turns)
     print(json.dumps(results, indent=1))
     if options.out is not None:

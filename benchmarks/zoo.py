@@ -3,7 +3,8 @@
     >>> entry = ZOO["gru"]
     >>> module, (x, y) = entry.make(), entry.data(8, torch.Generator().manual_seed(0))
 
-Sequences of tokens are stored as floats, as a federation keeps its inputs; their modules turn them into integers.
+Sequences of tokens are stored as floats, as a federation keeps its inputs; their modules turn them
+into integers.
 """
 
 import importlib.util
@@ -58,7 +59,9 @@ def tokens(classes: int) -> Callable[[int, torch.Generator], Samples]:
 
     def data(samples: int, generator: torch.Generator) -> Samples:
         x = torch.randint(TOKENS, (samples, LENGTH), generator=generator)
-        return x.to(torch.get_default_dtype()), torch.randint(classes, (samples,), generator=generator)
+        return x.to(torch.get_default_dtype()), torch.randint(
+            classes, (samples,), generator=generator
+        )
 
     return data
 
@@ -171,7 +174,9 @@ class Residual(nn.Module):
         norm: channels -> a normalization layer.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs), nn.ReLU(),
@@ -179,7 +184,9 @@ class Residual(nn.Module):
         )  # fmt: skip
         self.around: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+            self.around = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the two ways."""
@@ -243,8 +250,8 @@ def mobile_group_norm() -> nn.Module:
 def from_torchvision(kind: str) -> nn.Module:
     """Return a network of torchvision for 3x32x32 and ten classes.
 
-    torchvision is not imported where its compiled operators do not fit PyTorch, unless the two that it asks for are
-    declared; these networks use neither.
+    torchvision is not imported where its compiled operators do not fit PyTorch, unless the two that
+    it asks for are declared; these networks use neither.
 
     Args:
         kind: its name in `NETS`.
@@ -332,27 +339,51 @@ class Transformer(nn.Module):
 ZOO: dict[str, Entry] = {
     "linear": Entry(linear, digits, "logistic regression, 8 thousand parameters"),
     "mlp-128": Entry(mlp, digits, "one hidden layer of 128"),
-    "lenet": Entry(partial(NETS["cnn-a"], (3, 32, 32), 10), pictures, "net A, 62 thousand parameters"),
+    "lenet": Entry(
+        partial(NETS["cnn-a"], (3, 32, 32), 10), pictures, "net A, 62 thousand parameters"
+    ),
     "lenet-bn": Entry(lenet_batch_norm, pictures, "net A with BatchNorm"),
-    "simple-cnn": Entry(partial(NETS["simple-cnn"], (3, 32, 32), 10), pictures, "SosicFL's SimpleCNN"),
+    "simple-cnn": Entry(
+        partial(NETS["simple-cnn"], (3, 32, 32), 10), pictures, "SosicFL's SimpleCNN"
+    ),
     "cnn-y": Entry(
-        partial(NETS["cnn-y"], (3, 32, 32), 100), numbers(3, 32, 32, classes=100), "FedGWC's CNN-100", classes=100
+        partial(NETS["cnn-y"], (3, 32, 32), 100),
+        numbers(3, 32, 32, classes=100),
+        "FedGWC's CNN-100",
+        classes=100,
     ),
     "vgg-small": Entry(vgg_small, pictures, "six 3x3 convolutions, 1.1 million parameters"),
     "mlp-ln-gelu": Entry(mlp_layer_norm, digits, "two hidden layers of 128, LayerNorm, GELU"),
     "mlp-bn": Entry(mlp_batch_norm, digits, "two hidden layers of 128, BatchNorm"),
-    "tabular-bn": Entry(tabular_batch_norm, numbers(20, classes=2), "20 columns, BatchNorm", classes=2),
-    "femnist-cnn": Entry(femnist_cnn, numbers(1, 28, 28, classes=62), "LEAF's CNN, 6.6 million parameters", classes=62),
+    "tabular-bn": Entry(
+        tabular_batch_norm, numbers(20, classes=2), "20 columns, BatchNorm", classes=2
+    ),
+    "femnist-cnn": Entry(
+        femnist_cnn,
+        numbers(1, 28, 28, classes=62),
+        "LEAF's CNN, 6.6 million parameters",
+        classes=62,
+    ),
     "resnet8-bn": Entry(partial(resnet, 1, nn.BatchNorm2d), pictures, "ResNet-8, BatchNorm"),
     "resnet8-gn": Entry(partial(resnet, 1, four_groups), pictures, "ResNet-8, GroupNorm"),
     "resnet20-bn": Entry(partial(resnet, 3, nn.BatchNorm2d), pictures, "ResNet-20, BatchNorm"),
     "mobile-gn": Entry(mobile_group_norm, pictures, "small, of MobileNetV2's kind, GroupNorm"),
-    "mobilenet-v2": Entry(partial(from_torchvision, "mobilenet-v2"), pictures, "torchvision's, 2.2 million parameters"),
-    "resnet-18": Entry(partial(from_torchvision, "resnet-18"), pictures, "torchvision's, 11.2 million parameters"),
-    "squeezenet": Entry(partial(from_torchvision, "squeezenet"), pictures, "torchvision's 1.1, 0.7 million parameters"),
+    "mobilenet-v2": Entry(
+        partial(from_torchvision, "mobilenet-v2"), pictures, "torchvision's, 2.2 million parameters"
+    ),
+    "resnet-18": Entry(
+        partial(from_torchvision, "resnet-18"), pictures, "torchvision's, 11.2 million parameters"
+    ),
+    "squeezenet": Entry(
+        partial(from_torchvision, "squeezenet"),
+        pictures,
+        "torchvision's 1.1, 0.7 million parameters",
+    ),
     "gru": Entry(partial(Recurrent, nn.GRU), tokens(10), "GRU of 64 over 32 tokens"),
     "lstm": Entry(partial(Recurrent, nn.LSTM), tokens(10), "LSTM of 64 over 32 tokens"),
-    "transformer": Entry(Transformer, tokens(TOKENS), "two layers of width 64 over 32 tokens", classes=TOKENS),
+    "transformer": Entry(
+        Transformer, tokens(TOKENS), "two layers of width 64 over 32 tokens", classes=TOKENS
+    ),
     "conv1d": Entry(conv1d, numbers(6, 128), "three convolutions over 128 moments of 6 sensors"),
     "strided": Entry(strided, pictures, "three convolutions with stride 2"),
     "avgpool": Entry(average_pool, pictures, "net A with average pooling"),

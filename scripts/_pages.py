@@ -24,7 +24,11 @@ def markdown(table: _tables.TextTable) -> str:
 def write(pages: Mapping[Path, str]) -> int:
     """Write pages and return 0; with --check on the command line write none, and return 1 when one would change."""
     if "--check" in sys.argv:
-        return int(any(not path.exists() or path.read_text("utf-8") != text for path, text in pages.items()))
+        return int(
+            any(
+                not path.exists() or path.read_text("utf-8") != text for path, text in pages.items()
+            )
+        )
     for path, text in pages.items():
         path.write_text(text, encoding="utf-8")
     return 0

@@ -2,7 +2,8 @@
 
     python scripts/design.py
 
-An arrow is left out where a longer way says the same: what A imports through B needs no arrow of its own.
+An arrow is left out where a longer way says the same: what A imports through B needs no arrow of
+its own.
 """
 
 import ast
@@ -56,14 +57,21 @@ def reachable(graph: Mapping[str, set[str]], name: str) -> set[str]:
 def direct(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return the graph without the arrows that longer ways imply."""
     return {
-        name: {one for one in found if not any(one in reachable(graph, other) for other in found - {one})}
+        name: {
+            one
+            for one in found
+            if not any(one in reachable(graph, other) for other in found - {one})
+        }
         for name, found in graph.items()
     }
 
 
 def levels(graph: Mapping[str, set[str]]) -> dict[str, int]:
     """Return how high each entry stands: above everything that it imports."""
-    return {name: max((levels_of for levels_of in _below(graph, name)), default=-1) + 1 for name in graph}
+    return {
+        name: max((levels_of for levels_of in _below(graph, name)), default=-1) + 1
+        for name in graph
+    }
 
 
 def _below(graph: Mapping[str, set[str]], name: str) -> list[int]:
@@ -81,14 +89,20 @@ def picture() -> str:
     """Return the picture as SVG: entries from the bottom up, an arrow from each to what it imports."""
     graph = arrows()
     heights = levels(graph)
-    rows = [sorted(name for name in graph if heights[name] == level) for level in range(max(heights.values()) + 1)]
+    rows = [
+        sorted(name for name in graph if heights[name] == level)
+        for level in range(max(heights.values()) + 1)
+    ]
     width = max(len(row) for row in rows) * (WIDTH + GAP) + GAP
     height = len(rows) * (HEIGHT + RISE) - RISE + 2 * GAP
     place = {}
     for level, row in enumerate(rows):
         left = (width - len(row) * (WIDTH + GAP) + GAP) / 2
         for column, name in enumerate(row):
-            place[name] = (left + column * (WIDTH + GAP), height - GAP - HEIGHT - level * (HEIGHT + RISE))
+            place[name] = (
+                left + column * (WIDTH + GAP),
+                height - GAP - HEIGHT - level * (HEIGHT + RISE),
+            )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         '<defs><marker id="a" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -106,7 +120,9 @@ def picture() -> str:
             )
     for name, (x, y) in sorted(place.items()):
         modules = [other for other in MODULES if entry(other) == name]
-        text = [f'<text x="{x + WIDTH / 2:g}" y="{y + 16:g}" font-size="13" font-weight="bold">{name}</text>']
+        text = [
+            f'<text x="{x + WIDTH / 2:g}" y="{y + 16:g}" font-size="13" font-weight="bold">{name}</text>'
+        ]
         for number, line in enumerate(_wrapped(purpose(name), 36)[:3]):
             text.append(
                 f'<text x="{x + WIDTH / 2:g}" y="{y + 30 + 11 * number:g}" font-size="9.5">{escape(line)}</text>'
@@ -123,7 +139,11 @@ def picture() -> str:
 def _wrapped(text: str, width: int) -> list[str]:
     lines = [""]
     for word in text.split():
-        lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < width else [*lines, word]
+        lines = (
+            [*lines[:-1], f"{lines[-1]} {word}".strip()]
+            if len(lines[-1]) + len(word) < width
+            else [*lines, word]
+        )
     return lines
 
 

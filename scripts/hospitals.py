@@ -7,8 +7,8 @@ r"""Write docs/reference/four-hospitals.md: what the stored studies of hospitals
     python scripts/stored.py keep runs/flamby-heart-disease-together
     python scripts/hospitals.py               (`--check` only says whether the page is up to date)
 
-No number of the tables is typed. FLamby's are in published.csv beside the stored study, from the results of five seeds
-in its repository.
+No number of the tables is typed. FLamby's are in published.csv beside the stored study, from the
+results of five seeds in its repository.
 """
 
 import csv
@@ -26,7 +26,11 @@ from coterie.functional.paired import CONFIDENCE, Estimate, holm, mean_differenc
 
 PAGE = REFERENCE / "four-hospitals.md"
 HOSPITALS = ("cleveland", "hungary", "long-beach-va", "switzerland")
-SHOWN = {"accuracy": ("accuracy, %", 100, 1), "auroc": ("AUROC", 100, 1), "brier": ("Brier score", 100, 2)}
+SHOWN = {
+    "accuracy": ("accuracy, %", 100, 1),
+    "auroc": ("AUROC", 100, 1),
+    "brier": ("Brier score", 100, 2),
+}
 """Title, factor and decimals of the metrics; AUROC and Brier score are in hundredths."""
 SIGN = {"accuracy": 1, "auroc": 1, "brier": -1}
 FOLDS = 5
@@ -116,11 +120,17 @@ def patients() -> str:
     for name in HOSPITALS:
         own = rows[rows["hospital"] == name]
         missing = [
-            f"{column} {100 * own[column].isna().mean():.0f} %" for column in own if own[column].isna().mean() > 0.3
+            f"{column} {100 * own[column].isna().mean():.0f} %"
+            for column in own
+            if own[column].isna().mean() > 0.3
         ]
         ill = int((own["disease"] == "yes").sum())
-        lines.append((name, len(own), ill, f"{100 * ill / len(own):.1f} %", ", ".join(missing) or "none"))
-    return table(("hospital", "patients", "ill", "", "missing in more than 30 % of the rows"), lines)
+        lines.append(
+            (name, len(own), ill, f"{100 * ill / len(own):.1f} %", ", ".join(missing) or "none")
+        )
+    return table(
+        ("hospital", "patients", "ill", "", "missing in more than 30 % of the rows"), lines
+    )
 
 
 def results(stored: Sequence[Mapping], metric: str) -> str:
@@ -133,16 +143,28 @@ def results(stored: Sequence[Mapping], metric: str) -> str:
     return table((title, *HOSPITALS, "mean of four"), rows)
 
 
-def gains(stored: Sequence[Mapping], metric: str, baseline: str) -> tuple[str, list[tuple[str, str, bool]]]:
+def gains(
+    stored: Sequence[Mapping], metric: str, baseline: str
+) -> tuple[str, list[tuple[str, str, bool]]]:
     """Return the gains over a method, as a table, and where an interval does not hold 0: method, hospital, better."""
     title, factor, digits = SHOWN[metric]
     found = {label: SIGN[metric] * factor * own for label, own in values(stored, metric).items()}
-    compared = {label: difference(own, found[baseline]) for label, own in found.items() if label != baseline}
+    compared = {
+        label: difference(own, found[baseline]) for label, own in found.items() if label != baseline
+    }
     corrected = holm(np.array([one.p for one in compared.values()]).T).T
     rows, told_apart, bold = [], [], set()
     for row, (label, one) in enumerate(compared.items()):
         halves = (one.high - one.low) / 2
-        rows.append((label, *(f"{m:+.{digits}f} ± {h:.{digits}f}" for m, h in zip(one.mean, halves, strict=True))))
+        rows.append(
+            (
+                label,
+                *(
+                    f"{m:+.{digits}f} ± {h:.{digits}f}"
+                    for m, h in zip(one.mean, halves, strict=True)
+                ),
+            )
+        )
         for place, name in enumerate((*HOSPITALS, "the mean of four")):
             if corrected[row, place] <= 1 - CONFIDENCE:
                 told_apart.append((label, name, one.mean[place] > 0))
@@ -160,9 +182,14 @@ def words(found: Sequence[tuple[str, str, bool]], what: str) -> str:
             if side == better:
                 by_method.setdefault(label, []).append(name)
         parts += [
-            f"{label} {'gains' if better else 'loses'} at {' and '.join(names)}" for label, names in by_method.items()
+            f"{label} {'gains' if better else 'loses'} at {' and '.join(names)}"
+            for label, names in by_method.items()
         ]
-    return f"{what}: {'; '.join(parts)}." if parts else f"{what}: no gain and no loss can be told from none."
+    return (
+        f"{what}: {'; '.join(parts)}."
+        if parts
+        else f"{what}: no gain and no loss can be told from none."
+    )
 
 
 def readme() -> str:
@@ -189,7 +216,9 @@ def flamby() -> str:
     published: dict[str, dict[str, list[float]]] = {}
     with (STORED / "flamby-heart-disease/published.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            published.setdefault(row["method"], {}).setdefault(row["hospital"], []).append(float(row["accuracy"]))
+            published.setdefault(row["method"], {}).setdefault(row["hospital"], []).append(
+                float(row["accuracy"])
+            )
 
     def cells(columns: Sequence[Sequence[float]]) -> list[str]:
         return [f"{100 * np.mean(one):.1f} ± {100 * np.std(one):.1f}" for one in columns]
@@ -200,7 +229,12 @@ def flamby() -> str:
             return cells([published[f"Local {order[name]}"][name] for name in HOSPITALS])
         return cells([published[label][name] for name in HOSPITALS])
 
-    names = {"Pooled": "Pooled Training", "Local": "Local", "FedAvg": "FedAvg100", "FedProx": "FedProx100"}
+    names = {
+        "Pooled": "Pooled Training",
+        "Local": "Local",
+        "FedAvg": "FedAvg100",
+        "FedProx": "FedProx100",
+    }
     rows = []
     for label, found in own.items():
         rows.append((label, "Coterie", *cells(found.T[:-1])))
@@ -224,10 +258,16 @@ def told_of(name: str) -> str:
 def page() -> str:
     """Return the page."""
     stored = runs("four-hospitals")
-    well = int(((rows := heart_disease.table())["hospital"].eq("switzerland") & rows["disease"].eq("no")).sum())
+    well = int(
+        (
+            (rows := heart_disease.table())["hospital"].eq("switzerland") & rows["disease"].eq("no")
+        ).sum()
+    )
     parts = [HEAD.format(patients=patients(), well=well), "## Results\n"]
     parts += [results(stored, metric) + "\n" for metric in SHOWN]
-    parts.append("AUROC and Brier score are in hundredths; of the Brier score, the squared error of the predicted")
+    parts.append(
+        "AUROC and Brier score are in hundredths; of the Brier score, the squared error of the predicted"
+    )
     parts.append("probability, lower is better.\n")
     parts.append("## Who gains, who loses\n")
     parts.append("Above 0 is better. Bold is what is told apart from no difference.\n")

@@ -1,23 +1,23 @@
 """Put faults into the code, one at a time, and see whether the tests next to them notice.
 
-    python scripts/mutants.py                        all faults of tests/mutants; writes the stored results
-    python scripts/mutants.py --package methods      those of tests/mutants/methods.toml
-    python scripts/mutants.py --only DAC --dry       those whose name has DAC in it; nothing is written
-    python scripts/mutants.py --new                  those without a stored result of their present text
+    python scripts/mutants.py                        all faults of tests/mutants; writes the stored
+    results python scripts/mutants.py --package methods      those of tests/mutants/methods.toml
+    python scripts/mutants.py --only DAC --dry       those whose name has DAC in it; nothing is
+    written python scripts/mutants.py --new                  those without a stored result of their
+    present text
 
 A fault is an entry of a TOML file in tests/mutants:
 
-    [[fault]]
-    name = "DAC ignores two_hop_relay"               # what would be wrong
-    file = "src/coterie/methods/dac.py"
-    old = '''text that is found exactly once in the file'''
-    new = '''the faulty text'''
-    tests = ["tests/unit/methods/test_dac.py"]       # the tests next to it: files, folders or node ids
-    survives = "why no test can notice it"           # only of a fault that is known to survive
+    [[fault]] name = "DAC ignores two_hop_relay"               # what would be wrong file =
+    "src/coterie/methods/dac.py" old = '''text that is found exactly once in the file''' new =
+    '''the faulty text''' tests = ["tests/unit/methods/test_dac.py"]       # the tests next to it:
+    files, folders or node ids survives = "why no test can notice it"           # only of a fault
+    that is known to survive
 
-Each worker has a copy of the project in which one file at a time is changed and put back. A fault is noticed when a
-test fails, or does not end within the time limit. The exit status is 0 when at least 95 % are noticed and every other
-one says why, 1 when not, 2 when a fault or its tests cannot be used.
+Each worker has a copy of the project in which one file at a time is changed and put back. A fault
+is noticed when a test fails, or does not end within the time limit. The exit status is 0 when at
+least 95 % are noticed and every other one says why, 1 when not, 2 when a fault or its tests cannot
+be used.
 """
 
 import argparse
@@ -47,7 +47,17 @@ FAULTS = "tests/mutants"
 STORED = "docs/reference/runs/reliability/mutants.json"
 AIM = 0.95
 """The share of faults that the tests must notice."""
-NOT_COPIED = {".git", ".venv", "runs", "dist", "build", "site", ".pytest_cache", ".ruff_cache", ".hypothesis"}
+NOT_COPIED = {
+    ".git",
+    ".venv",
+    "runs",
+    "dist",
+    "build",
+    "site",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".hypothesis",
+}
 """Entries of the project's folder that no test needs."""
 PYTEST = (
     "-x",
@@ -93,7 +103,9 @@ class Fault:
     @property
     def digest(self) -> str:
         """What its result depends on beside the code: a result of another text is out of date."""
-        return hashlib.sha256("\0".join((self.file, self.old, self.new, *self.tests)).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            "\0".join((self.file, self.old, self.new, *self.tests)).encode()
+        ).hexdigest()[:16]
 
     def applied(self, root: Path) -> str:
         """Return the text of its file with the fault.
@@ -126,7 +138,9 @@ def load(root: Path = ROOT) -> list[Fault]:
             raise Unusable(f"{path}: {error}") from error
         for entry in content.get("fault", ()):
             if wrong := sorted((needed - entry.keys()) | (entry.keys() - needed - {"survives"})):
-                raise Unusable(f"{path}: {entry.get('name', 'a fault')!r}: check the key {wrong[0]!r}")
+                raise Unusable(
+                    f"{path}: {entry.get('name', 'a fault')!r}: check the key {wrong[0]!r}"
+                )
             faults.append(Fault(path.stem, **{**entry, "tests": tuple(entry["tests"])}))
     names = [fault.name for fault in faults]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -177,7 +191,8 @@ def _pytest(copy: Path, tests: Sequence[str], output: str) -> None:
     os.chdir(copy)
     os.environ |= {
         "PYTHONPATH": str(copy / "src"),
-        "PYTHONDONTWRITEBYTECODE": "1",  # of two versions of a file within a second, one would be taken for the other
+        # of two versions of a file within a second, one would be taken for the other
+        "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
     sys.dont_write_bytecode = True
@@ -207,7 +222,11 @@ def stop() -> None:
 
 def first_failure(output: str) -> str:
     """Return the test that failed, from what pytest wrote; empty when it names none."""
-    lines = [line.split(maxsplit=2) for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [
+        line.split(maxsplit=2)
+        for line in output.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     return lines[0][1] if lines else ""
 
 
@@ -221,13 +240,17 @@ def tried(fault: Fault, copy: Path, limit: float) -> dict[str, Any]:
     finally:
         path.write_text(right, encoding="utf-8")
     if status in (4, 5):
-        raise Unusable(f"{fault.name!r}: pytest cannot run {' '.join(fault.tests)}: {output.strip().splitlines()[-1]}")
+        raise Unusable(
+            f"{fault.name!r}: pytest cannot run {' '.join(fault.tests)}: {output.strip().splitlines()[-1]}"
+        )
     outcome = "timed out" if status is None else "survived" if status == 0 else "noticed"
     by = (first_failure(output) or f"exit status {status}") if outcome == "noticed" else ""
     return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def everything(faults: Sequence[Fault], root: Path, workers: int, limit: float) -> dict[str, dict[str, Any]]:
+def everything(
+    faults: Sequence[Fault], root: Path, workers: int, limit: float
+) -> dict[str, dict[str, Any]]:
     """Try all faults and return the result of each by its name.
 
     Raises:
@@ -252,7 +275,11 @@ def everything(faults: Sequence[Fault], root: Path, workers: int, limit: float) 
         pool = ThreadPoolExecutor(workers)
         try:
             tests = sorted({test for fault in faults for test in fault.tests})
-            print(f"the code as it is: {len(tests)} related files and tests", file=sys.stderr, flush=True)
+            print(
+                f"the code as it is: {len(tests)} related files and tests",
+                file=sys.stderr,
+                flush=True,
+            )
             copy = copies.get()
             status, output = pytest(copy, tests, max(limit, 60.0 * len(tests)))
             copies.put(copy)
@@ -278,11 +305,15 @@ def commit(root: Path) -> str | None:
     """Return the commit of a project, with "+" where other files than results differ from it; None without one."""
 
     def git(*words: str) -> str | None:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "HEAD")
-    return head and head + ("+" if git("status", "--porcelain", "--", ".", ":!docs/reference/runs") else "")
+    return head and head + (
+        "+" if git("status", "--porcelain", "--", ".", ":!docs/reference/runs") else ""
+    )
 
 
 def rate(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -293,11 +324,16 @@ def rate(rows: Sequence[Mapping[str, Any]]) -> float:
 def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Count outcomes by package, and of all."""
     packages = sorted({row["package"] for row in rows})
-    parts = {name: [row for row in rows if row["package"] == name] for name in packages} | {"all": list(rows)}
+    parts = {name: [row for row in rows if row["package"] == name] for name in packages} | {
+        "all": list(rows)
+    }
     return {
         name: {
             "faults": len(part),
-            **{kind: sum(row["outcome"] == kind for row in part) for kind in ("noticed", "timed out", "survived")},
+            **{
+                kind: sum(row["outcome"] == kind for row in part)
+                for kind in ("noticed", "timed out", "survived")
+            },
             "kill_rate": round(rate(part), 4),
         }
         for name, part in parts.items()
@@ -313,7 +349,12 @@ def merged(
     """Return a row for each fault that has a result, new or stored; rows of faults that are gone are dropped."""
     before, rows = {row["name"]: row for row in stored}, []
     for fault in faults:
-        head = {"package": fault.package, "name": fault.name, "file": fault.file, "digest": fault.digest}
+        head = {
+            "package": fault.package,
+            "name": fault.name,
+            "file": fault.file,
+            "digest": fault.digest,
+        }
         why = {"survives": fault.survives} if fault.survives else {}
         if fault.name in results:
             rows.append({**head, **results[fault.name], "commit": at, **why})
@@ -333,7 +374,15 @@ def keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     parts = {Path(row["file"]).parts for row in rows}  # src, coterie, the package
     speaks_of = sorted({one[2] if len(one) > 2 else "/".join(one) for one in parts})
-    keep(path, rows, speaks_of, {"faults": len(rows)}, seeds=(), where=machine("pytest"), totals=totals(rows))
+    keep(
+        path,
+        rows,
+        speaks_of,
+        {"faults": len(rows)},
+        seeds=(),
+        where=machine("pytest"),
+        totals=totals(rows),
+    )
 
 
 def unexplained(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -341,7 +390,9 @@ def unexplained(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     out = []
     for row in rows:
         if row["outcome"] == "survived" and not row.get("survives"):
-            out.append(f"survived: {row['package']}: {row['name']}: write a test that notices it, or `survives`")
+            out.append(
+                f"survived: {row['package']}: {row['name']}: write a test that notices it, or `survives`"
+            )
         elif row["outcome"] != "survived" and row.get("survives"):
             out.append(f"noticed after all: {row['package']}: {row['name']}: take `survives` away")
     return out
@@ -349,15 +400,35 @@ def unexplained(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package", help="only the faults of tests/mutants/PACKAGE.toml")
-    parser.add_argument("--only", metavar="TEXT", help="only faults whose name contains TEXT, in any case")
-    parser.add_argument("--new", action="store_true", help="only faults without a stored result of their present text")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="tests run at once (default: cores)")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of a fault (default: 300)")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only faults whose name contains TEXT, in any case"
+    )
+    parser.add_argument(
+        "--new",
+        action="store_true",
+        help="only faults without a stored result of their present text",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="tests run at once (default: cores)",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds for the tests of a fault (default: 300)"
+    )
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--out", type=Path, help=f"where results are kept (default: {STORED})")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the project (default: the one that this script is in)")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=ROOT,
+        help="the project (default: the one that this script is in)",
+    )
     found = parser.parse_args(words)
     if found.workers < 1:
         parser.error(f"--workers is {found.workers}; expected at least 1")

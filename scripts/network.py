@@ -1,7 +1,8 @@
 """Write docs/reference/network.md: measurements of the network, from the results that benchmarks/network.py stores.
 
-    python benchmarks/network.py parity      (or another; each writes its JSON into docs/reference/runs)
-    python scripts/network.py                (`--check` only says whether the page is up to date)
+    python benchmarks/network.py parity      (or another; each writes its JSON into
+    docs/reference/runs) python scripts/network.py                (`--check` only says whether the
+    page is up to date)
 
 No number of the page is typed.
 """
@@ -45,14 +46,27 @@ def parity(found: Results) -> str:
     """Return the part on nodes and simulation."""
     first = found[0]
     rows = [
-        (r["method"], yes(r["same_peers"]), yes(r["same_edges"] and r["same_metrics"]), number(r["largest_difference"]))
+        (
+            r["method"],
+            yes(r["same_peers"]),
+            yes(r["same_edges"] and r["same_metrics"]),
+            number(r["largest_difference"]),
+        )
         for r in found
     ]
     return (
         f"{first['nodes']} nodes as processes, {first['rounds']} rounds, compared with the simulation with the same "
         "seed and engine: the peers of every round, weights, bytes and metrics, and the largest difference of a "
         "parameter at the end.\n\n"
-        + table(("method", "same peers in every round", "same weights, bytes and metrics", "largest difference"), rows)
+        + table(
+            (
+                "method",
+                "same peers in every round",
+                "same weights, bytes and metrics",
+                "largest difference",
+            ),
+            rows,
+        )
     )
 
 
@@ -68,10 +82,17 @@ def replay(found: Results) -> str:
         )
         for r in found
     ]
-    head = ("method", "rounds", "killed -9 and restarted", "pulls with missing peers", "largest difference")
+    head = (
+        "method",
+        "rounds",
+        "killed -9 and restarted",
+        "pulls with missing peers",
+        "largest difference",
+    )
     return (
         f"{found[0]['nodes']} nodes, one of which is killed without warning and started again. The simulator then "
-        "replays the same rounds from the nodes' journals of received messages.\n\n" + table(head, rows)
+        "replays the same rounds from the nodes' journals of received messages.\n\n"
+        + table(head, rows)
     )
 
 
@@ -97,12 +118,18 @@ def lived_through(found: Results) -> str:
         ("replay from the journals, largest difference", number(result["replay_difference"])),
     ]  # fmt: skip
     if "rounds_apart" in result:
-        rows.append(("rounds without a model across the partition", "{} to {}".format(*result["rounds_apart"])))
+        rows.append(
+            (
+                "rounds without a model across the partition",
+                "{} to {}".format(*result["rounds_apart"]),
+            )
+        )
         rows.append(("models across it afterwards", result["reads_across_after"]))
     timeline = "; ".join(f"{e['event']} ({e['at']:g} s)" for e in events)
     return (
         f"{result['nodes']} nodes with {result['method']}, {result['rounds']} rounds, each in a network namespace of "
-        f"its own. Events, in seconds after the third round: {timeline}.\n\n" + table(("", "found"), rows)
+        f"its own. Events, in seconds after the third round: {timeline}.\n\n"
+        + table(("", "found"), rows)
     )
 
 
@@ -142,7 +169,9 @@ def fuzz(found: Results) -> str:
     """Return the part on damaged messages."""
     (r,) = found
     rows = [(f"answer refused: {k.removeprefix('refused:')}", v) for k, v in r["refused"].items()]
-    rows.append(("answer accepted, because the damage left a valid message", r["read_all_the_same"]))
+    rows.append(
+        ("answer accepted, because the damage left a valid message", r["read_all_the_same"])
+    )
     rows += [(f"question ended: {k}", v) for k, v in r["questions_ended"].items()]
     memory = r["memory_mb"]
     return (
@@ -163,14 +192,21 @@ def attacked(found: Results) -> str:
 
     rows = []
     for r in found:
-        ended = "done" if all(r["done"]) and not any(r["statuses"]) else f"exit status {both(r['statuses'])}"
+        ended = (
+            "done"
+            if all(r["done"]) and not any(r["statuses"])
+            else f"exit status {both(r['statuses'])}"
+        )
         parts = ("rounds", "mixed", "refused", "validation", "test")
         numbers = [both(r[what]) if what in r else "–" for what in parts]
         said = "; ".join(f"{what} ({times})" for what, times in r["events"].items()) or "nothing"
         rows.append((r["attack"], r["what"], ended, *numbers, said))
     head = ("attack", "what the member does", "the honest end with", "rounds trained", "rounds that mixed its model",
             "that tried and refused it", "validation accuracy, %", "test accuracy, %", "warnings logged")  # fmt: skip
-    first, method = found[0], sorted({r["method"] for r in found if r["attack"].startswith("server")})
+    first, method = (
+        found[0],
+        sorted({r["method"] for r in found if r["attack"].startswith("server")}),
+    )
     served = f"; where it has the server role, {', '.join(method)}" if method else ""
     return (
         f"Two honest nodes and a member that attacks, over mutual TLS, with {first['method']}{served}, "
@@ -225,7 +261,10 @@ def renewed(found: Results) -> str:
         ("rounds that each finished", words(r["rounds_finished"])),
         ("seconds until the others had the new key", range_of(r["seconds_to_take"]["rekeyed"])),
         ("seconds until the others had the removal", range_of(r["seconds_to_take"]["removed"])),
-        ("longest exchange of the others", f"{r['longest_exchange_s']:g} s; deadline {r['deadline_s']:g} s"),
+        (
+            "longest exchange of the others",
+            f"{r['longest_exchange_s']:g} s; deadline {r['deadline_s']:g} s",
+        ),
         ("messages that did not come", words(r["missing"])),
         ("connections and messages turned away", words(r["turned_away"])),
         ("messages refused", r["refused"]),

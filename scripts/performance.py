@@ -2,10 +2,11 @@
 
     python scripts/performance.py            (`--check` only says whether the page is up to date)
 
-A measurement is NAME.json: {"origin": {...}, "results": [one flat object a row]}; see scripts/stored.py. NAME.md beside
-it, written by hand, has a title (`## ...`) and says what was measured, without results. The table has a column for each
-key of the results; a measurement that needs another table has a function in TABLES. Sections are sorted by `order` in
-NAME.json (100 when it is missing). No number of the tables is typed.
+A measurement is NAME.json: {"origin": {...}, "results": [one flat object a row]}; see
+scripts/stored.py. NAME.md beside it, written by hand, has a title (`## ...`) and says what was
+measured, without results. The table has a column for each key of the results; a measurement that
+needs another table has a function in TABLES. Sections are sorted by `order` in NAME.json (100 when
+it is missing). No number of the tables is typed.
 """
 
 import json
@@ -65,7 +66,8 @@ def engines(results: Rows) -> TextTable:
             f"{row['low']:.1f}, {row['high']:.1f}",
             number(row["milliseconds"]),
             number(row["usual_milliseconds"]),
-            row.get("usual_form", "-"),  # not in what was stored before it was measured, as the share
+            # not in what was stored before it was measured, as the share
+            row.get("usual_form", "-"),
             f"{row['share_of_peak']:.0%}" if "share_of_peak" in row else "-",
             f"{row['memory_mb']:,.0f}",
             f"{row['processor_share']:.0%}",
@@ -120,7 +122,15 @@ def times(ratio: float) -> str:
 
 def exchanges(results: Rows) -> TextTable:
     """Return the table of rounds between machines beside the same bytes over raw TCP."""
-    head = ("", "ms a round", "its runs", "times raw TCP", "90 % within (ms)", "MB a node received", "more bytes")
+    head = (
+        "",
+        "ms a round",
+        "its runs",
+        "times raw TCP",
+        "90 % within (ms)",
+        "MB a node received",
+        "more bytes",
+    )
     middle = {}
     for kind in ("raw", "coterie"):
         middle[kind] = statistics.median(row["median_ms"] for row in results if row["kind"] == kind)
@@ -154,7 +164,9 @@ def section(path: Path) -> str:
     """Return the part of the page on one measurement."""
     stored = json.loads(path.read_text())
     head = stored["origin"]
-    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items())
+    where = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items()
+    )
     table = TABLES.get(path.stem, plain)(stored["results"])
     parts = [
         path.with_suffix(".md").read_text().strip(),
@@ -170,7 +182,9 @@ def _place(path: Path) -> tuple[int, str]:
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *map(section, sorted((STORED / "performance").glob("*.json"), key=_place))])
+    return "\n".join(
+        [HEAD, *map(section, sorted((STORED / "performance").glob("*.json"), key=_place))]
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Write docs/reference/personalized.md: personalized methods side by side, and what that establishes.
 
     coterie tune personalized/feature-shift --widenings 0 --out tuned        (and label-shift)
-    coterie run personalized/feature-shift && python scripts/stored.py keep runs/personalized/feature-shift
-    cp tuned/personalized/feature-shift-tuned.json docs/reference/runs/personalized/feature-shift/trials.json
-    python scripts/personalized.py            (`--check` only says whether the page is up to date)
+    coterie run personalized/feature-shift && python scripts/stored.py keep
+    runs/personalized/feature-shift cp tuned/personalized/feature-shift-tuned.json
+    docs/reference/runs/personalized/feature-shift/trials.json python scripts/personalized.py
+    (`--check` only says whether the page is up to date)
 
-No number of the tables is typed: they are those of the stored studies and of the trials of their tuning.
+No number of the tables is typed: they are those of the stored studies and of the trials of their
+tuning.
 """
 
 import json
@@ -44,7 +46,10 @@ def trials(name: str) -> dict[str, dict[tuple, float]]:
         point = tuple((key, value) for key, value in one.items() if key not in NOT_CHOSEN)
         value = math.nan if one["value"] is None else one["value"]
         found.setdefault(one["label"], {}).setdefault(point, []).append(value)
-    return {label: {p: float(np.mean(own)) for p, own in points.items()} for label, points in found.items()}
+    return {
+        label: {p: float(np.mean(own)) for p, own in points.items()}
+        for label, points in found.items()
+    }
 
 
 def best(points: Mapping[tuple, float]) -> tuple[tuple, float]:
@@ -102,7 +107,9 @@ def results(name: str) -> str:
     summary = stored(name, "summary.json")
     all_ = pairs.read(summary)
     own = [pair for pair in all_ if (pair.metric, pair.cluster) == ("accuracy", "all")]
-    rows = {r["label"]: r for r in summary["rows"] if (r["metric"], r["cluster"]) == ("accuracy", "all")}
+    rows = {
+        r["label"]: r for r in summary["rows"] if (r["metric"], r["cluster"]) == ("accuracy", "all")
+    }
     over = {baseline: against(all_, baseline) for baseline in ("Local", "FedAvg")}
     lines = []
     for label, row in sorted(rows.items(), key=lambda item: -item[1]["mean"]):
@@ -136,7 +143,9 @@ def spent(name: str) -> str:
     lines = []
     for label, points in found.items():
         chosen, value = best(points)
-        settings = ", ".join(f"`{k}` {v:g}" if isinstance(v, int | float) else f"`{k}` {v}" for k, v in chosen)
+        settings = ", ".join(
+            f"`{k}` {v:g}" if isinstance(v, int | float) else f"`{k}` {v}" for k, v in chosen
+        )
         lines.append((
             label, settings, len(points), names(f"`{one}`" for one in edges(points)), percent(value),
             f"{cost[label]['bytes'] / 1e6:.1f}", f"{np.mean(trained[label]) / fewest:.1f}",
@@ -164,7 +173,11 @@ def statistics() -> str:
                 cells += [*map(percent, both), f"{100 * (both[1] - both[0]):+.1f}"]
         if cells:
             lines.append((label, *cells))
-    parts = [f"{name.replace('-', ' ')}, {what}" for name in STUDIES for what in ("averaged", "own", "gain")]
+    parts = [
+        f"{name.replace('-', ' ')}, {what}"
+        for name in STUDIES
+        for what in ("averaged", "own", "gain")
+    ]
     return table(("method", *parts), lines) + "\n"
 
 

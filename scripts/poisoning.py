@@ -56,7 +56,8 @@ def _cells(rows: Rows, value: Callable[[dict[str, Any]], float | None], *, none:
         found = [
             value(row)
             for row in rows
-            if (row["method"], row["attack"], row["attackers"], row["acceptance"]) == (method, *attack, accepts)
+            if (row["method"], row["attack"], row["attackers"], row["acceptance"])
+            == (method, *attack, accepts)
         ]
         known = [one for one in found if one is not None]
         return f"{100 * sum(known) / len(known):.0f}" if known else "–"
@@ -64,7 +65,10 @@ def _cells(rows: Rows, value: Callable[[dict[str, Any]], float | None], *, none:
     lines = [
         (
             f"{attack[0]}, {attack[1]:.0%}" if attack[1] else "none",
-            *(f"{mean(method, attack, False)} -> {mean(method, attack, True)}" for method in methods),
+            *(
+                f"{mean(method, attack, False)} -> {mean(method, attack, True)}"
+                for method in methods
+            ),
         )
         for attack in attacks
     ]
@@ -77,7 +81,9 @@ def cost(rows: Rows, rounds: int) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         found = {
             accepts: [
-                row for row in rows if (row["method"], row["attackers"], row["acceptance"]) == (method, 0, accepts)
+                row
+                for row in rows
+                if (row["method"], row["attackers"], row["acceptance"]) == (method, 0, accepts)
             ]
             for accepts in (False, True)
         }
@@ -100,14 +106,20 @@ def cost(rows: Rows, rounds: int) -> str:
 def reading(rows: Rows) -> str:
     """Say what the table shows: the worst and the mean loss of accuracy, by attack."""
     clean = {
-        (row["method"], row["seed"]): row["accuracy"] for row in rows if not row["attackers"] and not row["acceptance"]
+        (row["method"], row["seed"]): row["accuracy"]
+        for row in rows
+        if not row["attackers"] and not row["acceptance"]
     }
     lines = []
-    for attack, share in dict.fromkeys((row["attack"], row["attackers"]) for row in rows if row["attackers"]):
+    for attack, share in dict.fromkeys(
+        (row["attack"], row["attackers"]) for row in rows if row["attackers"]
+    ):
         lost: dict[bool, list[float]] = {False: [], True: []}
         for row in rows:
             if (row["attack"], row["attackers"]) == (attack, share):
-                lost[row["acceptance"]].append(100 * (clean[row["method"], row["seed"]] - row["accuracy"]))
+                lost[row["acceptance"]].append(
+                    100 * (clean[row["method"], row["seed"]] - row["accuracy"])
+                )
         means = [sum(lost[accepts]) / len(lost[accepts]) for accepts in (False, True)]
         worst = [max(lost[accepts]) for accepts in (False, True)]
         lines.append((
@@ -122,11 +134,19 @@ def page() -> str:
     """Return the page."""
     files = sorted(STORED.glob("poisoning*.json"), key=lambda path: path.stem)
     stored = {path.stem: json.loads(path.read_text()) for path in files}
-    found = {row["method"]: name for name, one in stored.items() for row in one["results"]}  # a later file wins
+    # a later file wins
+    found = {row["method"]: name for name, one in stored.items() for row in one["results"]}
     methods = stored["poisoning"]["origin"]["config"]["methods"]
-    rows = [row for method in methods for row in stored[found[method]]["results"] if row["method"] == method]
+    rows = [
+        row
+        for method in methods
+        for row in stored[found[method]]["results"]
+        if row["method"] == method
+    ]
     head = stored["poisoning"]["origin"]
-    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items())
+    where = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items()
+    )
     rounds = head["config"]["rounds"]
     seeds = sorted({row["seed"] for row in rows})
     told_seeds = f" {seeds[0]}" if len(seeds) == 1 else f"s {', '.join(map(str, seeds))}"

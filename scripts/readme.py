@@ -25,12 +25,16 @@ def accuracies(summary: dict) -> str:
     """Return the accuracy of every method, in per cent, as a Markdown table."""
     cells = {(r["label"], r["cluster"]): r for r in summary["rows"] if r["metric"] == "accuracy"}
     labels = list(dict.fromkeys(label for label, _ in cells))
-    clusters = [c for c in dict.fromkeys(cluster for _, cluster in cells) if c not in ("all", "clusters")]
+    clusters = [
+        c for c in dict.fromkeys(cluster for _, cluster in cells) if c not in ("all", "clusters")
+    ]
     columns = [*clusters, "all", "clusters"]
     names = [*clusters, "mean over clients", "mean over clusters"]
     lines = [f"| test accuracy, % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     found = pairs.read(summary)
-    leading = {column: pairs.leaders(summary["rows"], found, ACCURACY, column) for column in columns}
+    leading = {
+        column: pairs.leaders(summary["rows"], found, ACCURACY, column) for column in columns
+    }
     for label in labels:
         row = [_cell(cells[label, column], leading[column]) for column in columns]
         lines.append(f"| {label} | {' | '.join(row)} |")

@@ -81,7 +81,9 @@ def methods() -> str:
     ]
     for kind, method in METHODS.items():
         lines += [f"## {kind}", "", _catalog.description(method), "", *rows(method), ""]
-        lines += [f"- {reference}" for reference in method.references] + [""] * bool(method.references)
+        lines += [f"- {reference}" for reference in method.references] + [""] * bool(
+            method.references
+        )
     return "\n".join(lines)
 
 
@@ -121,7 +123,14 @@ def settings() -> str:
     lines += ["## Top level", "", *rows(Settings), ""]
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
-    lines += ["### options: table", "", "`path`, `test` (path of a table for testing), and:", "", *rows(Columns), ""]
+    lines += [
+        "### options: table",
+        "",
+        "`path`, `test` (path of a table for testing), and:",
+        "",
+        *rows(Columns),
+        "",
+    ]
     lines += ["### options: folder", "", "`path`, and:", "", *rows(Pictures), ""]
     for kind, shift in sorted(SHIFTS.items()):
         lines += [f"### shift: {kind}", "", _catalog.description(shift), "", *rows(shift), ""]
@@ -150,10 +159,16 @@ def group(command: Any, path: str) -> list[str]:
             continue
         text, _, examples = (inner.help or "").partition("[bold]Example")
         shown = re.findall(r"^ *(coterie .*)$", examples, re.MULTILINE)
-        text = re.sub(r"^  (?=\S)", "    ", text.strip(), flags=re.MULTILINE)  # a list of words with their meanings
+        # a list of words with their meanings
+        text = re.sub(r"^  (?=\S)", "    ", text.strip(), flags=re.MULTILINE)
         lines += [f"## {path} {name}", "", text, ""]
         if shown:
-            lines += ["```console", *(f"$ {re.sub(' {2,}', '  # ', line)}" for line in shown), "```", ""]
+            lines += [
+                "```console",
+                *(f"$ {re.sub(' {2,}', '  # ', line)}" for line in shown),
+                "```",
+                "",
+            ]
         given = [option(parameter) for parameter in inner.params]
         lines += ["| | default | meaning |", "|---|---|---|", *given, ""] if given else []
     return lines
@@ -183,9 +198,15 @@ def node_file() -> str:
         "What `node.toml` can say: see [how to deploy](../how-to/deploy-in-three-hospitals.md).",
         "",
     ]
-    top = [row for row in rows(NodeFile) if not row.startswith(("| `data`", "| `network`", "| `folder`"))]
+    top = [
+        row
+        for row in rows(NodeFile)
+        if not row.startswith(("| `data`", "| `network`", "| `folder`"))
+    ]
     lines += ["## Top level", "", "Paths are relative to the file.", "", *top, ""]
-    return "\n".join([*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)])
+    return "\n".join(
+        [*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)]
+    )
 
 
 def pages() -> dict[Path, str]:
@@ -197,7 +218,8 @@ def pages() -> dict[Path, str]:
         "commands.md": commands(),
         "node-files.md": node_file(),
     }
-    listed = {Path(_catalog.__file__).with_name("catalog.json"): _catalog.written()}  # what `coterie methods` reads
+    # what `coterie methods` reads
+    listed = {Path(_catalog.__file__).with_name("catalog.json"): _catalog.written()}
     return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()} | listed
 
 

@@ -1,7 +1,8 @@
 """Write docs/reference/reliability.md: what was damaged, killed and starved, and what was lost.
 
-    python benchmarks/reliability.py kills   (or another; each writes its JSON into docs/reference/runs/reliability)
-    python scripts/reliability.py            (`--check` only says whether the page is up to date)
+    python benchmarks/reliability.py kills   (or another; each writes its JSON into
+    docs/reference/runs/reliability) python scripts/reliability.py            (`--check` only says
+    whether the page is up to date)
 
 No number of the page is typed.
 """
@@ -37,7 +38,10 @@ KINDS = {
 def _table(rows: Rows, name: Callable[[dict[str, Any]], str], head: str) -> str:
     counts = Counter((name(row), row["outcome"]) for row in rows)
     names = list(dict.fromkeys(name(row) for row in rows))
-    cells = [(one, sum(counts[one, o] for o in OUTCOMES), *(counts[one, o] for o in OUTCOMES)) for one in names]
+    cells = [
+        (one, sum(counts[one, o] for o in OUTCOMES), *(counts[one, o] for o in OUTCOMES))
+        for one in names
+    ]
     whole = ("all", *(sum(int(line[i]) for line in cells) for i in range(1, len(OUTCOMES) + 2)))
     return table((head, "trials", *(TITLES.get(o, o) for o in OUTCOMES)), [*cells, whole])
 
@@ -94,7 +98,9 @@ def mutants(rows: Rows) -> str:
     cells = [(one, *_counts([counts[one, kind] for kind in NOTICED])) for one in packages]
     whole = ("all", *_counts([sum(counts[one, kind] for one in packages) for kind in NOTICED]))
     survived = [
-        f"* {row['package']}: {row['name']}: {row['survives']}." for row in rows if row["outcome"] == "survived"
+        f"* {row['package']}: {row['name']}: {row['survives']}."
+        for row in rows
+        if row["outcome"] == "survived"
     ]
     told_of = "\n\nNot noticed, and why:\n\n" + "\n".join(survived) if survived else ""
     return (

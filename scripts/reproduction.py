@@ -2,9 +2,10 @@
 
     python scripts/reproduction.py            (`--check` only says whether the page is up to date)
 
-A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md beside it, written by hand, says
-what explains the differences, its numbers filled in from what is stored (see `filled`). <study>-trials is a study of
-its own, with one setting changed in each run, and shown with the study. No number of the tables is typed.
+A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md beside it,
+written by hand, says what explains the differences, its numbers filled in from what is stored (see
+`filled`). <study>-trials is a study of its own, with one setting changed in each run, and shown
+with the study. No number of the tables is typed.
 """
 
 import json
@@ -44,11 +45,34 @@ def coverage_table(results: Sequence[compare.Result]) -> str:
     """Return how much of each paper stands beside a result of ours."""
     rows = compare.covered(results)
     cells = [
-        (one.source, *map(str, (one.published, one.full, one.reduced, one.predicted, one.none, one.within, one.untold)))
+        (
+            one.source,
+            *map(
+                str,
+                (
+                    one.published,
+                    one.full,
+                    one.reduced,
+                    one.predicted,
+                    one.none,
+                    one.within,
+                    one.untold,
+                ),
+            ),
+        )
         for one in rows
     ]
     total = [sum(int(row[place]) for row in cells) for place in range(1, 8)]
-    head = ("paper", "published", "full", "reduced", "predicted", "none", "within", "cannot be told")
+    head = (
+        "paper",
+        "published",
+        "full",
+        "reduced",
+        "predicted",
+        "none",
+        "within",
+        "cannot be told",
+    )
     about = (
         "Published numbers that stand beside a result of full size, of a reduced one only, or of none. Full size means "
         "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
@@ -68,7 +92,9 @@ def cost_tables() -> list[str]:
         for name, lines in compare.costs_of(source).items():
             beside = _tables.costs(name, lines)
             notes = " ".join(numbers.notes(numbers.EXPERIMENTS[name]))
-            parts.append(f"## {beside.title}\n\n{markdown(beside)}\n\nOn the printed numbers: {notes}\n")
+            parts.append(
+                f"## {beside.title}\n\n{markdown(beside)}\n\nOn the printed numbers: {notes}\n"
+            )
     return parts
 
 
@@ -79,7 +105,12 @@ def figure_table() -> str:
         "without a figure lists those of all papers. A drawing of stored runs stands in the part on its study."
     )
     rows = [
-        (f"`{name}`", f"`{one.study}`", one.shows, f"`coterie plot runs/{one.study} --figure {name}`")
+        (
+            f"`{name}`",
+            f"`{one.study}`",
+            one.shows,
+            f"`coterie plot runs/{one.study} --figure {name}`",
+        )
         for name, one in PUBLISHED.items()
         if one.shows
     ]
@@ -93,7 +124,9 @@ def drawings(folder: Path) -> list[str]:
         shows = PUBLISHED[path.stem].shows if path.stem in PUBLISHED else ""
         place = path.relative_to(REFERENCE).as_posix()
         said = f" In the paper: {shows}" if shows else ""
-        parts.append(f"### Figure {path.stem}\n\n![{path.stem}]({place})\n\n[Its numbers]({place[:-4]}.csv).{said}")
+        parts.append(
+            f"### Figure {path.stem}\n\n![{path.stem}]({place})\n\n[Its numbers]({place[:-4]}.csv).{said}"
+        )
     return parts
 
 
@@ -128,7 +161,9 @@ def section(folder: Path) -> str:
         f"```console\n$ {origin['command']}\n```",
         cost,
     ]
-    missing = coverage.notes({"rows": result.rows, "seeds": result.seeds, "left_out": result.left_out})
+    missing = coverage.notes(
+        {"rows": result.rows, "seeds": result.seeds, "left_out": result.left_out}
+    )
     parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
     notes = folder / "notes.md"
     if notes.exists():
@@ -138,7 +173,9 @@ def section(folder: Path) -> str:
     if trials.exists():
         parts += ["### Further runs with one setting changed", _trials(trials)]
     if comparison is None:
-        return "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
+        return (
+            "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
+        )
     for beside in _tables.against_paper(comparison):
         parts += [f"### {beside.title}", markdown(beside)]
     if comparison.notes:
@@ -163,7 +200,9 @@ def _swept(result: compare.Result) -> str:
             point = row["label"].removeprefix(method).strip(", ")
             found.setdefault(method, {})[point] = f"{metric.scale * row['mean']:.2f}{spread}"
     points = list(dict.fromkeys(point for cells in found.values() for point in cells))
-    rows = [(method, *(cells.get(point, "") for point in points)) for method, cells in found.items()]
+    rows = [
+        (method, *(cells.get(point, "") for point in points)) for method, cells in found.items()
+    ]
     name = f"test {metric.title}" + (f" in {metric.unit}" if metric.unit else "")
     return f"{table(('method', *points), rows)}\n\nThe {name}, mean over clients; {len(result.seeds)} seeds."
 
@@ -171,7 +210,10 @@ def _swept(result: compare.Result) -> str:
 def _alone(result: compare.Result) -> str:
     """Return the numbers of a study that repeats no published experiment."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
-    cells = [(row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"])) for row in rows]
+    cells = [
+        (row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"]))
+        for row in rows
+    ]
     return table(("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
@@ -238,9 +280,15 @@ def filled(text: str, folder: Path) -> str:
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
     }  # fmt: skip
     made = re.sub(
-        r"\{\{(.+?)(?::([^{}:\"]+))?\}\}", lambda m: format(eval(m[1], {"__builtins__": {}}, names), m[2] or ""), text
+        r"\{\{(.+?)(?::([^{}:\"]+))?\}\}",
+        lambda m: format(eval(m[1], {"__builtins__": {}}, names), m[2] or ""),
+        text,
     )
-    return made + ("\n\n† Of a run that was not stored: typed by hand, before provenance was recorded." if seen else "")
+    return made + (
+        "\n\n† Of a run that was not stored: typed by hand, before provenance was recorded."
+        if seen
+        else ""
+    )
 
 
 def trials_of(folder: Path) -> Path:
@@ -256,7 +304,9 @@ def _trials(folder: Path) -> str:
     for row in rows:
         if (row["cluster"], row["metric"]) == ("all", metric.name):
             spread = f" ± {metric.scale * row['std']:.2f}" if row["seeds"] > 1 else ""
-            cells.append((row["label"], f"{metric.scale * row['mean']:.2f}{spread}", str(row["seeds"])))
+            cells.append(
+                (row["label"], f"{metric.scale * row['mean']:.2f}{spread}", str(row["seeds"]))
+            )
     name = f"test {metric.name}" + (f", {metric.unit}" if metric.unit else "")
     origin = json.loads((folder / "origin.json").read_text())
     where = told(folder.relative_to(STORED).as_posix(), origin)

@@ -2,8 +2,9 @@
 
     python scripts/requirements.py
 
-Versions are those of constraints.txt, and the newest of what it does not name; digests are those that the package index
-states. Run it with the Python and on the system that the image has: digests are of wheels for one platform.
+Versions are those of constraints.txt, and the newest of what it does not name; digests are those
+that the package index states. Run it with the Python and on the system that the image has: digests
+are of wheels for one platform.
 """
 
 import json

@@ -30,8 +30,15 @@ def picture(browser: str, path: Path, view: str, height: int, colors: str) -> No
     """Open a view of the stored report once and keep what it shows."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        options += [f"--user-data-dir={profile}", f"--blink-settings=preferredColorScheme={SCHEMES[colors]}"]
-        options += [f"--window-size=1200,{height}", "--virtual-time-budget=8000", f"--screenshot={path}"]
+        options += [
+            f"--user-data-dir={profile}",
+            f"--blink-settings=preferredColorScheme={SCHEMES[colors]}",
+        ]
+        options += [
+            f"--window-size=1200,{height}",
+            "--virtual-time-budget=8000",
+            f"--screenshot={path}",
+        ]
         page = f"{(STORED / 'report.html').as_uri()}#{view}"
         subprocess.run([browser, *options, page], check=True, capture_output=True)
 

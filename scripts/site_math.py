@@ -11,5 +11,6 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 def on_page_content(text: str, **_: object) -> str:
     """Return a page's HTML with each formula that the Markdown extension marked in MathML."""
     return FORMULA.sub(
-        lambda found: convert(html.unescape(found[2]), "inline" if found[1] == "span" else "block"), text
+        lambda found: convert(html.unescape(found[2]), "inline" if found[1] == "span" else "block"),
+        text,
     )

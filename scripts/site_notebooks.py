@@ -34,7 +34,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add a page for each notebook."""
     for file in [file for file in files if file.src_uri.endswith(NOTEBOOK)]:
         text = page(file.content_string, file.name + NOTEBOOK)
-        files.append(File.generated(config, file.src_uri.removesuffix(NOTEBOOK) + ".md", content=text))
+        files.append(
+            File.generated(config, file.src_uri.removesuffix(NOTEBOOK) + ".md", content=text)
+        )
     return files
 
 

@@ -1,16 +1,17 @@
 """Stored results: what each says about where it comes from, and how old it is.
 
-    coterie run similarity/synthetic
-    python scripts/stored.py keep runs/similarity/synthetic [--in-parts | --join]
-    python scripts/stored.py                  (`--check` only says whether what it writes is up to date)
+    coterie run similarity/synthetic python scripts/stored.py keep runs/similarity/synthetic
+    [--in-parts | --join] python scripts/stored.py                  (`--check` only says whether
+    what it writes is up to date)
 
-A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head as "origin", or a
-folder with a study's summary.json, config.toml, runs.json (the values of each run) and origin.json: the head, and what
-the runs took. A sweep is stored as one study, with its points in the labels. `--join` adds runs to those that are
-stored: other methods with the same seeds, or other seeds of the same methods. The head is written by the program that
-made the result, and names the parts of the package whose result it is (`coterie._util.origin.head`). Without arguments
-the script counts the commits to these parts since the result's own commit, and writes ages.json, which all pages with
-stored results show, and docs/reference/stored-results.md.
+A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head
+as "origin", or a folder with a study's summary.json, config.toml, runs.json (the values of each
+run) and origin.json: the head, and what the runs took. A sweep is stored as one study, with its
+points in the labels. `--join` adds runs to those that are stored: other methods with the same
+seeds, or other seeds of the same methods. The head is written by the program that made the result,
+and names the parts of the package whose result it is (`coterie._util.origin.head`). Without
+arguments the script counts the commits to these parts since the result's own commit, and writes
+ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
 """
 
 import json
@@ -38,10 +39,23 @@ from coterie.simulation import final_metrics
 from coterie.studies import config, sweep
 
 PAGE, AGES = REFERENCE / "stored-results.md", STORED / "ages.json"
-FIELDS = ("commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of")
+FIELDS = (
+    "commit",
+    "dirty",
+    "version",
+    "made",
+    "command",
+    "config",
+    "seeds",
+    "machine",
+    "speaks_of",
+)
 NOT_INFERRED = ("dirty", "config", "seeds")
 """Fields that nobody can tell of a result that was stored without them."""
-GOLDEN = {"wire": ROOT / "tests/golden/wire/vectors.json", "runs": ROOT / "tests/golden/runs/runs.json"}
+GOLDEN = {
+    "wire": ROOT / "tests/golden/wire/vectors.json",
+    "runs": ROOT / "tests/golden/runs/runs.json",
+}
 """What the code computes, byte by byte: where they differ from those of a result's commit, results are others too."""
 SHARED = ("data", "engine", "exchange", "functional", "models", "rng.py", "simulation")
 """What the results of every study depend on, beside its methods."""
@@ -96,9 +110,12 @@ def git(*words: str) -> str:
     """Return what git says of this repository.
 
     Raises:
-        OSError: when it fails, is not there, or the clone is shallow, so that its history cannot be counted.
+        OSError: when it fails, is not there, or the clone is shallow, so that its history cannot be
+            counted.
     """
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise OSError(f"git {words[0]} failed: {done.stderr.strip()}")
     return done.stdout.strip()
@@ -111,7 +128,9 @@ def check_history() -> None:
         OSError: when it is not; says what to do.
     """
     if git("rev-parse", "--is-shallow-repository") == "true":
-        raise OSError("the clone is shallow; git fetch --unshallow brings the history that stored results name")
+        raise OSError(
+            "the clone is shallow; git fetch --unshallow brings the history that stored results name"
+        )
 
 
 def problems(one: Stored) -> list[str]:
@@ -120,13 +139,22 @@ def problems(one: Stored) -> list[str]:
     missing = [name for name in FIELDS if name not in head]
     if missing:
         return [f"{one.name} does not say its {name}" for name in missing]
-    unknown = [name for name in FIELDS if head[name] is None and not (inferred and name in NOT_INFERRED)]
-    lines = [f"{one.name}: {name} is not known, and the head is not marked as inferred" for name in unknown]
+    unknown = [
+        name for name in FIELDS if head[name] is None and not (inferred and name in NOT_INFERRED)
+    ]
+    lines = [
+        f"{one.name}: {name} is not known, and the head is not marked as inferred"
+        for name in unknown
+    ]
     if not head["speaks_of"]:
         lines.append(f"{one.name} names no part of the package that it speaks of")
     gone = [part for part in head["speaks_of"] if not (ROOT / "src/coterie" / part).exists()]
     lines += [f"{one.name} speaks of {part}, which is not in the package" for part in gone]
-    gone = [commit for commit in head.get("commits", [head["commit"]]) if commit and not in_history(commit)]
+    gone = [
+        commit
+        for commit in head.get("commits", [head["commit"]])
+        if commit and not in_history(commit)
+    ]
     return lines + [f"{one.name}: its commit {commit} is not in the history" for commit in gone]
 
 
@@ -143,7 +171,9 @@ def in_history(commit: str, of: str = "HEAD") -> bool:
 @lru_cache(maxsize=1024)
 def commits_since(commit: str, part: str, until: str) -> int:
     """Return how many commits after one have changed a part of the package, up to another."""
-    return int(git("rev-list", "--count", "--no-merges", f"{commit}..{until}", "--", f"src/coterie/{part}"))
+    return int(
+        git("rev-list", "--count", "--no-merges", f"{commit}..{until}", "--", f"src/coterie/{part}")
+    )
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +189,8 @@ def changed(head: Mapping[str, Any]) -> list[str] | None:
     """Return the golden results of what a stored result speaks of that are now others than at its commit.
 
     Returns:
-        Kinds of methods, and "wire" for the format of messages; None where there were none at that commit.
+        Kinds of methods, and "wire" for the format of messages; None where there were none at that
+        commit.
     """
     found: list[str] = []
     speaks_of = head["speaks_of"]
@@ -186,7 +217,10 @@ def module_of(kind: str) -> str:
 def age(head: Mapping[str, Any], until: str) -> dict[str, Any]:
     """Return how old a result is: commits to each part since, and golden results that have changed."""
     counted = {part: commits_since(head["commit"], part, until) for part in head["speaks_of"]}
-    return {"commits": {part: number for part, number in counted.items() if number}, "golden": changed(head)}
+    return {
+        "commits": {part: number for part, number in counted.items() if number},
+        "golden": changed(head),
+    }
 
 
 def ages(until: str) -> dict[str, Any]:
@@ -203,7 +237,9 @@ def told(name: str, head: Mapping[str, Any]) -> str:
     parts = [f"Commit `{head['commit'][:9]}` of {head['made']}, version {head['version']}."]
     if why := head.get("inferred"):
         why = why if isinstance(why, str) else "Made before provenance was recorded"
-        parts = [f"{why}: commit `{head['commit'][:9]}` of {head['made']} is inferred from the history of the file."]
+        parts = [
+            f"{why}: commit `{head['commit'][:9]}` of {head['made']} is inferred from the history of the file."
+        ]
     if head["dirty"]:
         parts.append("The code had changes that were not committed.")
     stored = json.loads(AGES.read_text())
@@ -212,10 +248,16 @@ def told(name: str, head: Mapping[str, Any]) -> str:
         most = sorted(found["commits"].items(), key=lambda one: -one[1])
         since = ", ".join(f"{number} to `{part}`" for part, number in most[:3])
         fewer = f", and fewer to {len(most) - 3} more parts" if len(most) > 3 else ""
-        what = f"Commits since to the code that it speaks of: {since}{fewer}" if most else "Its code is the same since"
+        what = (
+            f"Commits since to the code that it speaks of: {since}{fewer}"
+            if most
+            else "Its code is the same since"
+        )
         parts.append(f"{what} ([counted](stored-results.md) on {stored['date']}).")
         if found["golden"]:
-            parts.append(f"**The golden results of {', '.join(found['golden'])} have changed since.**")
+            parts.append(
+                f"**The golden results of {', '.join(found['golden'])} have changed since.**"
+            )
     return " ".join(parts)
 
 
@@ -238,7 +280,15 @@ def page(stored: Mapping[str, Any]) -> str:
             ", ".join(f"{part} {number}" for part, number in found["commits"].items()) or "none",
             "not stored then" if others is None else ", ".join(others) or "no",
         ))  # fmt: skip
-    head = ("result", "made", "commit", "uncommitted changes", "processor", "commits since, by part", "golden changed")
+    head = (
+        "result",
+        "made",
+        "commit",
+        "uncommitted changes",
+        "processor",
+        "commits since, by part",
+        "golden changed",
+    )
     counted = f"Counted at commit `{stored['counted_at'][:9]}` of {stored['date']}.\n"
     return "\n".join([HEAD, counted, table(head, rows), ""])
 
@@ -252,7 +302,9 @@ def render(until: str) -> dict[Path, str]:
 # ---------------------------------------------------------------------- studies
 
 
-def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path | None = None) -> Path:
+def keep(
+    run: Path, *, in_one_go: bool = True, join: bool = False, where: Path | None = None
+) -> Path:
     """Store what a study came to: summary, settings, the values of each run, and where it comes from.
 
     Args:
@@ -262,12 +314,17 @@ def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path |
         where: the folder of stored results; the repository's own when None.
 
     Raises:
-        CoterieError: when a run has no provenance, there is a run that has not finished, or runs cannot be joined.
+        CoterieError: when a run has no provenance, there is a run that has not finished, or runs
+            cannot be joined.
     """
     runs, unread = summary.find_runs([run])
-    open_ = [str(problem.folder) for problem in unread] + [str(one.folder) for one in runs if not one.finished]
+    open_ = [str(problem.folder) for problem in unread] + [
+        str(one.folder) for one in runs if not one.finished
+    ]
     if open_:
-        raise CoterieError(f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end")
+        raise CoterieError(
+            f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end"
+        )
     swept = "sweep" in tomllib.loads(summary.text_of(run, summary.CONFIG))
     content = sweep.joined(sweep.read_sweep(run)) if swept else summary.summarize(run)
     content["rows"] += [] if swept else _left_out(runs, content["rows"])
@@ -280,7 +337,8 @@ def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path |
     settings = summary.text_of(run, summary.CONFIG)
     told_ = _origin(runs, content, settings)
     if in_one_go and not join:
-        started = min(path.stat().st_mtime for path in run.rglob(summary.CONFIG))  # a sweep's own is written at its end
+        # a sweep's own is written at its end
+        started = min(path.stat().st_mtime for path in run.rglob(summary.CONFIG))
         told_["elapsed_s"] = round((run / "summary.json").stat().st_mtime - started, 1)
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
@@ -301,8 +359,9 @@ def joined(
 ) -> tuple[Content, list[Content], Content, str]:
     """Return what is stored, with more runs: other methods with the same seeds, or other seeds of the same methods.
 
-    Every method keeps the seeds of the others. The values of clients are not stored, so what needs those of several
-    runs side by side is left out: pairs of methods, and with other seeds times to an accuracy.
+    Every method keeps the seeds of the others. The values of clients are not stored, so what needs
+    those of several runs side by side is left out: pairs of methods, and with other seeds times to
+    an accuracy.
 
     Args:
         target: the folder of the stored study.
@@ -315,37 +374,61 @@ def joined(
         CoterieError: when no such study is stored, or its settings, methods or seeds do not fit.
     """
     if not (target / "summary.json").exists():
-        raise CoterieError(f"{content['study']} is not stored, there is nothing to join; leave out --join")
-    before, head = (json.loads((target / name).read_text()) for name in ("summary.json", "origin.json"))
+        raise CoterieError(
+            f"{content['study']} is not stored, there is nothing to join; leave out --join"
+        )
+    before, head = (
+        json.loads((target / name).read_text()) for name in ("summary.json", "origin.json")
+    )
     runs = _stored_runs(target, before, head)
     first, second = (
-        config.loads(text, content["study"], to_run=False) for text in ((target / summary.CONFIG).read_text(), settings)
+        config.loads(text, content["study"], to_run=False)
+        for text in ((target / summary.CONFIG).read_text(), settings)
     )
     ours, theirs = ({entry.label: entry for entry in study.methods} for study in (first, second))
     same = ours.keys() & theirs.keys()
-    other = replace(second, seeds=first.seeds, methods=tuple(theirs.get(label, ours[label]) for label in ours))
+    other = replace(
+        second, seeds=first.seeds, methods=tuple(theirs.get(label, ours[label]) for label in ours)
+    )
     if difference := config.difference(first, other):
         raise CoterieError(f"the stored runs have other settings: {difference}")
     if before.get("left_out") or content.get("left_out") or "new_clients" in content:
-        raise CoterieError("runs that were left out, and new clients, cannot be joined; run the study anew")
+        raise CoterieError(
+            "runs that were left out, and new clients, cannot be joined; run the study anew"
+        )
     if {run["label"] for run in [*runs, *each]} - ours.keys() - theirs.keys():
-        raise CoterieError("points of a sweep cannot be joined; put them into one folder and keep that")
+        raise CoterieError(
+            "points of a sweep cannot be joined; put them into one folder and keep that"
+        )
     seeds = sorted({run["seed"] for run in runs}), sorted({run["seed"] for run in each})
-    if not (seeds[0] == seeds[1] and not same) and not (ours.keys() == theirs.keys() and not {*seeds[0]} & {*seeds[1]}):
-        raise CoterieError("give other methods with the same seeds, or other seeds of the same methods")
+    if not (seeds[0] == seeds[1] and not same) and not (
+        ours.keys() == theirs.keys() and not {*seeds[0]} & {*seeds[1]}
+    ):
+        raise CoterieError(
+            "give other methods with the same seeds, or other seeds of the same methods"
+        )
     methods = [*first.methods, *(entry for entry in second.methods if entry.label not in same)]
     study = replace(first, methods=tuple(methods), seeds=tuple(sorted({*seeds[0], *seeds[1]})))
     order = [entry.label for entry in methods]
     both = sorted([*runs, *each], key=lambda run: (order.index(run["label"]), run["seed"]))
-    known = {(row["label"], row["cluster"], row["metric"]): row for row in [*before["rows"], *content["rows"]]}
+    known = {
+        (row["label"], row["cluster"], row["metric"]): row
+        for row in [*before["rows"], *content["rows"]]
+    }
     rows = []
     for (label, cluster, metric), row in known.items():
-        found = [run["values"].get(metric, {}).get(cluster) for run in both if run["label"] == label]
+        found = [
+            run["values"].get(metric, {}).get(cluster) for run in both if run["label"] == label
+        ]
         if None not in found:  # what not every run has measured has no mean
             mean, deviation = summary.over_seeds(np.array(found))
             rows.append({**row, "mean": mean, "std": deviation, "seeds": len(found)})
-    lists = {name: [*before.get(name, ()), *content.get(name, ())] for name in ("timing", "participation", "undefined")}
-    single = () if same else ("spent", "time_to_accuracy")  # of the runs of one method, and of its baseline
+    lists = {
+        name: [*before.get(name, ()), *content.get(name, ())]
+        for name in ("timing", "participation", "undefined")
+    }
+    # of the runs of one method, and of its baseline
+    single = () if same else ("spent", "time_to_accuracy")
     lists |= {name: [*before.get(name, ()), *content.get(name, ())] for name in single}
     out = {
         **{name: content[name] for name in ("study", "metrics", "scale") if name in content},
@@ -360,11 +443,17 @@ def _stored_runs(target: Path, content: Content, head: Content) -> list[Content]
     if (target / "runs.json").exists():
         return json.loads((target / "runs.json").read_text())
     if len(head["seeds"] or ()) != 1:
-        raise CoterieError(f"{content['study']} was stored without the values of its runs; run it anew")
+        raise CoterieError(
+            f"{content['study']} was stored without the values of its runs; run it anew"
+        )
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in content["rows"]:
-        found.setdefault(row["label"], {}).setdefault(row["metric"], {})[row["cluster"]] = row["mean"]
-    return [{"label": label, "seed": head["seeds"][0], "values": one} for label, one in found.items()]
+        found.setdefault(row["label"], {}).setdefault(row["metric"], {})[row["cluster"]] = row[
+            "mean"
+        ]
+    return [
+        {"label": label, "seed": head["seeds"][0], "values": one} for label, one in found.items()
+    ]
 
 
 def _joined_heads(first: Content, second: Content, study: config.StudyConfig) -> Content:
@@ -374,7 +463,9 @@ def _joined_heads(first: Content, second: Content, study: config.StudyConfig) ->
     trained = dict(first["rounds_trained"])
     for label, rounds in second["rounds_trained"].items():
         share = len(second["seeds"]) / len(study.seeds)
-        trained[label] = round(share * rounds + (1 - share) * trained[label], 1) if label in trained else rounds
+        trained[label] = (
+            round(share * rounds + (1 - share) * trained[label], 1) if label in trained else rounds
+        )
     return {
         **second, **{name: first[name] for name in ("inferred",) if name in first},
         **_of_commits(commits), "dirty": None if first["dirty"] is None else first["dirty"] or second["dirty"],
@@ -396,7 +487,9 @@ def _of_commits(commits: Iterable[str]) -> Content:
     known = list(dict.fromkeys(commits))
     oldest = next((one for one in known if all(in_history(one, other) for other in known)), None)
     if oldest is None:
-        raise CoterieError(f"no commit of {', '.join(one[:9] for one in known)} comes before the others; run it anew")
+        raise CoterieError(
+            f"no commit of {', '.join(one[:9] for one in known)} comes before the others; run it anew"
+        )
     return {"commit": oldest, **({"commits": known} if len(known) > 1 else {})}
 
 
@@ -406,7 +499,8 @@ def _command(begun: str, study: config.StudyConfig) -> str:
     seeds, built_in = list(study.seeds), config.load(study.name)
     swept = [path.rpartition(".")[2] for path in built_in.sweep]
     labels = list(dict.fromkeys(bare(entry.label, swept) for entry in study.methods))
-    listed = ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")  # of one seed; "7" would be seven
+    # of one seed; "7" would be seven
+    listed = ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")
     kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else listed]
     if {entry.label for entry in built_in.methods} != {*labels}:
         kept += ["--set", "use_methods=" + json.dumps(labels, separators=(",", ":"))]
@@ -415,19 +509,26 @@ def _command(begun: str, study: config.StudyConfig) -> str:
 
 def _lines(rows: Sequence[Any]) -> bytes:
     """Return JSON with a row a line."""
-    return ("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n").encode()
+    return (
+        "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
+    ).encode()
 
 
-def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any], settings: str) -> dict[str, Any]:
+def _origin(
+    runs: Sequence[summary.StoredRun], content: Mapping[str, Any], settings: str
+) -> dict[str, Any]:
     """Return the head of a study from what its own runs say, and what they took."""
     told_ = [run.provenance for run in runs]
     study, made_by = content["study"], [one["command"] for one in told_]
     command = repeated_by(made_by, study)
-    if any(repeated_by([one], study) != command for one in filter(_begins, made_by)):  # each did a part
+    # each did a part
+    if any(repeated_by([one], study) != command for one in filter(_begins, made_by)):
         command = _command(command, config.loads(settings, study, to_run=False))
     commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
-        raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
+        raise CoterieError(
+            "a run does not say the commit that it was made with; run the study from the repository"
+        )
     first = told_[0]
     return {
         **_of_commits(commits),
@@ -456,7 +557,8 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
 
     Args:
         commands: what each run was made with; `coterie resume` says nothing of the settings.
-        study: its name, for a study file and for when every command resumed: then it runs the settings that are stored.
+        study: its name, for a study file and for when every command resumed: then it runs the
+            settings that are stored.
     """
     settings = (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()
     begun = next(filter(_begins, commands), f"coterie run {settings}")
@@ -491,11 +593,17 @@ def _day(path: Path) -> str:
 
 def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
     """Return the final values of a run by metric: of each cluster by its name, and over clients and clusters."""
-    names = summary.cluster_names(run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0))
-    found: dict[str, dict[str, float]] = {name: {"all": value} for name, value in _outcome(run).items()}
+    names = summary.cluster_names(
+        run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0)
+    )
+    found: dict[str, dict[str, float]] = {
+        name: {"all": value} for name, value in _outcome(run).items()
+    }
     for metric in run.results:
         means = summary.cluster_means(run, metric)
-        found[metric] = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
+        found[metric] = {
+            names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()
+        }
     return found
 
 
@@ -504,7 +612,12 @@ def by_client(run: summary.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
     if not run.names:
         return {}
     found = {metric: run.final(metric) for metric in run.results}
-    return {"clients": {metric: {run.names[int(i)]: float(v) for i, v in own.items()} for metric, own in found.items()}}
+    return {
+        "clients": {
+            metric: {run.names[int(i)]: float(v) for i, v in own.items()}
+            for metric, own in found.items()
+        }
+    }
 
 
 def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict]:
@@ -532,9 +645,15 @@ def _outcome(run: summary.StoredRun) -> dict[str, float]:
     values = {name: float(value.mean()) for name, value in final_metrics.maxima(table).items()}
     labels = table.loc[(table["metric"] == "label").to_numpy()]
     if len(labels):
-        last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values("client")
-        found, truth = (torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster"))
-        values |= final_metrics.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
+        last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values(
+            "client"
+        )
+        found, truth = (
+            torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster")
+        )
+        values |= final_metrics.cluster_metrics(
+            found, truth, torch.zeros(len(last), 0, dtype=torch.int64)
+        )
     return values
 
 
@@ -552,7 +671,11 @@ def main() -> int:
                 print(keep(Path(run), in_one_go=not rest, join="--join" in rest).relative_to(ROOT))
             case [] | ["--check"]:
                 check_history()
-                last = json.loads(AGES.read_text())["counted_at"] if "--check" in sys.argv else git("rev-parse", "HEAD")
+                last = (
+                    json.loads(AGES.read_text())["counted_at"]
+                    if "--check" in sys.argv
+                    else git("rev-parse", "HEAD")
+                )
                 return write(render(last))
             case _:
                 print(__doc__, file=sys.stderr)

@@ -2,8 +2,8 @@
 
     python scripts/tasks.py
 
-Each example is run up to its call of `simulate`; each engine is then made for what it asks to train. Native programs
-are compiled for this, which takes minutes where they are not in the cache.
+Each example is run up to its call of `simulate`; each engine is then made for what it asks to
+train. Native programs are compiled for this, which takes minutes where they are not in the cache.
 """
 
 import re
@@ -125,21 +125,32 @@ def chosen(what: Asked) -> str:
 
 def _small(x: Any = None, y: Any = None, **more: Any) -> Any:
     x = torch.randn(24, 4) if x is None else x
-    return coterie.from_arrays(x, torch.arange(24) % 3 if y is None else y, clients=torch.arange(24) % 2, **more)
+    return coterie.from_arrays(
+        x, torch.arange(24) % 3 if y is None else y, clients=torch.arange(24) % 2, **more
+    )
 
 
 def _run(federation: Any, model: Any = "linear", method: str = "fedavg", **settings: Any) -> None:
     coterie.simulate(
-        federation, coterie.METHODS[method](), model=model, settings=coterie.Settings(rounds=1, **settings)
+        federation,
+        coterie.METHODS[method](),
+        model=model,
+        settings=coterie.Settings(rounds=1, **settings),
     )
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "0 and 1 in several columns, without a loss": lambda: _run(_small(y=(torch.arange(96).reshape(24, 4) % 2).float())),
-    "whole numbers at several positions, without a loss": lambda: _run(_small(y=torch.arange(96).reshape(24, 4))),
+    "0 and 1 in several columns, without a loss": lambda: _run(
+        _small(y=(torch.arange(96).reshape(24, 4) % 2).float())
+    ),
+    "whole numbers at several positions, without a loss": lambda: _run(
+        _small(y=torch.arange(96).reshape(24, 4))
+    ),
     "a metric that does not fit the loss": lambda: _run(_small(), metrics=["r2"]),
     "fewer outputs than classes": lambda: _run(_small(), nn.Linear(4, 2)),
-    "a method that compares class counts, without classes": lambda: _run(_small(y=torch.randn(24)), method="sosicfl"),
+    "a method that compares class counts, without classes": lambda: _run(
+        _small(y=torch.randn(24)), method="sosicfl"
+    ),
     "an optimizer that is not elementwise": lambda: _run(
         _small(), local=coterie.LocalTraining(optimizer="torch.optim:LBFGS")
     ),
@@ -173,11 +184,15 @@ def page() -> str:
     for path in EXAMPLES:
         name, what = path.stem, asked(path)
         found = engines(what)
-        task = make_task(what.federation, what.method, what.model, replace(what.settings, engine="loop"))
+        task = make_task(
+            what.federation, what.method, what.model, replace(what.settings, engine="loop")
+        )
         for engine, why in found.items():
             if why != "yes":
                 notes.append(f"* `{name}`, engine `{engine}`: {reason(why)}.")
-        shown = [REGISTRY[one].title for one in task.engine.metrics[1:]] + [one.title for one in task.metrics]
+        shown = [REGISTRY[one].title for one in task.engine.metrics[1:]] + [
+            one.title for one in task.metrics
+        ]
         rows.append(
             (
                 f"{WORDS[name]} (`{path.name}`)",
@@ -189,7 +204,15 @@ def page() -> str:
                 lines(path),
             )
         )
-    head = ("task", "model", "loss", "metrics", *(f"`{engine}`" for engine in ENGINES), "`auto` takes", "lines")
+    head = (
+        "task",
+        "model",
+        "loss",
+        "metrics",
+        *(f"`{engine}`" for engine in ENGINES),
+        "`auto` takes",
+        "lines",
+    )
     losses = [(f"`{name}`", one.summary) for name, one in LOSSES.items()]
     metrics = [(f"`{name}`", one.title, one.text) for name, one in MEASURES.items()]
     return "\n".join(

@@ -41,24 +41,45 @@ def main(folder: Path) -> None:
         SystemExit: where something is missing or fails.
     """
     (wheel,), (_,) = folder.resolve().glob("*.whl"), folder.glob("*.tar.gz")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COTERIE", "VIRTUAL"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "COTERIE", "VIRTUAL"))
+    }
     with tempfile.TemporaryDirectory(prefix="coterie-wheel-") as place:
         python = Path(place, "env/bin/python")
 
         def run(*command: str | Path, shown: bool = True) -> str:
             start = time.monotonic()
             done = subprocess.run(
-                [str(word) for word in command], cwd=place, env=clean, capture_output=True, text=True, check=False
+                [str(word) for word in command],
+                cwd=place,
+                env=clean,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 sys.exit(
                     f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}{done.stderr}"
                 )
             if shown:
-                print(f"{time.monotonic() - start:6.1f} s  {' '.join(Path(str(word)).name for word in command)}")
+                print(
+                    f"{time.monotonic() - start:6.1f} s  {' '.join(Path(str(word)).name for word in command)}"
+                )
             return done.stdout
 
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", ROOT / "constraints.txt"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--quiet",
+            "-c",
+            ROOT / "constraints.txt",
+        ]
         run(sys.executable, "-m", "venv", "--without-pip", Path(place, "env"))
         run(*pip, "torch")
         run(*pip, f"{wheel}[net]")

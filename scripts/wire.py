@@ -2,8 +2,8 @@
 
     python scripts/wire.py
 
-Each method runs for three rounds on a tiny population whose sizes are all different, so that each axis of each tensor
-is told by its length.
+Each method runs for three rounds on a tiny population whose sizes are all different, so that each
+axis of each tensor is told by its length.
 """
 
 import sys
@@ -99,7 +99,9 @@ class Recorder(InMemory):
         self._round, self._next, self._groups = rng.round, 0, 0
 
     def _note(self, kind: str, exchange: int, tensors: Mapping[str, Tensor]) -> None:
-        shapes = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        shapes = tuple(
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+        )
         self.sent[Sent(kind, exchange, shapes)].append(self._round)
 
     def _message(self, kind: str, message: Message) -> int:
@@ -121,7 +123,9 @@ class Recorder(InMemory):
             state, reply = rule(state, cohort)
             used = torch.unique(reply.index[0])
             extras = {f"field.{name}": value[used] for name, value in reply.fields.items()}
-            self._note("reply", number, {"table": reply.table[used], "index": reply.index[0], **extras})
+            self._note(
+                "reply", number, {"table": reply.table[used], "index": reply.index[0], **extras}
+            )
             return state, reply
 
         return super().serve(message, noted, shared)
@@ -144,9 +148,12 @@ def sent(method: Method, **settings: Any) -> tuple[dict[Sent, list[int]], dict[i
     """
     federation = tiny_federation(POPULATION, classes=CLASSES)
     local = LocalTraining(epochs=1, batch_size=12)
-    chosen = replace(tiny_settings(rounds=ROUNDS, engine="loop"), local=local, dtype="float32", **settings)
+    chosen = replace(
+        tiny_settings(rounds=ROUNDS, engine="loop"), local=local, dtype="float32", **settings
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # settings that are chosen for what is sent, not for its use
+        # settings that are chosen for what is sent, not for its use
+        warnings.simplefilter("ignore", UserWarning)
         task = make_task(federation, method, network, chosen)
         recorder = Recorder(task.ids, POPULATION)
         loop = Loop(task, method, recorder, chosen, Rng(0), Record(torch.full((POPULATION,), -1)))
@@ -194,8 +201,14 @@ def told(one: Sent, lengths: Mapping[int, str]) -> str:
     def shape(name: str, axes: tuple[int, ...]) -> str:
         if one.kind == "cohort":
             return "active"
-        first = ["models", *axes[1:]] if one.kind == "reply" and name != "index" and axes[0] else list(axes)
-        return ", ".join(axis if isinstance(axis, str) else lengths.get(axis, str(axis)) for axis in first)
+        first = (
+            ["models", *axes[1:]]
+            if one.kind == "reply" and name != "index" and axes[0]
+            else list(axes)
+        )
+        return ", ".join(
+            axis if isinstance(axis, str) else lengths.get(axis, str(axis)) for axis in first
+        )
 
     for name, _, _ in one.tensors:
         if name.startswith("field.") and name.removeprefix("field.") not in MEANINGS:
@@ -216,7 +229,9 @@ def when(rounds: list[int]) -> str:
 def rows() -> list[tuple[str, ...]]:
     """Return the lines of the table; methods that send the same share theirs."""
     plain = [
-        (kind, {}, {}) for kind, found in sorted(METHODS.items()) if "pool" not in found.needs and found.exchanges != 0
+        (kind, {}, {})
+        for kind, found in sorted(METHODS.items())
+        if "pool" not in found.needs and found.exchanges != 0
     ]
     same: dict[tuple[tuple[str, ...], ...], list[str]] = defaultdict(list)
     for kind, options, settings in sorted([*plain, *VARIANTS], key=lambda one: one[0]):
@@ -265,7 +280,10 @@ round -1.
 def page() -> str:
     """Return the page."""
     messages = table(("method", "rounds", "kind", "x", "tensors"), rows())
-    extras = table(("extra", "of one client or model"), [(f"`field.{name}`", text) for name, text in MEANINGS.items()])
+    extras = table(
+        ("extra", "of one client or model"),
+        [(f"`field.{name}`", text) for name, text in MEANINGS.items()],
+    )
     return f"{HEAD}{messages}\n\n{extras}\n".replace("---:", "---")
 
 

@@ -15,7 +15,10 @@ IN_CI = os.environ.get("COTERIE_CI") == "1"
 """Set by .ci/run, which installs every tool that tests use: there, what is absent is an error."""
 OPTIONAL = ("mlflow", "wandb", "hub")
 """Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
-MAY_SKIP = (*(f"the extra {name} is not installed" for name in OPTIONAL), "no history: the clone is shallow")
+MAY_SKIP = (
+    *(f"the extra {name} is not installed" for name in OPTIONAL),
+    "no history: the clone is shallow",
+)
 
 
 def pytest_configure() -> None:
@@ -29,7 +32,9 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 def refuse_skip(report: Report) -> Report:
     """Turn a report of something skipped into one of a failure, in CI, unless it needs an extra that is left out."""
     if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
-        *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+        *_, reason = (
+            report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+        )
         if not reason.removeprefix("Skipped: ").startswith(MAY_SKIP):
             report.outcome = "failed"
             report.longrepr = f"skipped where COTERIE_CI=1 says that everything is there: {reason}"
@@ -62,7 +67,9 @@ def data_dir() -> Path:
     chosen = os.environ.get("COTERIE_DATA")
     folder = Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip(f"the real datasets are not here: {folder} does not exist; set COTERIE_DATA to their folder")
+        pytest.skip(
+            f"the real datasets are not here: {folder} does not exist; set COTERIE_DATA to their folder"
+        )
     return folder
 
 
@@ -117,12 +124,21 @@ def port(ports: Callable[[], int]) -> int:
 def browser() -> Generator[Any]:
     """A headless Chromium, driven by its own driver, that records its console and every request."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program, driver = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
+    program, driver = (
+        shutil.which("chromium") or shutil.which("chromium-browser"),
+        shutil.which("chromedriver"),
+    )
     if not (program and driver):
         pytest.skip("needs Debian's packages chromium and chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = program
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1400"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1200,1400",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

@@ -14,35 +14,51 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def bench(
     cells: Annotated[
-        str, typer.Option(help="Which cells, as NETWORK/CLIENTS/WORK with * for all; several with commas.")
+        str,
+        typer.Option(
+            help="Which cells, as NETWORK/CLIENTS/WORK with * for all; several with commas."
+        ),
     ] = "*/*/*",
-    engines: Annotated[str, typer.Option(help="Engines: compiled, vmap, loop.")] = "compiled,vmap,loop",
-    quick: Annotated[bool, typer.Option("--quick", help="cnn-b/10/* with few samples and repeats.")] = False,
+    engines: Annotated[
+        str, typer.Option(help="Engines: compiled, vmap, loop.")
+    ] = "compiled,vmap,loop",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="cnn-b/10/* with few samples and repeats.")
+    ] = False,
     samples: Annotated[int, typer.Option(min=1, help="Training samples of each client.")] = 80,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings of each cell; the median counts.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Threads; the usual loop: or so many processes.")] = 1,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Keep the results as JSON.")] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Pairs of timings of each cell; the median counts.")
+    ] = 5,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads; the usual loop: or so many processes.")
+    ] = 1,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Keep the results as JSON.")
+    ] = None,
 ) -> None:
     """Measure the engines on this machine beside the usual loop of research code.
 
-    A cell is one piece of a round: a network (cnn-a, cnn-b, mlp), a population (100, 1000, or any number) and a work:
+    A cell is one piece of a round: a network (cnn-a, cnn-b, mlp), a population (100, 1000, or any
+    number) and a work:
 
       train          one epoch of every client's local training, batches of 8, Adam
       inverse-loss   every client measures 5 peers' models on its training data
       mix            every client averages its model with 5 peers'
       dac-round      all of it: draw, read, measure, average, train
 
-    The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both sides do the same work on
-    the same inputs, in turn; where their results differ, nothing is reported. The ratio is a median, with the smallest
-    and the largest; the share of peak is what the work's matrix products reach of the fused multiply-adds of the cores.
-    With several threads the usual loop runs in its best form: one process, so many threads, or so many processes.
+    The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both sides do
+    the same work on the same inputs, in turn; where their results differ, nothing is reported. The
+    ratio is a median, with the smallest and the largest; the share of peak is what the work's
+    matrix products reach of the fused multiply-adds of the cores. With several threads the usual
+    loop runs in its best form: one process, so many threads, or so many processes.
 
     [bold]Examples[/bold]
 
-      python -m benchmarks.engines --quick                                   is everything well? half a minute
-      python -m benchmarks.engines --cells cnn-a/100/train                   one cell, all engines
-      python -m benchmarks.engines --cells '*/100/*' --engines compiled      a minute or two
-      python -m benchmarks.engines --json results.json                       everything: a quarter of an hour
+      python -m benchmarks.engines --quick                                   is everything well?
+      half a minute python -m benchmarks.engines --cells cnn-a/100/train                   one cell,
+      all engines python -m benchmarks.engines --cells '*/100/*' --engines compiled      a minute or
+      two python -m benchmarks.engines --json results.json                       everything: a
+      quarter of an hour
     """
     import torch
 
@@ -62,9 +78,18 @@ def bench(
             typer.echo(measure.line(row))
             rows.append(row)
     if threads == 1 and min(row.processor_share for row in rows) < measure.FREE:
-        typer.echo("other work shared the processor with some cells: take their numbers with care", err=True)
+        typer.echo(
+            "other work shared the processor with some cells: take their numbers with care",
+            err=True,
+        )
     if json is not None:
-        given = {"cells": cells, "engines": engines, "quick": quick, "samples": samples, "repeats": repeats}
+        given = {
+            "cells": cells,
+            "engines": engines,
+            "quick": quick,
+            "samples": samples,
+            "repeats": repeats,
+        }
         measure.write(rows, json, {**given, "threads": threads})
         typer.echo(f"written to {json}", err=True)
 

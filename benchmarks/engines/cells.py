@@ -87,14 +87,24 @@ class Everyone(InMemory):
         peers: whom each acting client reads, whatever it asked for.
     """
 
-    def __init__(self, params: Float[Tensor, "clients params"], peers: Int[Tensor, "acting peers"]) -> None:
+    def __init__(
+        self, params: Float[Tensor, "clients params"], peers: Int[Tensor, "acting peers"]
+    ) -> None:
         super().__init__(torch.arange(len(params)), len(params))
         self.params, self.peers = params, peers
 
     def pull(self, message: Message, peers: Int[Tensor, "acting peers"]) -> Inbox:
         """Read the given peers; all say that they have as many samples as the first."""
-        fields = {name: value[:1].expand(len(self.ids), *value.shape[1:]) for name, value in message.fields.items()}
-        return read(Message(self.params, fields, self.ids), self.ids[: len(peers)], self.peers, self.population)
+        fields = {
+            name: value[:1].expand(len(self.ids), *value.shape[1:])
+            for name, value in message.fields.items()
+        }
+        return read(
+            Message(self.params, fields, self.ids),
+            self.ids[: len(peers)],
+            self.peers,
+            self.population,
+        )
 
 
 class Coterie:
@@ -108,9 +118,13 @@ class Coterie:
 
     def __init__(self, cell: Cell, engine: str, limit: int | None = None) -> None:
         self.cell, self.local, self.rng = cell, LocalTraining(), Rng(1).at(0)
-        everybody = Task(federation(cell), partial(network, cell.net), engine=engine, init="per_client")
+        everybody = Task(
+            federation(cell), partial(network, cell.net), engine=engine, init="per_client"
+        )
         if everybody.engine.name != engine:
-            raise CoterieError(f"the {engine} engine cannot run {cell.net} here; {everybody.engine.name} would")
+            raise CoterieError(
+                f"the {engine} engine cannot run {cell.net} here; {everybody.engine.name} would"
+            )
         self.task = everybody.rows(torch.arange(min(limit or cell.clients, cell.clients)))
         self.params = everybody.init(Rng(1))
         self.method = Dac(num_peers=min(PEERS, cell.clients - 1), two_hop=False)
@@ -144,14 +158,18 @@ class Coterie:
     def dac_round(self) -> Tensor:
         """Run one round of DAC: draw, read, measure, average, train; return the losses of the first steps."""
         reachable = torch.ones(self.cell.clients, dtype=torch.bool)
-        _, info = self.method.round(Round(0, self.task, self.exchange, self.rng, reachable, self.local), self.state)
+        _, info = self.method.round(
+            Round(0, self.task, self.exchange, self.rng, reachable, self.local), self.state
+        )
         return info["losses"][:, :CHECKED]
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the matrix products of one client's share of the work."""
         x = torch.zeros(1, *SHAPES[self.cell.net])
-        training = float(flops(network(self.cell.net), x, torch.zeros(1, dtype=torch.int64)) * self.cell.samples)
+        training = float(
+            flops(network(self.cell.net), x, torch.zeros(1, dtype=torch.int64)) * self.cell.samples
+        )
         peers = self.peers.shape[1]
         scoring = 2.0 * products(self.task.layout, x) * self.cell.samples * peers
         return {"train": training, "inverse-loss": scoring, "dac-round": training + scoring}.get(
@@ -172,7 +190,11 @@ class Usual:
         self.cell, self.task, self.lr = other.cell, task, other.local.lr
         schedule = plan(other.local, task.counts("train"), task.ids, other.rng, "batches")
         self.batches = [
-            [order[:size].tolist() for order, size in zip(orders, sizes.tolist(), strict=True) if size]
+            [
+                order[:size].tolist()
+                for order, size in zip(orders, sizes.tolist(), strict=True)
+                if size
+            ]
             for orders, sizes in zip(schedule.order, schedule.length, strict=True)
         ]
         layout = task.layout
@@ -182,14 +204,18 @@ class Usual:
         def module(row: int) -> nn.Module:
             new = network(self.cell.net)
             with torch.no_grad():
-                for tensor, value in zip(new.parameters(), layout.views(other.params[row]).values(), strict=True):
+                for tensor, value in zip(
+                    new.parameters(), layout.views(other.params[row]).values(), strict=True
+                ):
                     tensor.copy_(value)
             return new
 
         needed = sorted({*range(len(task)), *other.peers[: len(task)].flatten().tolist()})
         self.start = {row: module(row) for row in needed}
         self.peers = [[self.start[j] for j in row] for row in other.peers[: len(task)].tolist()]
-        self.clients = [UsualClient(copy.deepcopy(self.start[i]), x[i], data.y[i]) for i in range(len(task))]
+        self.clients = [
+            UsualClient(copy.deepcopy(self.start[i]), x[i], data.y[i]) for i in range(len(task))
+        ]
 
     def reset(self) -> None:
         """Give every client its first model again."""
@@ -215,7 +241,9 @@ class Usual:
         return torch.tensor(client.train(self.batches[i], self.lr)[:CHECKED])
 
 
-def compare(ours: Float[Tensor, "clients values"], theirs: Float[Tensor, "few values"], work: str) -> None:
+def compare(
+    ours: Float[Tensor, "clients values"], theirs: Float[Tensor, "few values"], work: str
+) -> None:
     """Check that both sides computed the same.
 
     Raises:
@@ -225,4 +253,6 @@ def compare(ours: Float[Tensor, "clients values"], theirs: Float[Tensor, "few va
     worst = float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-2)).max())
     if not worst < _TOLERANCE[work]:
         found, expected = f"{worst:.1e}", f"{_TOLERANCE[work]:.0e}"
-        raise DifferentResultsError(f"{work}: the two sides differ by {found}; expected at most {expected}")
+        raise DifferentResultsError(
+            f"{work}: the two sides differ by {found}; expected at most {expected}"
+        )

@@ -21,7 +21,8 @@ from coterie.errors import ConfigError, unknown
 from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from .processes import Processes
 
-USUAL_CLIENTS = 4  # the usual loop costs the same for every client, so a few of them tell the cost of one
+# the usual loop costs the same for every client, so a few of them tell the cost of one
+USUAL_CLIENTS = 4
 POPULATIONS = (100, 1000)
 FREE = 0.95  # share of the processor from which timings are undisturbed
 SLOW_CLIENTS = 20  # so do the engines that are not compiled
@@ -42,11 +43,12 @@ class Row:
         ratio: the median of the ratios of the two, each pair measured in turn.
         low, high: the smallest and the largest of these ratios.
         samples_per_second: training samples a second, for "train".
-        share_of_peak: floating-point operations of the matrix products a second, as a share of what the fused
-            multiply-adds of the cores used can do.
-        memory_mb: the largest resident memory of the process while the engine worked, torch and both sides' data
-            included.
-        processor_share: processor time over elapsed time of all timings: below 1 with one thread, other work was run.
+        share_of_peak: floating-point operations of the matrix products a second, as a share of what
+            the fused multiply-adds of the cores used can do.
+        memory_mb: the largest resident memory of the process while the engine worked, torch and
+            both sides' data included.
+        processor_share: processor time over elapsed time of all timings: below 1 with one thread,
+            other work was run.
     """
 
     net: str
@@ -85,7 +87,8 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
         cell: what to do.
         engine: which engine.
         repeats: how many pairs of timings.
-        threads: for native programs; the usual loop takes the best of one thread, of these, and of as many processes.
+        threads: for native programs; the usual loop takes the best of one thread, of these, and of
+            as many processes.
 
     Raises:
         DifferentResultsError: when the engine and the usual loop do not compute the same.
@@ -127,7 +130,9 @@ class Pair:
     peak: float
 
 
-def row(cell: Cell, engine: str, threads: int, pairs: Sequence[Pair], flops: float, share: float) -> Row:
+def row(
+    cell: Cell, engine: str, threads: int, pairs: Sequence[Pair], flops: float, share: float
+) -> Row:
     """Return the row of some pairs of timings.
 
     Args:
@@ -247,14 +252,26 @@ def cells(patterns: str, samples: int) -> list[Cell]:
             if name != "*" and name not in known:
                 raise ConfigError(unknown(kind, name, known))
         if clients != "*" and int(clients) < 2:
-            raise ConfigError(f"found {clients} clients in the cell {pattern!r}; expected at least 2")
+            raise ConfigError(
+                f"found {clients} clients in the cell {pattern!r}; expected at least 2"
+            )
         for one in SHAPES if net == "*" else (net,):
             for size in POPULATIONS if clients == "*" else (int(clients),):
-                found |= {Cell(one, size, samples, each) for each in (WORKS if work == "*" else (work,))}
+                found |= {
+                    Cell(one, size, samples, each) for each in (WORKS if work == "*" else (work,))
+                }
     order = list(SHAPES)
-    return sorted(found, key=lambda cell: (cell.clients, order.index(cell.net), WORKS.index(cell.work)))
+    return sorted(
+        found, key=lambda cell: (cell.clients, order.index(cell.net), WORKS.index(cell.work))
+    )
 
 
 def write(rows: Sequence[Row], path: Path, settings: Mapping[str, Any]) -> None:
     """Write the rows as JSON, with the settings and the machine."""
-    keep(path, [asdict(row) for row in rows], ("engine", "functional"), settings, where=machine_with_peak())
+    keep(
+        path,
+        [asdict(row) for row in rows],
+        ("engine", "functional"),
+        settings,
+        where=machine_with_peak(),
+    )

@@ -23,7 +23,8 @@ class Processes:
     """
 
     def __init__(self, cell: Cell, number: int, clients: int) -> None:
-        context = multiprocessing.get_context("spawn")  # threads of this process would be missing in a fork
+        # threads of this process would be missing in a fork
+        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.workers = []
         for _ in range(number):

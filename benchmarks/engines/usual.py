@@ -1,7 +1,8 @@
 """The usual loop of research code: one module, one DataLoader and one torch.optim.Adam per client.
 
-Nothing of the engines is used here. It is what one finds in published code, with its costs kept low: samples are
-normalized beforehand, scores are taken with large batches, and a module is made once per client.
+Nothing of the engines is used here. It is what one finds in published code, with its costs kept
+low: samples are normalized beforehand, scores are taken with large batches, and a module is made
+once per client.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """The cell that every framework runs: its files, and what a script hands back. NumPy alone: all environments read it.
 
-A folder holds x.npy (clients, samples, 3, 32, 32), y.npy (clients, samples), order.npy (rounds, clients, whole batches
-of samples: the order in which a client goes through its data in each round), start.npz (the first model) and cell.json.
+A folder holds x.npy (clients, samples, 3, 32, 32), y.npy (clients, samples), order.npy (rounds,
+clients, whole batches of samples: the order in which a client goes through its data in each round),
+start.npz (the first model) and cell.json.
 """
 
 import json
@@ -94,4 +95,6 @@ class Report:
     def write(self, model: dict[str, np.ndarray], versions: dict[str, str]) -> None:
         """Write the last model, as PyTorch names and shapes it, the times of the rounds and the versions."""
         np.savez(self.folder / "model.npz", **model)  # type: ignore[arg-type]
-        (self.folder / "report.json").write_text(json.dumps({"times": self.times, "versions": versions}))
+        (self.folder / "report.json").write_text(
+            json.dumps({"times": self.times, "versions": versions})
+        )

@@ -27,7 +27,8 @@ def network() -> torch.nn.Module:
 def orders(clients: int, samples: int, rounds: int, batch_size: int) -> torch.Tensor:
     """Return the order in which every client goes through its samples in each round (rounds, clients, samples).
 
-    Samples beyond the last whole batch are left out, other ones in each round: FedJAX knows no smaller batch.
+    Samples beyond the last whole batch are left out, other ones in each round: FedJAX knows no
+    smaller batch.
     """
     local, ids = LocalTraining(batch_size=batch_size, drop_last=True), torch.arange(clients)
     counts = torch.full((clients,), samples)

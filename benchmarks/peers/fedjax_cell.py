@@ -1,7 +1,7 @@
 """The cell through FedJAX: its FedAvg with the backend that is named, "jit" (one device, XLA's threads) or "pmap".
 
-With "pmap" each core is a device of XLA and trains one client at a time. Inputs and kernels have their channels last,
-which XLA prefers on a processor.
+With "pmap" each core is a device of XLA and trains one client at a time. Inputs and kernels have
+their channels last, which XLA prefers on a processor.
 """
 
 import os
@@ -26,13 +26,18 @@ KERNEL = (2, 3, 1, 0)  # (out, in, height, width) to (height, width, in, out)
 
 def to_jax(model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return PyTorch's tensors as this script's: kernels with channels last, matrices applied from the right."""
-    return {name: value.transpose(KERNEL) if value.ndim == 4 else value.T for name, value in model.items()}
+    return {
+        name: value.transpose(KERNEL) if value.ndim == 4 else value.T
+        for name, value in model.items()
+    }
 
 
 def to_torch(model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Invert `to_jax`."""
     back = np.argsort(KERNEL)
-    return {name: value.transpose(back) if value.ndim == 4 else value.T for name, value in model.items()}
+    return {
+        name: value.transpose(back) if value.ndim == 4 else value.T for name, value in model.items()
+    }
 
 
 def forward(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -52,7 +57,9 @@ def forward(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def loss(model: dict[str, jax.Array], batch: dict[str, jax.Array], rng: jax.Array) -> jax.Array:
     """Return the mean loss of a batch."""
-    return optax.softmax_cross_entropy_with_integer_labels(forward(model, batch["x"]), batch["y"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        forward(model, batch["x"]), batch["y"]
+    ).mean()
 
 
 def main() -> None:

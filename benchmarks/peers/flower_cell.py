@@ -23,11 +23,16 @@ def client(cell: Cell) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         number = int(context.node_config["partition-id"])
-        x, y = map(torch.from_numpy, cell.data(number, int(message.content["config"]["server-round"]) - 1))
+        x, y = map(
+            torch.from_numpy, cell.data(number, int(message.content["config"]["server-round"]) - 1)
+        )
         module = network()
         module.load_state_dict(message.content["arrays"].to_torch_state_dict())
         epoch(module, x, y, cell.batch_size, cell.lr)
-        content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
+        content = {
+            "arrays": ArrayRecord(module.state_dict()),
+            "metrics": MetricRecord({"num-examples": len(y)}),
+        }
         return Message(content=RecordDict(content), reply_to=message)
 
     return app
@@ -45,12 +50,17 @@ def main() -> None:
         def after(number: int, arrays: ArrayRecord) -> None:
             report.round() if number else report.begin()
 
-        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=cell.clients, min_available_nodes=cell.clients)
+        strategy = FedAvg(
+            fraction_evaluate=0.0, min_train_nodes=cell.clients, min_available_nodes=cell.clients
+        )
         first = ArrayRecord({name: torch.from_numpy(value) for name, value in cell.start.items()})
         result = strategy.start(grid, first, num_rounds=cell.rounds, evaluate_fn=after)
         final.update(result.arrays.to_torch_state_dict())
 
-    resources = {"init_args": {"num_cpus": cell.cores}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    resources = {
+        "init_args": {"num_cpus": cell.cores},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server, client(cell), cell.clients, backend_config=resources)
     versions = {name: version(name) for name in ("flwr", "ray", "torch")}
     report.write({name: value.numpy() for name, value in final.items()}, versions)

@@ -64,7 +64,9 @@ def users(cell: Cell, clock: Clock) -> FederatedDataset:
     """Return every client's data in the order of the round that the clock shows."""
 
     def dataset(user: int) -> PyTorchTensorDataset:
-        return PyTorchTensorDataset(list(map(torch.from_numpy, cell.data(user, clock.number))), user_id=str(user))
+        return PyTorchTensorDataset(
+            list(map(torch.from_numpy, cell.data(user, clock.number))), user_id=str(user)
+        )
 
     return FederatedDataset(dataset, get_user_sampler("minimize_reuse", list(range(cell.clients))))
 
@@ -85,7 +87,9 @@ def main() -> None:
         NNAlgorithmParams(cell.rounds, cell.rounds + 1, cell.clients, None),
         backend,
         model,
-        NNTrainHyperParams(local_batch_size=cell.batch_size, local_num_epochs=1, local_learning_rate=cell.lr),
+        NNTrainHyperParams(
+            local_batch_size=cell.batch_size, local_num_epochs=1, local_learning_rate=cell.lr
+        ),
         callbacks=[clock],
     )
     if get_framework_module().distributed.global_rank == 0:

@@ -2,11 +2,12 @@
 
     python benchmarks/peers/run.py --out docs/reference/runs/performance/peers.json
 
-Every framework is installed from PyPI into an environment of its own in the cache folder (coterie-peers), where it is
-not there already, and gets the same data, first model and order of samples. Each run of a framework has a run of
-Coterie right before it; the ratio is of the medians of their rounds after the first. Nothing is reported when the last
-models differ by more than FEW (after a few steps) or MANY (of the runs that are timed) of the way that Coterie's went:
-once in some thousand steps a unit's input is zero but for rounding, and frameworks go two ways from there.
+Every framework is installed from PyPI into an environment of its own in the cache folder
+(coterie-peers), where it is not there already, and gets the same data, first model and order of
+samples. Each run of a framework has a run of Coterie right before it; the ratio is of the medians
+of their rounds after the first. Nothing is reported when the last models differ by more than FEW
+(after a few steps) or MANY (of the runs that are timed) of the way that Coterie's went: once in
+some thousand steps a unit's input is zero but for rounding, and frameworks go two ways from there.
 """
 
 import argparse
@@ -37,7 +38,8 @@ from coterie.simulation.workers import cores
 HERE = Path(__file__).resolve().parent
 BATCH = 8
 FEW, MANY = 1e-3, 5e-2  # of the way from the first model to the last
-SMALL = (10, 16, 2)  # clients, samples and rounds of the first comparison: few enough that no unit is undecided
+# clients, samples and rounds of the first comparison: few enough that no unit is undecided
+SMALL = (10, 16, 2)
 MEASURED = 50  # samples a client whose loss is taken at the end
 PINS = {
     "flower": ("torch==2.13.0", "numpy==2.4.6", "flwr[simulation]==1.41.0"),
@@ -55,7 +57,11 @@ PINS = {
 }
 FRAMEWORKS = {
     "Flower": ("flower", ("flower_cell.py",), ()),
-    "pfl": ("pfl", ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node={cores}", "pfl_cell.py"), ()),
+    "pfl": (
+        "pfl",
+        ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node={cores}", "pfl_cell.py"),
+        (),
+    ),
     "FedJAX, jit": ("fedjax", ("fedjax_cell.py",), ("jit",)),
     "FedJAX, pmap": ("fedjax", ("fedjax_cell.py",), ("pmap",)),
 }
@@ -128,7 +134,9 @@ def run(cell: Cell, command: Sequence[str], threads: int | None) -> Timing | str
         threads: of the libraries that ask OMP_NUM_THREADS; None leaves them alone.
     """
     with tempfile.TemporaryDirectory() as out:
-        *before, script = [part.format(cores=cell.cores) for part in command if part not in ("jit", "pmap")]
+        *before, script = [
+            part.format(cores=cell.cores) for part in command if part not in ("jit", "pmap")
+        ]
         after = [part for part in command if part in ("jit", "pmap")]
         whole = [*before, str(HERE / script), str(cell.folder), out, *after]
         variables = {**os.environ, **QUIET}
@@ -160,7 +168,9 @@ def check(name: str, found: float, allowed: float) -> None:
         DifferentResultsError: when the last models differ by more than is allowed.
     """
     if not found <= allowed:
-        raise DifferentResultsError(f"{name}: the last model differs by {found:.1e}; expected at most {allowed:.0e}")
+        raise DifferentResultsError(
+            f"{name}: the last model differs by {found:.1e}; expected at most {allowed:.0e}"
+        )
 
 
 def loss(cell: Cell, model: Model) -> float:
@@ -180,7 +190,9 @@ def row(name: str, pairs: Sequence[tuple[Timing, Timing]]) -> dict[str, Any]:
         pairs: its runs, each with the run of Coterie before it.
     """
     rounds = [second for theirs, _ in pairs for second in theirs.rounds]
-    ratios = [statistics.median(theirs.rounds) / statistics.median(ours.rounds) for theirs, ours in pairs]
+    ratios = [
+        statistics.median(theirs.rounds) / statistics.median(ours.rounds) for theirs, ours in pairs
+    ]
     return {
         "framework": name,
         "versions": ", ".join(f"{part} {number}" for part, number in pairs[0][0].versions.items()),
@@ -214,7 +226,9 @@ def table(
     rows += sorted(ran, key=lambda each: each["seconds a round"])
     for each in rows:
         each |= {"last loss": last[each["framework"]], "differs by": apart.get(each["framework"])}
-    return rows + [{"framework": name, "versions": f"did not run: {error}"} for name, error in failed.items()]
+    return rows + [
+        {"framework": name, "versions": f"did not run: {error}"} for name, error in failed.items()
+    ]
 
 
 class Bench:
@@ -238,13 +252,17 @@ class Bench:
         if isinstance(ours, str):
             raise CoterieError(f"Coterie failed: {ours}")
         kind, command, options = FRAMEWORKS[name]
-        theirs = run(cell, (str(self.pythons[name]), *command, *options), None if kind == "fedjax" else 1)
+        theirs = run(
+            cell, (str(self.pythons[name]), *command, *options), None if kind == "fedjax" else 1
+        )
         if isinstance(theirs, str):
             self.failed[name] = theirs
             self.names.remove(name)
             return None
         print(
-            f"{name}: {theirs.first}, {theirs.rounds} beside {ours.first}, {ours.rounds}", file=sys.stderr, flush=True
+            f"{name}: {theirs.first}, {theirs.rounds} beside {ours.first}, {ours.rounds}",
+            file=sys.stderr,
+            flush=True,
         )
         return theirs, ours
 
@@ -290,15 +308,26 @@ class Bench:
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--frameworks", nargs="+", choices=list(FRAMEWORKS), default=["Flower", "pfl", "FedJAX, pmap"])
+    parser.add_argument(
+        "--frameworks",
+        nargs="+",
+        choices=list(FRAMEWORKS),
+        default=["Flower", "pfl", "FedJAX, pmap"],
+    )
     parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=500, help=f"images of each client, at least {BATCH}")
-    parser.add_argument("--rounds", type=int, default=3, help="at least 2; the first one is reported apart")
+    parser.add_argument(
+        "--samples", type=int, default=500, help=f"images of each client, at least {BATCH}"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="at least 2; the first one is reported apart"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.samples < BATCH or options.rounds < 2:
-        parser.error(f"found {options.samples} samples and {options.rounds} rounds; expected at least {BATCH} and 2")
+        parser.error(
+            f"found {options.samples} samples and {options.rounds} rounds; expected at least {BATCH} and 2"
+        )
     where = machine() | {"cores": cores(), "load_average_before": round(os.getloadavg()[0], 1)}
     bench = Bench(options.frameworks)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Coterie: personalized decentralized and clustered federated learning under distribution shift.
 
-The public names, and nothing else: `__init__.pyi` lists them for type checkers and editors, and is read here too. Each
-is loaded when it is first used, so that importing the package stays light.
+The public names, and nothing else: `__init__.pyi` lists them for type checkers and editors, and is
+read here too. Each is loaded when it is first used, so that importing the package stays light.
 """
 
 import ast
@@ -18,7 +18,9 @@ def _exported(file: Path) -> dict[str, str]:
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.names[0].name == "*":
-                found |= _exported(Path(__file__).parent.joinpath(*node.module.split(".")[1:], "__init__.py"))
+                found |= _exported(
+                    Path(__file__).parent.joinpath(*node.module.split(".")[1:], "__init__.py")
+                )
             found |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
     return found
 

@@ -1,20 +1,19 @@
 """The exceptions of Coterie, and their messages for bad input.
 
-    CoterieError
-    ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type, or impossible
-    ├── DataError         (ValueError)       data that cannot be used: missing, out of range, too little
-    ├── ModelError        (ValueError)       a module that cannot be trained with these settings
-    ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
-    │   └── PeerMismatch                     another node runs another method, model, study or protocol
-    ├── TransportError    (ConnectionError)  the network, an identity or a message failed
-    ├── RunExistsError    (FileExistsError)  the run folder exists already
-    ├── OutOfMemory       (MemoryError)      the machine or the device has no more memory
-    ├── DiskFull          (OSError)          there is no more room to write
-    ├── FolderInUse       (RuntimeError)     another process works in the folder
-    └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
+    CoterieError ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type,
+    or impossible ├── DataError         (ValueError)       data that cannot be used: missing, out of
+    range, too little ├── ModelError        (ValueError)       a module that cannot be trained with
+    these settings ├── ExchangeError     (RuntimeError)     an exchange was used against its
+    contract │   └── PeerMismatch                     another node runs another method, model, study
+    or protocol ├── TransportError    (ConnectionError)  the network, an identity or a message
+    failed ├── RunExistsError    (FileExistsError)  the run folder exists already ├── OutOfMemory
+    (MemoryError)      the machine or the device has no more memory ├── DiskFull          (OSError)
+    there is no more room to write ├── FolderInUse       (RuntimeError)     another process works in
+    the folder └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to
+    another run
 
-Every message says what was found, what was expected and what to do. Expected failures during a run (a missing
-peer, a diverged client) are values, not exceptions.
+Every message says what was found, what was expected and what to do. Expected failures during a run
+(a missing peer, a diverged client) are values, not exceptions.
 """
 
 import difflib
@@ -73,7 +72,8 @@ class OutOfMemory(CoterieError, MemoryError):
         if isinstance(error, OSError):
             return error.errno == errno.ENOMEM
         return isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
+            isinstance(error, RuntimeError)
+            and any(text in str(error).lower() for text in _NO_MEMORY)
         )
 
 
@@ -114,7 +114,12 @@ class CheckpointError(CoterieError, ValueError):
 
 
 def require(
-    condition: bool, name: str, found: object, expected: str, *, error: type[CoterieError] = ConfigError
+    condition: bool,
+    name: str,
+    found: object,
+    expected: str,
+    *,
+    error: type[CoterieError] = ConfigError,
 ) -> None:
     """Check one setting.
 

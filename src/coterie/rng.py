@@ -1,7 +1,8 @@
 """Random streams keyed by (seed, round, client, purpose).
 
-A client's draws never depend on which other clients are hosted, on block sizes, on the order of work or on evaluation:
-every draw comes from the Philox stream of its key, not from a position in a shared stream.
+A client's draws never depend on which other clients are hosted, on block sizes, on the order of
+work or on evaluation: every draw comes from the Philox stream of its key, not from a position in a
+shared stream.
 """
 
 import hashlib
@@ -68,14 +69,19 @@ class Rng:
                 step(out, out=out)
         return torch.from_numpy(out)
 
-    def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+    def pairs(
+        self, purpose: str, ids: Int[Tensor, " clients"], population: int
+    ) -> Float[Tensor, "clients population"]:
         r"""Return the uniform draws $u$ in [0, 1) from which `gumbel` computes $-\log(-\log(1 - u))$.
 
-        The map is decreasing: the smallest $u$ is the largest Gumbel draw, without the cost of logarithms.
+        The map is decreasing: the smallest $u$ is the largest Gumbel draw, without the cost of
+        logarithms.
         """
         return self.uniform(purpose, ids, population)
 
-    def uniform(self, purpose: str, ids: Int[Tensor, " clients"], size: int) -> Float[Tensor, "clients size"]:
+    def uniform(
+        self, purpose: str, ids: Int[Tensor, " clients"], size: int
+    ) -> Float[Tensor, "clients size"]:
         """Return `size` draws from [0, 1) for each hosted client, in float64."""
         out = np.empty((len(ids), size))
         for row, client in enumerate(ids.tolist()):
@@ -88,7 +94,9 @@ class Rng:
         return torch.tensor(draws, dtype=torch.int64)
 
     @contextmanager
-    def torch_globals(self, purpose: str, client: int = EVERYONE, device: str = "cpu") -> Iterator[None]:
+    def torch_globals(
+        self, purpose: str, client: int = EVERYONE, device: str = "cpu"
+    ) -> Iterator[None]:
         """Seed PyTorch's global generators for foreign code, and restore their states afterwards.
 
         Args:

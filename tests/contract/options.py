@@ -1,8 +1,9 @@
 """The options of the package, the tests that name their values, and a pytest plugin that has values ignored.
 
-A test that works a value of an option by hand says so: `@pytest.mark.option("Dac.two_hop_relay", "direct", "any")`.
-Loaded as a plugin (`-p tests.contract.options`), this module runs such tests once for each value they name, with a
-package that takes that value for another: the test has to fail, or it says nothing of the value.
+A test that works a value of an option by hand says so: `@pytest.mark.option("Dac.two_hop_relay",
+"direct", "any")`. Loaded as a plugin (`-p tests.contract.options`), this module runs such tests
+once for each value they name, with a package that takes that value for another: the test has to
+fail, or it says nothing of the value.
 """
 
 import ast
@@ -50,7 +51,14 @@ def configured() -> dict[str, type[Any]]:
     from coterie.methods import METHODS
     from coterie.simulation.settings import Settings
 
-    every = [*METHODS.values(), *SHIFTS.values(), *SCHEDULES.values(), Settings, LocalTraining, DataConfig]
+    every = [
+        *METHODS.values(),
+        *SHIFTS.values(),
+        *SCHEDULES.values(),
+        Settings,
+        LocalTraining,
+        DataConfig,
+    ]
     return {
         base.__name__: base
         for cls in every
@@ -62,8 +70,8 @@ def configured() -> dict[str, type[Any]]:
 def options() -> dict[Option, list[Any]]:
     """Return the values of every literal or boolean option; its default comes first.
 
-    An option belongs to the class that declares it. A class that has another default, or fixes the value, has that one
-    as an option of its own.
+    An option belongs to the class that declares it. A class that has another default, or fixes the
+    value, has that one as an option of its own.
     """
     from coterie._util.settings import settable
     from coterie.engine import ENGINES
@@ -82,7 +90,9 @@ def options() -> dict[Option, list[Any]]:
             if choices and key in above and key in vars(cls):
                 known[name, key] = [default]
             elif choices and key not in above:
-                known[name, key] = [default] * (default in choices) + [one for one in choices if one != default]
+                known[name, key] = [default] * (default in choices) + [
+                    one for one in choices if one != default
+                ]
     return known
 
 
@@ -132,15 +142,20 @@ noticed: dict[tuple[str, Case], str] = {}
 """What came of each test of each case: "noticed", "passed", or the error that is no failed assertion."""
 
 
-def cases(known: Mapping[Option, Sequence[Any]], owner: str, name: str, chosen: Sequence[Any]) -> Iterator[Case]:
+def cases(
+    known: Mapping[Option, Sequence[Any]], owner: str, name: str, chosen: Sequence[Any]
+) -> Iterator[Case]:
     """Yield what is taken for each chosen value: the default, and for the default each other value.
 
-    What is in a list is left out of it. For the default of a class that changes it, it is that of the class above.
+    What is in a list is left out of it. For the default of a class that changes it, it is that of
+    the class above.
     """
     same = SAME.get((owner, name), {})
     first, *others = (value for value in known[owner, name] if value not in same)
     if not others:
-        above = next(base for base in configured()[owner].__mro__[1:] if (base.__name__, name) in known)
+        above = next(
+            base for base in configured()[owner].__mro__[1:] if (base.__name__, name) in known
+        )
         others = [known[above.__name__, name][0]]
     for value in chosen:
         if isinstance(vars(configured()[owner]).get(name), tuple):
@@ -158,7 +173,10 @@ def ignored(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     owner, name, value, other = request.param
     cls = configured()[owner]
-    places = [cls, *(sub for sub in configured().values() if cls in sub.__mro__[1:] and name in vars(sub))]
+    places = [
+        cls,
+        *(sub for sub in configured().values() if cls in sub.__mro__[1:] and name in vars(sub)),
+    ]
     before = {place: vars(place).get(name, dataclasses.MISSING) for place in places}
     for place, default in before.items():
         setattr(place, name, Ignoring(name, default, value, other))
@@ -173,7 +191,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     said = [mark.args for mark in metafunc.definition.iter_markers("option")]
     listed = [case for name, *chosen in said for case in cases(known, *name.split("."), chosen)]
     if listed:
-        metafunc.parametrize("ignored", listed, ids=[f"{c}.{n}={v!r} as {o!r}" for c, n, v, o in listed], indirect=True)
+        metafunc.parametrize(
+            "ignored",
+            listed,
+            ids=[f"{c}.{n}={v!r} as {o!r}" for c, n, v, o in listed],
+            indirect=True,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -187,7 +210,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     from coterie.errors import CoterieError
 
     try:
-        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+        pyfuncitem.obj(
+            **{
+                name: pyfuncitem.funcargs[name]
+                for name in inspect.signature(pyfuncitem.obj).parameters
+            }
+        )
         outcome = "passed"
     except (CoterieError, BeartypeCallHintViolation) as error:  # refused before it could be ignored
         outcome = f"{type(error).__name__}: {error}".partition("\n")[0]

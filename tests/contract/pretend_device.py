@@ -4,10 +4,11 @@
         simulate(federation, method, model="linear", settings=Settings(device="cuda"))
     print(crossings)
 
-Tensors of the device wrap one of the CPU. Every operation passes through `_computed`, which knows the rules of CUDA:
-operands lie on one device, but for single numbers; a CPU tensor may index one of the device, at the price of a copy;
-what depends on values (a number read, a mask's places, `unique`) makes the CPU wait. Each crossing is counted for the
-line of the package that caused it. To C++ the device is "meta", whose gradients need no device; Python sees "cuda:0".
+Tensors of the device wrap one of the CPU. Every operation passes through `_computed`, which knows
+the rules of CUDA: operands lie on one device, but for single numbers; a CPU tensor may index one of
+the device, at the price of a copy; what depends on values (a number read, a mask's places,
+`unique`) makes the CPU wait. Each crossing is counted for the line of the package that caused it.
+To C++ the device is "meta", whose gradients need no device; Python sees "cuda:0".
 """
 
 import sys
@@ -35,11 +36,14 @@ _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.do
 class Crossings(Counter[tuple[str, str]]):
     """How often something crossed between CPU and device, by kind and line of the package.
 
-    Kinds: "upload" (to the device), "download" (to the CPU, which waits for it) and "wait" (for a number or a shape).
+    Kinds: "upload" (to the device), "download" (to the CPU, which waits for it) and "wait" (for a
+    number or a shape).
     """
 
     def __str__(self) -> str:
-        return "\n".join(f"{number:6} {kind:8} {line}" for (kind, line), number in self.most_common())
+        return "\n".join(
+            f"{number:6} {kind:8} {line}" for (kind, line), number in self.most_common()
+        )
 
     def kinds(self) -> Counter[str]:
         """Return how often each kind occurred, on any line."""
@@ -50,7 +54,11 @@ class Crossings(Counter[tuple[str, str]]):
         frame: Any = sys._getframe(1)
         while frame is not None and "/src/coterie/" not in frame.f_code.co_filename:
             frame = frame.f_back
-        line = f"{frame.f_code.co_filename.split('/src/coterie/')[1]}:{frame.f_lineno}" if frame else "a test"
+        line = (
+            f"{frame.f_code.co_filename.split('/src/coterie/')[1]}:{frame.f_lineno}"
+            if frame
+            else "a test"
+        )
         self[kind, line] += 1
 
 
@@ -102,7 +110,9 @@ class OnDevice(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, as CUDA does."""
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first"
+        )
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -124,7 +134,10 @@ def _note(kind: str) -> None:
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do one operation by the rules of the device."""
     tensors: list[Tensor] = []
-    _mapped(lambda one: tensors.append(one) if isinstance(one, Tensor) else None, [*args, *kwargs.values()])
+    _mapped(
+        lambda one: tensors.append(one) if isinstance(one, Tensor) else None,
+        [*args, *kwargs.values()],
+    )
     remote = [one for one in tensors if isinstance(one, OnDevice)]
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     there = bool(remote) if wanted is None else wanted == "meta"
@@ -147,7 +160,9 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{func} draws from the device's own generator, which nobody has seeded")
     if wanted == "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
-    out = func(*_mapped(_values, args), **{name: _mapped(_values, value) for name, value in kwargs.items()})
+    out = func(
+        *_mapped(_values, args), **{name: _mapped(_values, value) for name, value in kwargs.items()}
+    )
     if not there:
         return out
     known = {id(one.held): one for one in remote}
@@ -155,12 +170,15 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrapped(one: Any) -> Any:
         if not isinstance(one, Tensor):
             return one
-        return known[id(one)] if id(one) in known else OnDevice(one)  # what is changed in place stays the same tensor
+        # what is changed in place stays the same tensor
+        return known[id(one)] if id(one) in known else OnDevice(one)
 
     return _mapped(wrapped, out)
 
 
-def _check(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], remote: list[OnDevice]) -> None:
+def _check(
+    func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], remote: list[OnDevice]
+) -> None:
     """Refuse an operation with tensors of the device as CUDA does, and count what it costs."""
     local = [one for one in tensors if not isinstance(one, OnDevice)]
     if func.overloadpacket in _PRODUCTS and not remote[0].is_floating_point():
@@ -170,17 +188,24 @@ def _check(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], 
         _note("wait")
     if func in _INDEXED:
         if not isinstance(args[0], OnDevice):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-        filled = len(args) > 2 and args[2].ndim == 0  # one number at the places of a mask: they need not be known
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
+        # one number at the places of a mask: they need not be known
+        filled = len(args) > 2 and args[2].ndim == 0
         for index in (one for one in args[1] if one is not None):
             if not isinstance(index, OnDevice):
                 _note("upload")
             elif index.dtype == torch.bool and not filled:
                 _note("wait")
         local = [one for one in args[2:3] if not isinstance(one, OnDevice)]
-    numbers = torch.Tag.pointwise in func.tags or func in _INDEXED or func.overloadpacket is _aten.fill_
+    numbers = (
+        torch.Tag.pointwise in func.tags or func in _INDEXED or func.overloadpacket is _aten.fill_
+    )
     if any(one.ndim or not numbers for one in local):
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {func}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {func}"
+        )
 
 
 class _Operations(TorchDispatchMode):

@@ -53,7 +53,11 @@ def same(one: Run, other: Run) -> bool:
     assert torch.equal(one.params, other.params)
     assert one.metrics.equals(other.metrics)
     assert one.edges.equals(other.edges)
-    unequal = [name for name in FILES if (one.folder / name).read_bytes() != (other.folder / name).read_bytes()]
+    unequal = [
+        name
+        for name in FILES
+        if (one.folder / name).read_bytes() != (other.folder / name).read_bytes()
+    ]
     assert not unequal
     return True
 
@@ -61,11 +65,20 @@ def same(one: Run, other: Run) -> bool:
 def compare(folder: Path, kind: str, splits: Sequence[Any], **changes: Any) -> Run:
     """Run a method in one process and in each of several splits, and compare them."""
     settings, data = tiny_settings(**changes), tiny_federation()
-    whole = simulate(data, of(kind), model=small, settings=settings, seed=3, folder=folder / "whole")
+    whole = simulate(
+        data, of(kind), model=small, settings=settings, seed=3, folder=folder / "whole"
+    )
     for number, sizes in enumerate(splits):
         where = folder / str(number)
         split = simulate_in_blocks(
-            data, of(kind), model=small, settings=settings, seed=3, folder=where, blocks=sizes, start=Threads.start
+            data,
+            of(kind),
+            model=small,
+            settings=settings,
+            seed=3,
+            folder=where,
+            blocks=sizes,
+            start=Threads.start,
         )
         assert same(whole, split)
     return whole
@@ -79,7 +92,9 @@ def test_every_method_ends_with_the_bytes_of_one_process(tmp_path: Path, kind: s
 def some(*more: str) -> list[Any]:
     """All methods, with each of some words; in `make test` three of them."""
     return [
-        pytest.param(kind, *words, marks=[] if kind in ("dac", "fedavg", "ifca") else [pytest.mark.slow])
+        pytest.param(
+            kind, *words, marks=[] if kind in ("dac", "fedavg", "ifca") else [pytest.mark.slow]
+        )
         for kind in sorted(METHODS)
         for words in ([(word,) for word in more] or [()])
     ]
@@ -101,17 +116,49 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
     [
         ("dac", {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}, "participation": 0.5}),
         ("random", {"shared": ["0.*"], "patience": 1, "stopped_broadcast": "last"}),
-        ("pens", {"order": "train_first", "evaluate": "final", "extra_metrics": ["maxima"], "eval_every": 1}),
-        ("ifca", {"extra_metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]}),
+        (
+            "pens",
+            {
+                "order": "train_first",
+                "evaluate": "final",
+                "extra_metrics": ["maxima"],
+                "eval_every": 1,
+            },
+        ),
+        (
+            "ifca",
+            {"extra_metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]},
+        ),
         ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
-        ("random", {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]}),
-        ("sosicfl", {"extra_metrics": ["gradient_variance", "composed_gradient_variance"], "participation": 0.5}),
-        ("fedgwc", {"extra_metrics": ["interaction_change", "gradient_variance", "clusters"], "participation": 0.5}),
+        (
+            "random",
+            {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]},
+        ),
+        (
+            "sosicfl",
+            {
+                "extra_metrics": ["gradient_variance", "composed_gradient_variance"],
+                "participation": 0.5,
+            },
+        ),
+        (
+            "fedgwc",
+            {
+                "extra_metrics": ["interaction_change", "gradient_variance", "clusters"],
+                "participation": 0.5,
+            },
+        ),
         ("ifca", {"extra_metrics": ["gradient_variance"], "participation": 0.3}),
-        ("panm-loss", {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5}),
+        (
+            "panm-loss",
+            {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5},
+        ),
         ("dac", {"attacks": [OWN], "participation": 0.5}),
         ("fedavg", {"attacks": [LITTLE], "participation": 0.5}),
-        ("random", {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5}),
+        (
+            "random",
+            {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5},
+        ),
         ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
         ("panm-loss", {"record_similarities": True}),
         ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
@@ -127,15 +174,26 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
     data, short, long = tiny_federation(), dict(HARD, rounds=2), dict(HARD, rounds=4)
     for kind in ("dac", "fedgwc"):
         runs = dict[str, Run]()
-        for name, sizes in (("whole", (None, None)), ("joined", ([2, 3, 1], None)), ("parted", (None, [1, 1, 4]))):
+        for name, sizes in (
+            ("whole", (None, None)),
+            ("joined", ([2, 3, 1], None)),
+            ("parted", (None, [1, 1, 4])),
+        ):
             for rounds, blocks_ in zip((short, long), sizes, strict=True):
-                more: dict[str, Any] = {"folder": tmp_path / kind / name, "resume": True, "model": small, "seed": 3}
+                more: dict[str, Any] = {
+                    "folder": tmp_path / kind / name,
+                    "resume": True,
+                    "model": small,
+                    "seed": 3,
+                }
                 settings = tiny_settings(**rounds, engine="loop")
                 if blocks_ is None:
                     runs[name] = simulate(data, of(kind), settings=settings, **more)
                 else:
                     hosted: dict[str, Any] = {"blocks": blocks_, "start": Threads.start}
-                    runs[name] = simulate_in_blocks(data, of(kind), settings=settings, **more, **hosted)
+                    runs[name] = simulate_in_blocks(
+                        data, of(kind), settings=settings, **more, **hosted
+                    )
         assert same(runs["whole"], runs["joined"])
         assert same(runs["whole"], runs["parted"])
 
@@ -153,7 +211,13 @@ def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
 
     settings = tiny_settings(rounds=2, engine="loop", patience=1)
     simulate_in_blocks(
-        tiny_federation(), of(kind), model=small, settings=settings, seed=3, blocks=[1, 3, 2], start=start
+        tiny_federation(),
+        of(kind),
+        model=small,
+        settings=settings,
+        seed=3,
+        blocks=[1, 3, 2],
+        start=start,
     )
     for block, ids in zip(crews[0].blocks, ([0], [1, 2, 3], [4, 5]), strict=True):
         state, own = block.loop.state, block.loop.exchange
@@ -171,14 +235,28 @@ def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.Mo
     """Where it would be made: the machine that drives it has room."""
     room = iter([2**40, 2**40, 1000, 1000])
     monkeypatch.setattr(_memory, "available", lambda _: next(room))
-    with pytest.raises(ConfigError, match=r"needs about .* for models of others.*; found 1000 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"needs about .* for models of others.*; found 1000 bytes"
+    ):
         simulate_in_blocks(
-            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=3, start=Threads.start
+            tiny_federation(),
+            of("dac"),
+            model=small,
+            settings=tiny_settings(),
+            blocks=3,
+            start=Threads.start,
         )
     monkeypatch.setattr(_memory, "available", lambda _: 1000)
-    with pytest.raises(ConfigError, match=r"for models, .* for the tables of results; found 1000 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"for models, .* for the tables of results; found 1000 bytes"
+    ):
         simulate_in_blocks(
-            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=3, start=Threads.start
+            tiny_federation(),
+            of("dac"),
+            model=small,
+            settings=tiny_settings(),
+            blocks=3,
+            start=Threads.start,
         )
 
 
@@ -215,13 +293,23 @@ class Failing:
 @pytest.mark.parametrize("kind", ["dac", "fedavg", "ifca"])
 def test_a_dead_block_costs_the_rounds_since_the_last_checkpoint(tmp_path: Path, kind: str):
     """It dies in a round drawn for the method; with a checkpoint after every round none is done twice."""
-    data, settings, notes = tiny_federation(), tiny_settings(engine="loop", checkpoint_seconds=0), list[Note]()
+    data, settings, notes = (
+        tiny_federation(),
+        tiny_settings(engine="loop", checkpoint_seconds=0),
+        list[Note](),
+    )
     more: dict[str, Any] = {"model": small, "settings": settings, "seed": 3}
     whole = simulate(data, of(kind), folder=tmp_path / "whole", **more)
     fatal = int(Rng(0).generator(f"deaths.{kind}").integers(0, 4))
     failing = Failing([fatal])
     split = simulate_in_blocks(
-        data, of(kind), folder=tmp_path / "split", blocks=2, start=failing.start, notes=notes.append, **more
+        data,
+        of(kind),
+        folder=tmp_path / "split",
+        blocks=2,
+        start=failing.start,
+        notes=notes.append,
+        **more,
     )
     assert same(whole, split)
     assert (failing.starts, failing.done) == (2, sorted([-1, 0, 1, 2, 3, fatal]))
@@ -242,7 +330,12 @@ def test_blocks_that_die_again_and_again_are_not_started_for_ever():
     failing = Failing([1] * 9)
     with pytest.raises(BlockDied, match="a block died"):
         simulate_in_blocks(
-            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=2, start=failing.start
+            tiny_federation(),
+            of("dac"),
+            model=small,
+            settings=tiny_settings(),
+            blocks=2,
+            start=failing.start,
         )
     assert failing.starts == 3
 
@@ -250,14 +343,29 @@ def test_blocks_that_die_again_and_again_are_not_started_for_ever():
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("random", {"schedule": "sequential"}, "clients act one after another, which blocks cannot"),
-        ("random", {"attacks": [LITTLE], "patience": 2}, "looks at the honest models of all clients, which blocks do"),
+        (
+            "random",
+            {"schedule": "sequential"},
+            "clients act one after another, which blocks cannot",
+        ),
+        (
+            "random",
+            {"attacks": [LITTLE], "patience": 2},
+            "looks at the honest models of all clients, which blocks do",
+        ),
     ],
 )
-def test_what_needs_all_clients_in_one_process_is_refused(kind: str, changes: dict[str, Any], words: str):
+def test_what_needs_all_clients_in_one_process_is_refused(
+    kind: str, changes: dict[str, Any], words: str
+):
     with pytest.raises(ConfigError, match=words):
         simulate_in_blocks(
-            tiny_federation(), of(kind), model=small, settings=tiny_settings(**changes), blocks=2, start=Threads.start
+            tiny_federation(),
+            of(kind),
+            model=small,
+            settings=tiny_settings(**changes),
+            blocks=2,
+            start=Threads.start,
         )
 
 

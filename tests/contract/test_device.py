@@ -1,6 +1,7 @@
 """Every method runs on a device other than the CPU, and comes to what it comes to there.
 
-The device is a pretended one (pretend_device.py), since CI has no GPU; where there is one, `pytest -m gpu` takes it.
+The device is a pretended one (pretend_device.py), since CI has no GPU; where there is one, `pytest
+-m gpu` takes it.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,18 @@ from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
-from coterie.methods import METHODS, Dac, FedAvg, FedGwc, Ifca, PanmGrad, Pens, Random, SosicFl, SosicFlPlus
+from coterie.methods import (
+    METHODS,
+    Dac,
+    FedAvg,
+    FedGwc,
+    Ifca,
+    PanmGrad,
+    Pens,
+    Random,
+    SosicFl,
+    SosicFlPlus,
+)
 from coterie.methods.base import Method
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
@@ -60,7 +72,15 @@ def images() -> Federation:
     clean, noisy = (replace(test, x=bytes_of(test.x)) for test in plain.tests)
     noise = torch.tensor([0.0, 0.4] * 3, dtype=torch.float64)
     tests = (clean, replace(noisy, noise=0.3))
-    return replace(plain, x=bytes_of(plain.x), split=split, mean=(0.5, 0.4), std=(0.2, 0.3), tests=tests, noise=noise)
+    return replace(
+        plain,
+        x=bytes_of(plain.x),
+        split=split,
+        mean=(0.5, 0.4),
+        std=(0.2, 0.3),
+        tests=tests,
+        noise=noise,
+    )
 
 
 def numbers() -> Federation:
@@ -76,7 +96,10 @@ def numbers() -> Federation:
         pytest.param(
             nullcontext,
             id="real",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")],
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
+            ],
         ),
     ]
 )
@@ -99,9 +122,13 @@ def compared(
     federation = federation or tiny_federation()
 
     def run(device: str, rounds: int = settings.rounds, **options: Any) -> Any:
-        exchange = None if faults is None else Faulty(InMemory(federation.ids, len(federation)), **faults)
+        exchange = (
+            None if faults is None else Faulty(InMemory(federation.ids, len(federation)), **faults)
+        )
         changed = replace(settings, device=device, rounds=rounds)
-        return simulate(federation, method, model=model, settings=changed, exchange=exchange, seed=1, **options)
+        return simulate(
+            federation, method, model=model, settings=changed, exchange=exchange, seed=1, **options
+        )
 
     here = run("cpu")
     with cuda():
@@ -110,7 +137,8 @@ def compared(
         if folder is not None:
             run("cuda", settings.rounds // 2, folder=folder / "parts")
             again = run("cuda", folder=folder / "parts", resume=True)
-            atol = 0 if cuda is pretended_cuda else 1e-9  # the sums of a real one may be added in another order
+            # the sums of a real one may be added in another order
+            atol = 0 if cuda is pretended_cuda else 1e-9
             torch.testing.assert_close(again.params, there.params, rtol=0, atol=atol)
             assert abs(again.metrics["value"] - there.metrics["value"]).max() <= atol
     torch.testing.assert_close(there.params.cpu(), here.params, rtol=0, atol=1e-9)
@@ -131,17 +159,31 @@ def test_every_method_runs_on_a_device_as_on_a_cpu(cuda: Cuda, kind: str, tmp_pa
 @pytest.mark.parametrize("kind", ["dac", "sosicfl-plus"])
 def test_every_engine_runs_on_a_device(cuda: Cuda, kind: str, engine: str):
     """Batches of unequal size of noisy bytes, cropped; layers of every kind; an optimizer's state that is kept."""
-    local = LocalTraining(batch_size=4, lr=0.01, augment="crop-flip", padding=1, persistent_client_optimizer=True)
-    settings = tiny_settings(rounds=2, local=local, engine=engine, eval_every=1, extra_metrics=["balanced_accuracy"])
+    local = LocalTraining(
+        batch_size=4, lr=0.01, augment="crop-flip", padding=1, persistent_client_optimizer=True
+    )
+    settings = tiny_settings(
+        rounds=2, local=local, engine=engine, eval_every=1, extra_metrics=["balanced_accuracy"]
+    )
     compared(cuda, METHODS[kind](**SETTINGS.get(kind, {})), settings, images(), model=Net)
 
 
 def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
     with pretended_cuda():
-        with pytest.warns(UserWarning, match="the vmap engine is used: .* native programs run on a CPU, not on cuda"):
-            task = Task(tiny_federation().host(range(6)), "linear", device="cuda", engine="compiled")
+        with pytest.warns(
+            UserWarning,
+            match="the vmap engine is used: .* native programs run on a CPU, not on cuda",
+        ):
+            task = Task(
+                tiny_federation().host(range(6)), "linear", device="cuda", engine="compiled"
+            )
         assert task.engine.name == "vmap"
-        assert Task(tiny_federation().host(range(6)), "linear", device="cuda", expected=1e9).engine.name == "vmap"
+        assert (
+            Task(
+                tiny_federation().host(range(6)), "linear", device="cuda", expected=1e9
+            ).engine.name
+            == "vmap"
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,40 +191,74 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
     [
         (Dac(2, similarity="cos_grad", aggregation="fedsim"), {"init": "per_client"}),
         (Dac(2, similarity="inv_l2", two_hop_scope="history", tau_schedule="entropy"), {}),
-        (Dac(2, loss_direction="push", scaling="minmax", aggregation="fedsim_prior"), {"patience": 1}),
-        (PanmGrad(2, 3, stage_one_rounds=1, interval=2), {"init": "per_client", "participation": 0.7}),
+        (
+            Dac(2, loss_direction="push", scaling="minmax", aggregation="fedsim_prior"),
+            {"patience": 1},
+        ),
+        (
+            PanmGrad(2, 3, stage_one_rounds=1, interval=2),
+            {"init": "per_client", "participation": 0.7},
+        ),
         (Pens(4, 2, 2, stage_one_rounds=2), {"schedule": "sequential", "patience": 1}),
-        (Random(2), {"schedule": "sequential_exchange", "order": "train_first", "stopped_broadcast": "last"}),
+        (
+            Random(2),
+            {
+                "schedule": "sequential_exchange",
+                "order": "train_first",
+                "stopped_broadcast": "last",
+            },
+        ),
         (Ifca(2, start="resample", share_representation=True), {"participation": 0.5}),
         (Ifca(2, start="random_groups", group_rounds=2, averaging_of="gradients"), {}),
         (FedGwc(preset="released", eps=1.0, clients_per_round=4, aggregator="fedavgm"), {}),
-        (METHODS["cfl"](participation="partial", eps1=10.0, eps2=0.0, warmup_rounds=1), {"participation": 0.7}),
+        (
+            METHODS["cfl"](participation="partial", eps1=10.0, eps2=0.0, warmup_rounds=1),
+            {"participation": 0.7},
+        ),
         (METHODS["fedprox"](sampling="samples", weights="uniform"), {"participation": 0.5}),
         (METHODS["fesem"](clusters=2, features="last_layer"), {}),
         (SosicFl(endpoints=3, regions=2, topics="classes", test_samples=3), {}),
-        (SosicFl(preset="released", endpoints=3, warmup_rounds=1), {"extra_metrics": ALL_METRICS, "eval_every": 1}),
+        (
+            SosicFl(preset="released", endpoints=3, warmup_rounds=1),
+            {"extra_metrics": ALL_METRICS, "eval_every": 1},
+        ),
         (SosicFlPlus(endpoints=3, regions=2, global_rounds=2, per_sample=True), {}),
     ],
     ids=lambda part: part.kind if isinstance(part, Method) else "-".join(part),
 )
 @pytest.mark.filterwarnings("ignore:.* while clients start from different models")
-def test_what_methods_can_do_otherwise_runs_on_a_device(cuda: Cuda, method: Method, changes: dict[str, Any]):
+def test_what_methods_can_do_otherwise_runs_on_a_device(
+    cuda: Cuda, method: Method, changes: dict[str, Any]
+):
     compared(cuda, method, tiny_settings(rounds=3, **changes))
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_policies_for_running_statistics_run_on_a_device(cuda: Cuda, buffers: Any):
-    compared(cuda, FedAvg(), tiny_settings(rounds=2, buffers=buffers, evaluate="final"), images(), model=Net)
+    compared(
+        cuda,
+        FedAvg(),
+        tiny_settings(rounds=2, buffers=buffers, evaluate="final"),
+        images(),
+        model=Net,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.* while clients start from different models")
-def test_lost_late_and_repeated_messages_and_stopped_clients_survive_a_resume_on_a_device(cuda: Cuda, tmp_path: Path):
+def test_lost_late_and_repeated_messages_and_stopped_clients_survive_a_resume_on_a_device(
+    cuda: Cuda, tmp_path: Path
+):
     """What an exchange remembers of earlier rounds comes back to where it was."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.5)
     faults = {"drop": 0.2, "delay": 0.4, "duplicate": 0.2}
     settings = tiny_settings(rounds=8, patience=1, local=local)
     compared(cuda, Dac(2), settings, faults=faults, folder=tmp_path)
-    compared(cuda, PanmGrad(2, 3, stage_one_rounds=3), replace(settings, init="per_client"), faults=faults)
+    compared(
+        cuda,
+        PanmGrad(2, 3, stage_one_rounds=3),
+        replace(settings, init="per_client"),
+        faults=faults,
+    )
 
 
 def test_regression_runs_on_a_device(cuda: Cuda):
@@ -210,10 +286,13 @@ def test_foreign_randomness_on_a_device_is_that_of_the_client():
     for clients in ([0, 1, 2, 3, 4, 5], [4]):
         with pretended_cuda():
             torch.cuda.manual_seed(0)  # the trial of an engine draws too
-            task = Task(tiny_federation().host(clients), lambda: Foreign(4, 3), engine="loop", device="cuda")
+            task = Task(
+                tiny_federation().host(clients), lambda: Foreign(4, 3), engine="loop", device="cuda"
+            )
             torch.cuda.set_rng_state(torch.cuda.get_rng_state())
             results.append(task.train(task.init(Rng(0)), Rng(0).at(0), LocalTraining())[0].cpu())
-            with pytest.raises(RuntimeError, match="which nobody has seeded"):  # its state of before is back
+            # its state of before is back
+            with pytest.raises(RuntimeError, match="which nobody has seeded"):
                 torch.rand(2, device="cuda")
     assert torch.equal(results[0][4], results[1][0])
 
@@ -222,9 +301,18 @@ def test_foreign_randomness_on_a_device_is_that_of_the_client():
     ("wrong", "message"),
     [
         (lambda there, here: there + here, "Expected all tensors to be on the same device"),
-        (lambda there, here: torch.cat([there, here]), "Expected all tensors to be on the same device"),
-        (lambda there, here: there.index_copy(0, torch.tensor([0]), there[:1]), "on the same device"),
-        (lambda there, here: here[(there > 0).long()], "indices should be either on cpu or on the same device"),
+        (
+            lambda there, here: torch.cat([there, here]),
+            "Expected all tensors to be on the same device",
+        ),
+        (
+            lambda there, here: there.index_copy(0, torch.tensor([0]), there[:1]),
+            "on the same device",
+        ),
+        (
+            lambda there, here: here[(there > 0).long()],
+            "indices should be either on cpu or on the same device",
+        ),
         (lambda there, here: there.numpy(), "can't convert cuda:0 device type tensor to numpy"),
         (lambda there, here: there.long() @ there.long(), "not implemented for torch.int64"),
         (lambda there, here: torch.rand(2, device="cuda"), "which nobody has seeded"),
@@ -242,7 +330,12 @@ def test_the_pretended_device_counts_what_crosses():
         there = torch.ones(3).to("cuda")
         there = there + torch.tensor(1.0) * there[torch.tensor([0])]
         assert there.cpu().tolist() == there.tolist() == there.to("cpu").tolist()
-        assert [bool(there[0]), there.sum().item(), len(there.unique()), len(there[there > 0])] == [True, 6.0, 1, 3]
+        assert [bool(there[0]), there.sum().item(), len(there.unique()), len(there[there > 0])] == [
+            True,
+            6.0,
+            1,
+            3,
+        ]
         there[there > 1] = 0.0
         assert len(there.nonzero()) == 0
         there[[0, 2]] = there[1] + 1

@@ -20,17 +20,32 @@ from coterie.testing import check_exchange
 
 
 def test_in_memory_exchange_keeps_the_contract():
-    check_exchange(lambda groups, population: [InMemory(torch.tensor(groups[0]), population)], groups=[[2, 0, 3, 1]])
+    check_exchange(
+        lambda groups, population: [InMemory(torch.tensor(groups[0]), population)],
+        groups=[[2, 0, 3, 1]],
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda inbox: {"peers": inbox.peers.flip(1)}, "slots are in the order in which they were asked"),
+        (
+            lambda inbox: {"peers": inbox.peers.flip(1)},
+            "slots are in the order in which they were asked",
+        ),
         (lambda inbox: {"mask": inbox.mask | True}, "an unused slot does not"),
-        (lambda inbox: {"table": inbox.table.roll(1, 0)}, "a slot shows another message than its peer's"),
-        (lambda inbox: {"fields": {n: v.roll(1, 0) for n, v in inbox.fields.items()}}, "a field is another peer's"),
-        (lambda inbox: {"bytes": inbox.bytes // 2}, "a message is counted with its payload in bytes"),
+        (
+            lambda inbox: {"table": inbox.table.roll(1, 0)},
+            "a slot shows another message than its peer's",
+        ),
+        (
+            lambda inbox: {"fields": {n: v.roll(1, 0) for n, v in inbox.fields.items()}},
+            "a field is another peer's",
+        ),
+        (
+            lambda inbox: {"bytes": inbox.bytes // 2},
+            "a message is counted with its payload in bytes",
+        ),
     ],
 )
 def test_an_exchange_that_breaks_the_contract_is_named_with_what_it_breaks(change, said):
@@ -40,19 +55,25 @@ def test_an_exchange_that_breaks_the_contract_is_named_with_what_it_breaks(chang
             return replace(inbox, **change(inbox))
 
     with pytest.raises(AssertionError, match=said):
-        check_exchange(lambda groups, population: [Wrong(torch.tensor(groups[0]), population)], groups=[[2, 0, 3, 1]])
+        check_exchange(
+            lambda groups, population: [Wrong(torch.tensor(groups[0]), population)],
+            groups=[[2, 0, 3, 1]],
+        )
 
 
 def test_faulty_exchange_without_faults_keeps_the_contract():
     check_exchange(
-        lambda groups, population: [Faulty(InMemory(torch.tensor(groups[0]), population))], groups=[[2, 0, 3, 1]]
+        lambda groups, population: [Faulty(InMemory(torch.tensor(groups[0]), population))],
+        groups=[[2, 0, 3, 1]],
     )
 
 
 def test_mailboxes_of_several_hosts_keep_the_contract():
     def make(groups, population):
         office = PostOffice(population, timeout=20)
-        return [Mailbox(office, torch.tensor(g), server=number == 0) for number, g in enumerate(groups)]
+        return [
+            Mailbox(office, torch.tensor(g), server=number == 0) for number, g in enumerate(groups)
+        ]
 
     check_exchange(make)
     check_exchange(make, groups=[[0], [1], [2], [3], [4]])
@@ -60,11 +81,17 @@ def test_mailboxes_of_several_hosts_keep_the_contract():
 
 def test_blocks_of_a_population_keep_the_contract():
     def make(groups, population):
-        owner, boxes = torch.empty(population, dtype=torch.int32), [Postbox(len(groups)) for _ in groups]
+        owner, boxes = (
+            torch.empty(population, dtype=torch.int32),
+            [Postbox(len(groups)) for _ in groups],
+        )
         for number, group in enumerate(groups):
             owner[torch.tensor(group)] = number
         links = [Links(number, [box.put for box in boxes], box) for number, box in enumerate(boxes)]
-        return [BlockExchange(links[n], torch.tensor(g), owner, server=True) for n, g in enumerate(groups)]
+        return [
+            BlockExchange(links[n], torch.tensor(g), owner, server=True)
+            for n, g in enumerate(groups)
+        ]
 
     check_exchange(make)
     check_exchange(make, groups=[[0], [1], [2], [3], [4]])
@@ -93,11 +120,15 @@ def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path,
     with ExitStack() as stack:
 
         def make(groups, population):
-            who, people = local.provision(tmp_path, local.members(groups, server="n0", port=port)[0])
+            who, people = local.provision(
+                tmp_path, local.members(groups, server="n0", port=port)[0]
+            )
             exchanges = []
             for own in people:
                 transport = stack.enter_context(ZenohTransport(who, own.name, own))
-                exchanges.append(RemoteExchange(Post(transport, who, own.sign, terms=Terms(deadline=20.0))))
+                exchanges.append(
+                    RemoteExchange(Post(transport, who, own.sign, terms=Terms(deadline=20.0)))
+                )
                 stack.callback(exchanges[-1].post.close)
             for exchange in exchanges:
                 exchange.post.transport.serve_head(lambda nonce: b"here")
@@ -105,7 +136,9 @@ def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path,
             for exchange in exchanges:  # links come up within a second or two
                 for member in who.members:
                     others = member.name != exchange.name
-                    while others and isinstance(exchange.post.transport.head(member.name, "0", 1.0), Missing):
+                    while others and isinstance(
+                        exchange.post.transport.head(member.name, "0", 1.0), Missing
+                    ):
                         pause.wait(0.05)
             return exchanges
 

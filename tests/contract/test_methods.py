@@ -31,7 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sosicfl-all": {"endpoints": 3, "regions": 2},
     "sosicfl-plus": {"endpoints": 3, "regions": 2},
 }
-# What draws by the clients' positions: servers' first memberships and seeds of clusterings, the order of a pool's rows.
+# What draws by the clients' positions: servers' first memberships and seeds of clusterings, the
+# order of a pool's rows.
 BY_POSITION = {"fesem", "pooled", "sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
@@ -44,11 +45,22 @@ def test_method_keeps_the_contract(kind: str):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("fedgwc", {"preset": "released", "eps": 1.0, "clients_per_round": 4, "aggregator": "fedavgm"}),
+        (
+            "fedgwc",
+            {"preset": "released", "eps": 1.0, "clients_per_round": 4, "aggregator": "fedavgm"},
+        ),
         ("fedprox", {"sampling": "samples", "weights": "uniform"}),
         ("cfl", {"participation": "partial", "eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1}),
         ("ifca", {"clusters": 2, "start": "resample", "share_representation": True}),
-        ("ifca", {"clusters": 2, "start": "random_groups", "group_rounds": 2, "averaging_of": "gradients"}),
+        (
+            "ifca",
+            {
+                "clusters": 2,
+                "start": "random_groups",
+                "group_rounds": 2,
+                "averaging_of": "gradients",
+            },
+        ),
         ("sosicfl", {"preset": "released", "endpoints": 3, "warmup_rounds": 1}),
         ("sosicfl-plus", {"endpoints": 3, "regions": 2, "global_rounds": 2, "per_sample": True}),
         ("sosicfl", {"endpoints": 3, "regions": 2, "topics": "classes", "test_samples": 3}),
@@ -153,7 +165,9 @@ class Faithless(PeerMethod):
         return wrong.get(self.breaks, (replace(state, params=mixed), {}))
 
 
-PARAMS = "a state whose params are {}; expected float64 of shape (6, 15), a row for each hosted client"
+PARAMS = (
+    "a state whose params are {}; expected float64 of shape (6, 15), a row for each hosted client"
+)
 BROKEN = {
     "return": "exchange returned None; expected (state, info): is a `return` missing?",
     "pair": "exchange returned a State; expected (state, info), the second {} where nothing is reported",
@@ -189,7 +203,9 @@ def test_a_method_that_no_seed_changes_is_told_so():
     """All start from the module's own values, and nobody trains."""
     still = replace(tiny_settings().local, epochs=0)
     with pytest.raises(AssertionError, match="another seed gave the same result: no client trains"):
-        check_method(METHODS["local"](), model=small(), settings=tiny_settings(init="given", local=still))
+        check_method(
+            METHODS["local"](), model=small(), settings=tiny_settings(init="given", local=still)
+        )
 
 
 def test_the_page_lists_what_is_said():
@@ -198,7 +214,9 @@ def test_the_page_lists_what_is_said():
     listed = re.findall(r"^\|[^|]*\| ([^|]*) \|$", page.read_text("utf-8"), re.MULTILINE)[1:]
     beside = ["another seed gave the same result", "the same seed gave another result"]
     assert len(listed) == 10
-    assert [row for row in listed if not any(row in said for said in [*BROKEN.values(), *beside])] == []
+    assert [
+        row for row in listed if not any(row in said for said in [*BROKEN.values(), *beside])
+    ] == []
 
 
 def test_without_its_breach_the_same_method_keeps_the_contract():
@@ -211,7 +229,11 @@ def test_the_server_may_be_at_any_host(kind: str):
     """Every host of each grouping; `check_method` tries the first, one in the middle and the last."""
     federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
     whole = follow(method).state.params
-    for groups in ([[0], [1], [2], [3], [4], [5]], [[0], [1, 2, 3], [4, 5]], [[4, 2, 0], [1, 3, 5]]):
+    for groups in (
+        [[0], [1], [2], [3], [4], [5]],
+        [[0], [1, 2, 3], [4, 5]],
+        [[4, 2, 0], [1, 3, 5]],
+    ):
         for server in range(len(groups)):
             assert torch.equal(run_grouped(federation, method, groups, server=server), whole)
 
@@ -227,7 +249,9 @@ def test_engines_agree(kind: str):
     def trained(engine: str, dtype: Any, block: int | None = None) -> torch.Tensor:
         settings = tiny_settings(rounds=3, engine=engine, dtype=dtype, block=block)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the vmap engine is used: the module cannot be compiled")
+            warnings.filterwarnings(
+                "ignore", message="the vmap engine is used: the module cannot be compiled"
+            )
             return simulate(federation, method, model=small, settings=settings).params
 
     limits: dict[Any, float] = {"float64": 1e-10, "float32": 1e-4}
@@ -244,7 +268,9 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-PEERS = sorted(kind for kind, method in METHODS.items() if issubclass(method, PeerMethod) and kind != "local")
+PEERS = sorted(
+    kind for kind, method in METHODS.items() if issubclass(method, PeerMethod) and kind != "local"
+)
 STRICT = {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}}
 """Rules so strict that something is refused and clipped in every run."""
 
@@ -253,11 +279,21 @@ STRICT = {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}}
 def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: str):
     """No method has a line about it; hosting one client or all gives the same bits."""
     method, data = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation()
-    whole = simulate(data, method, model="linear", settings=tiny_settings(**STRICT, evaluate="final"), seed=3)
-    apart = run_grouped(data, method, [[0, 4], [1], [2, 3, 5]], settings=tiny_settings(**STRICT, evaluate="final"))
+    whole = simulate(
+        data, method, model="linear", settings=tiny_settings(**STRICT, evaluate="final"), seed=3
+    )
+    apart = run_grouped(
+        data, method, [[0, 4], [1], [2, 3, 5]], settings=tiny_settings(**STRICT, evaluate="final")
+    )
     assert torch.equal(whole.params, apart)
     free = simulate(data, method, model="linear", settings=tiny_settings(evaluate="final"), seed=3)
     assert not torch.equal(whole.params, free.params)
-    assert kind == "oracle" or bool((whole.edges["purpose"] == "refused").any()), "Oracle reads its cluster alone"
-    lenient = tiny_settings(acceptance={"worse": 1e9, "clip": 1e9, "samples": 1e9}, evaluate="final")
-    assert torch.equal(free.params, simulate(data, method, model="linear", settings=lenient, seed=3).params)
+    assert kind == "oracle" or bool((whole.edges["purpose"] == "refused").any()), (
+        "Oracle reads its cluster alone"
+    )
+    lenient = tiny_settings(
+        acceptance={"worse": 1e9, "clip": 1e9, "samples": 1e9}, evaluate="final"
+    )
+    assert torch.equal(
+        free.params, simulate(data, method, model="linear", settings=lenient, seed=3).params
+    )

@@ -27,7 +27,9 @@ def test_marks_name_options_and_values_that_there_are():
         f"{where}: {owner}.{name} = {value!r}"
         for (owner, name), said in marked().items()
         for value, where in said
-        if not any(type(one) is type(value) and one == value for one in known.get((owner, name), ()))
+        if not any(
+            type(one) is type(value) and one == value for one in known.get((owner, name), ())
+        )
     ]
     assert not strange, "\n".join(["no such option or value:", *strange])
 
@@ -41,7 +43,9 @@ def test_options_and_marks_are_read_as_written(tmp_path):
     assert known["Panm", "em"] == ["hard", "soft"]
     assert (known["DacVar", "tau_schedule"], known["FairAvg", "weights"]) == (["var"], ["uniform"])
     assert not {("Dac", "tau"), ("DacVar", "two_hop"), ("Settings", "patience")} & set(known)
-    (tmp_path / "test_it.py").write_text('@pytest.mark.option("Dac.two_hop", True, None)\ndef test_it():\n    pass\n')
+    (tmp_path / "test_it.py").write_text(
+        '@pytest.mark.option("Dac.two_hop", True, None)\ndef test_it():\n    pass\n'
+    )
     where = f"{tmp_path.name}/test_it.py:1"
     assert marked(tmp_path) == {("Dac", "two_hop"): [(True, where), (None, where)]}
 
@@ -50,6 +54,17 @@ def test_options_and_marks_are_read_as_written(tmp_path):
 def test_a_value_that_is_ignored_is_noticed():
     """Each marked test fails with a package that takes the value for any other of the option."""
     files = sorted({where.partition(":")[0] for said in marked().values() for _, where in said})
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "option", "-p", "tests.contract.options", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n0",
+        "-q",
+        "-m",
+        "option",
+        "-p",
+        "tests.contract.options",
+        *files,
+    ]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:]

@@ -11,14 +11,24 @@ from coterie.testing import check_method, tiny_settings
 
 METHODS = {
     "l2": Dac(num_peers=2, similarity="inv_l2", aggregation="fedsim", scaling="minmax"),
-    "weights": Dac(num_peers=2, similarity="cos_weight", aggregation="fedsim_prior", tau=300, unknown="floor"),
-    "gradients": Dac(num_peers=2, similarity="cos_grad", two_hop_pick="least", drop_nonpositive=True),
+    "weights": Dac(
+        num_peers=2, similarity="cos_weight", aggregation="fedsim_prior", tau=300, unknown="floor"
+    ),
+    "gradients": Dac(
+        num_peers=2, similarity="cos_grad", two_hop_pick="least", drop_nonpositive=True
+    ),
     "push": Dac(num_peers=2, loss_direction="push", two_hop_relay="any"),
     "history": Dac(num_peers=2, two_hop_scope="history", tau_schedule="entropy", entropy=1.0),
-    "push and history": Dac(num_peers=2, loss_direction="push", two_hop_scope="history", aggregation="fedsim"),
+    "push and history": Dac(
+        num_peers=2, loss_direction="push", two_hop_scope="history", aggregation="fedsim"
+    ),
     "pens, both stages": Pens(num_sampled=3, num_kept=1, num_peers=2, stage_one_rounds=2),
-    "panm-loss, both stages": PanmLoss(num_peers=2, num_candidates=2, stage_one_rounds=1, interval=2, em="soft"),
-    "panm-grad, both stages": PanmGrad(num_peers=2, num_candidates=2, stage_one_rounds=1, interval=2),
+    "panm-loss, both stages": PanmLoss(
+        num_peers=2, num_candidates=2, stage_one_rounds=1, interval=2, em="soft"
+    ),
+    "panm-grad, both stages": PanmGrad(
+        num_peers=2, num_candidates=2, stage_one_rounds=1, interval=2
+    ),
 }
 
 
@@ -27,7 +37,9 @@ def test_option_keeps_the_contract(name):
     check_method(METHODS[name])
 
 
-@pytest.mark.parametrize("method", [Dac(num_peers=2, similarity="cos_grad"), PanmGrad(num_peers=2, num_candidates=2)])
+@pytest.mark.parametrize(
+    "method", [Dac(num_peers=2, similarity="cos_grad"), PanmGrad(num_peers=2, num_candidates=2)]
+)
 def test_cosines_of_updates_keep_the_contract_when_clients_start_apart(method):
     """Then a peer's first model has to be told: it travels with the message."""
     with warnings.catch_warnings():

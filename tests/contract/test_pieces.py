@@ -45,7 +45,11 @@ def unsaid_rows(page: str, said: Sequence[str]) -> list[str]:
     *_, table = (HOW_TO / page).read_text("utf-8").split("\n\n|")
     messages = re.findall(r"^\|[^|]*\| ([^|]*) \|$", table, re.MULTILINE)
     assert len(messages) > 2
-    return [row for row in messages if not any(re.sub(r"\d+", "0", row) in re.sub(r"\d+", "0", one) for one in said)]
+    return [
+        row
+        for row in messages
+        if not any(re.sub(r"\d+", "0", row) in re.sub(r"\d+", "0", one) for one in said)
+    ]
 
 
 def message_of(check: Callable[[Any], Any], piece: Any) -> str:
@@ -110,13 +114,22 @@ def test_whether_the_order_counts_is_the_rules_affair():
 
 
 BROKEN_AGGREGATION: list[tuple[Any, str]] = [
-    (forgotten, r"it returned None; expected the merged model, a tensor of shape \(7,\): is a `return` missing\?"),
-    (one_number, r"it returned float32 of shape \(\); expected the merged model, floats of shape \(7,\)"),
+    (
+        forgotten,
+        r"it returned None; expected the merged model, a tensor of shape \(7,\): is a `return` missing\?",
+    ),
+    (
+        one_number,
+        r"it returned float32 of shape \(\); expected the merged model, floats of shape \(7,\)",
+    ),
     (in_place, "the rule changed its argument models: copy what you change in place"),
     (counting, "the rule gave two results for the same arguments"),
     (last, "the order of the peers changes the result"),
     (divided, "merged from 1 finite models, the model is not finite"),
-    (lambda received: received.models[0], "is found by its import path: .* defined at the top of a module"),
+    (
+        lambda received: received.models[0],
+        "is found by its import path: .* defined at the top of a module",
+    ),
     ("tests.nowhere:rule", "is found by its import path: .* there is no module"),
 ]
 
@@ -127,7 +140,9 @@ def test_a_broken_aggregation_rule_is_told_what_it_breaks(rule, said):
         check_aggregation(rule)
 
 
-@pytest.mark.parametrize("kind", ["random", "fix-topology", "oracle", "dac", "fedavg", "fedprox", "ditto"])
+@pytest.mark.parametrize(
+    "kind", ["random", "fix-topology", "oracle", "dac", "fedavg", "fedprox", "ditto"]
+)
 def test_the_average_written_as_a_rule_is_the_built_in_one(kind):
     """In float64, up to the order of sums."""
     method: Any = METHODS[kind]
@@ -211,12 +226,18 @@ def test_a_graph_by_ids_is_allowed_where_it_is_said():
 
 
 BROKEN_SELECTION: list[tuple[Any, str]] = [
-    (forgotten_choice, r"it returned None; expected a number for each member, a tensor of shape \(7,\): is a `retu"),
+    (
+        forgotten_choice,
+        r"it returned None; expected a number for each member, a tensor of shape \(7,\): is a `retu",
+    ),
     (one_peer, r"it returned a tensor of shape \(1,\); expected \(7,\), a number for each member"),
     (sharpened, "the rule changed its argument noise: copy what you change in place"),
     (dizzy, "the rule gave two results for the same arguments"),
     (ring, "renaming the members changes the choice"),
-    (undefined, "it returned NaN; expected a number for each member, -inf for one that is not to be read"),
+    (
+        undefined,
+        "it returned NaN; expected a number for each member, -inf for one that is not to be read",
+    ),
 ]
 
 
@@ -238,7 +259,12 @@ def test_the_noise_is_that_of_the_uniform_draw():
 
 def test_a_ring_is_read_as_it_says():
     random: Any = METHODS["random"]
-    run = simulate(tiny_federation(), random(num_peers=2, selection=ring), model="linear", settings=tiny_settings())
+    run = simulate(
+        tiny_federation(),
+        random(num_peers=2, selection=ring),
+        model="linear",
+        settings=tiny_settings(),
+    )
     read = {(reader, peer) for reader, peer in run.edges[["reader", "read"]].to_numpy().tolist()}
     assert read == {(i, (i + step) % 6) for i in range(6) for step in (1, 2)}
 
@@ -248,7 +274,15 @@ SEEN: list[tuple[Any, ...]] = []
 
 def noting(known):
     """Read the next two, and note what is known."""
-    SEEN.append((known.round, known.client, known.count.tolist(), known.age.tolist(), known.measured.tolist()))
+    SEEN.append(
+        (
+            known.round,
+            known.client,
+            known.count.tolist(),
+            known.age.tolist(),
+            known.measured.tolist(),
+        )
+    )
     return ring(known)
 
 
@@ -257,7 +291,12 @@ def test_a_rule_knows_how_often_and_how_long_ago_a_member_was_read(kind):
     """Client 0 reads 1 and 2 in every round: after t rounds t times each, one round ago; DAC has measured them."""
     SEEN.clear()
     method: Any = METHODS[kind]
-    simulate(tiny_federation(), method(num_peers=2, selection=noting), model="linear", settings=tiny_settings(rounds=3))
+    simulate(
+        tiny_federation(),
+        method(num_peers=2, selection=noting),
+        model="linear",
+        settings=tiny_settings(rounds=3),
+    )
     for round in range(3):
         found = next(entry[2:] for entry in SEEN if entry[:2] == (round, 0))
         age = 1 if round else -1
@@ -313,7 +352,10 @@ def test_a_partition_that_keeps_its_promises_passes(function):
 
 BROKEN_PARTITION: list[tuple[Any, str]] = [
     (unsaid, "returned None; expected the client of each sample: is a `return` missing?"),
-    (half, r"returned int64 of shape \(120,\); expected 240 whole numbers, the client of each sample"),
+    (
+        half,
+        r"returned int64 of shape \(120,\); expected 240 whole numbers, the client of each sample",
+    ),
     (beyond, "returned clients from 0 to 6; expected 0 to 5, or -1 for a sample that nobody gets"),
     (lonely, r"gives client 1 no sample \(5 of 6 clients\)"),
     (relabeling, "the partition changes the samples that it is given"),
@@ -338,7 +380,9 @@ class Dead:
     share: float
 
     def __call__(self, x):
-        return x.masked_fill(torch.from_numpy(Rng(0).generator("dead").random(x.shape[1:]) < self.share), 0)
+        return x.masked_fill(
+            torch.from_numpy(Rng(0).generator("dead").random(x.shape[1:]) < self.share), 0
+        )
 
 
 @dataclass(frozen=True)
@@ -412,7 +456,12 @@ def test_a_shift_that_keeps_its_promises_passes(shift):
 def test_the_built_in_shifts_keep_them_too():
     from coterie.data import shifts
 
-    for shift in (shifts.Rotation(), shifts.Visual(), shifts.Labels([[0, 1], [2]]), shifts.Natural("writer")):
+    for shift in (
+        shifts.Rotation(),
+        shifts.Visual(),
+        shifts.Labels([[0, 1], [2]]),
+        shifts.Natural("writer"),
+    ):
         source = tiny_source(480) if shift.kind == "natural" else tiny_source()
         check_shift(shift, source=source)
 
@@ -448,7 +497,9 @@ def test_a_shift_that_no_file_can_name_is_refused():
     class Inner(Own):
         """Made inside a function."""
 
-    with pytest.raises(AssertionError, match=r"a study file can name it: .* defined at the top of a module"):
+    with pytest.raises(
+        AssertionError, match=r"a study file can name it: .* defined at the top of a module"
+    ):
         check_shift(Inner())
 
 
@@ -459,7 +510,12 @@ class Net(nn.Sequential):
     """A small network."""
 
     def __init__(self, features, outputs, width=4):
-        layers = nn.Linear(math.prod(features), width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2)
+        layers = (
+            nn.Linear(math.prod(features), width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+        )
         super().__init__(nn.Flatten(), *layers, nn.Linear(width, outputs))
 
 
@@ -508,7 +564,10 @@ def test_a_model_that_keeps_its_promises_passes_and_is_told_what_runs_it():
 def test_a_model_of_tokens_is_checked_on_its_own_data_and_loss():
     settings = tiny_settings(rounds=1, loss="tokens")
     said = check_model(
-        TinyTokens, federation=tiny_federation(kind="tokens"), settings=settings, engines=("loop", "vmap")
+        TinyTokens,
+        federation=tiny_federation(kind="tokens"),
+        settings=settings,
+        engines=("loop", "vmap"),
     )
     assert said["vmap"].startswith("vmap")
 
@@ -537,7 +596,9 @@ def test_the_pages_list_what_the_checks_say():
     rules = [message_of(check_aggregation, rule) for rule, _ in BROKEN_AGGREGATION]
     rules += [message_of(check_selection, rule) for rule, _ in BROKEN_SELECTION]
     data = [message_of(check_partition, function) for function, _ in BROKEN_PARTITION]
-    data += [message_of(lambda breaks: check_shift(Own(breaks)), breaks) for breaks, _ in BROKEN_SHIFT]
+    data += [
+        message_of(lambda breaks: check_shift(Own(breaks)), breaks) for breaks, _ in BROKEN_SHIFT
+    ]
     models = [message_of(check_broken_model, breaks) for breaks, _ in BROKEN_MODEL]
     assert unsaid_rows("own-aggregation.md", rules) == []
     assert unsaid_rows("own-shift.md", data) == []

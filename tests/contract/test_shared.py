@@ -64,7 +64,9 @@ def changed(kind: str) -> dict[str, Any]:
 def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
     """Any hosting, resumed runs, small cohorts, peers that are silent: with every check of `coterie.testing`."""
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=2)
-    check_method(METHODS[kind](**changed(kind)), federation=tiny_federation(4), model=Net, settings=settings)
+    check_method(
+        METHODS[kind](**changed(kind)), federation=tiny_federation(4), model=Net, settings=settings
+    )
 
 
 @pytest.mark.parametrize("kind", EXCHANGING)
@@ -72,7 +74,9 @@ def test_the_result_is_the_same_for_any_hosting(kind: str):
     federation, method = tiny_federation(), METHODS[kind](**changed(kind))
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=3)
     whole = follow(method, federation=federation, model=Net, settings=settings).state.params
-    apart = run_grouped(federation, method, [[4, 0], [1, 2, 3], [5]], model=Net, settings=settings, server=2)
+    apart = run_grouped(
+        federation, method, [[4, 0], [1, 2, 3], [5]], model=Net, settings=settings, server=2
+    )
     assert torch.equal(whole, apart)
 
 
@@ -86,7 +90,9 @@ class Spy(InMemory):
 
     def look(self, params: Tensor, fields: Any) -> None:
         self.widths.add(params.shape[1])
-        self.seen += [one.flatten() for one in (params, *fields.values()) if one.is_floating_point()]
+        self.seen += [
+            one.flatten() for one in (params, *fields.values()) if one.is_floating_point()
+        ]
 
     def pull(self, message, peers):
         self.look(message.params, message.fields)
@@ -107,13 +113,17 @@ class Spy(InMemory):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("kind", "options"), [*((kind, changed(kind)) for kind in EXCHANGING), *MORE])
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, changed(kind)) for kind in EXCHANGING), *MORE]
+)
 def test_what_stays_at_home_is_in_no_message_and_no_exchange_changes_it(
     kind: str, options: dict[str, Any], pattern: str
 ):
     """Nobody trains, so what is at home has the values of the beginning, which nothing else has."""
     shared, apart = PATTERNS[pattern], kind == "dac"
-    settings = tiny_settings(shared=shared, engine="loop", init="per_client" if apart else "shared", rounds=3)
+    settings = tiny_settings(
+        shared=shared, engine="loop", init="per_client" if apart else "shared", rounds=3
+    )
     settings = replace(settings, local=replace(settings.local, steps=0), patience=1)
     federation = tiny_federation()
     spy, method = Spy(federation.ids), METHODS[kind](**options)
@@ -140,7 +150,13 @@ class _nothing:
 def test_patterns_that_choose_everything_give_the_bytes_of_no_pattern(kind: str):
     groups, method = [[0, 1, 2, 3], [4, 5]], METHODS[kind](**changed(kind))
     found = [
-        run_grouped(tiny_federation(), method, groups, model=Net, settings=tiny_settings(shared=shared, engine="loop"))
+        run_grouped(
+            tiny_federation(),
+            method,
+            groups,
+            model=Net,
+            settings=tiny_settings(shared=shared, engine="loop"),
+        )
         for shared in ([], ["*"], ["body", "head"])
     ]
     assert torch.equal(found[0], found[1])
@@ -149,10 +165,14 @@ def test_patterns_that_choose_everything_give_the_bytes_of_no_pattern(kind: str)
 
 def test_a_method_that_compares_what_stays_at_home_alone_says_so():
     settings = tiny_settings(shared=["!head"], engine="loop")
-    with pytest.raises(ConfigError, match="features is 'last_layer'; expected 'all': the last layer stays at home"):
+    with pytest.raises(
+        ConfigError, match="features is 'last_layer'; expected 'all': the last layer stays at home"
+    ):
         follow(METHODS["fesem"](features="last_layer"), model=Net, settings=settings)
     gradient = METHODS["sosicfl"](**SETTINGS["sosicfl"], assignment="gradient")
-    with pytest.raises(ConfigError, match="places clients by the updates of the endpoints, which stay at home"):
+    with pytest.raises(
+        ConfigError, match="places clients by the updates of the endpoints, which stay at home"
+    ):
         follow(gradient, model=Net, settings=settings)
 
 
@@ -161,7 +181,9 @@ def test_fedavg_with_a_personal_head_is_what_pytorch_computes():
     federation = tiny_federation(2, train=8, validation=2)
     local = LocalTraining(optimizer="sgd", lr=0.1, batch_size=8)
     settings = tiny_settings(shared=["0"], engine="loop", rounds=2, local=local)
-    found = follow(METHODS["fedavg"](), federation=federation, model=_two_layers, settings=settings).state
+    found = follow(
+        METHODS["fedavg"](), federation=federation, model=_two_layers, settings=settings
+    ).state
     with Rng(3).at(-1).torch_globals("init"):
         start = _two_layers().double()
     body = [one.detach().clone() for one in start[0].parameters()]
@@ -228,7 +250,9 @@ def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str
 
     monkeypatch.setattr(_sequential, "Live", Watched)
     local = replace(tiny_settings().local, steps=0)
-    settings = tiny_settings(shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local)
+    settings = tiny_settings(
+        shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local
+    )
     loop = follow(METHODS["dac"](num_peers=2), model=Net, settings=settings)
     part, start = loop.task.part, loop.task.origin(Rng(3))
     assert {width for width, _ in boards} == {part.shared.count}
@@ -247,16 +271,24 @@ def test_similarities_compare_the_part_that_they_are_told_to():
             method = METHODS["dac"](num_peers=2, similarity=metric, two_hop=False)
             loop = _Maker(federation, method, Net, settings).loop()
             layout, start = loop.task.layout, loop.task.origin(Rng(3))
-            body, head = (chosen(layout, [one], "").nonzero().flatten() for one in ("body.0", "head"))
+            body, head = (
+                chosen(layout, [one], "").nonzero().flatten() for one in ("body.0", "head")
+            )
             params = start + 1.0
             params[1, body], params[2, head] = start[1, body] - 1.0, start[2, head] - 1.0
-            params[:, layout.trainable :] = torch.tensor([[0.0], [50.0], [90.0]])  # statistics never count
+            # statistics never count
+            params[:, layout.trainable :] = torch.tensor([[0.0], [50.0], [90.0]])
             state = replace(loop.state, params=params)
             rnd = loop._context(0, torch.arange(3), torch.arange(3))
             rnd.exchange.begin(Rng(3).at(0))
             rnd.exchange.enter(torch.arange(3))
             measured = pull(
-                rnd, state, method.message(rnd.task, state), torch.tensor([[1, 2], [0, 2], [0, 1]]), metric, 1
+                rnd,
+                state,
+                method.message(rnd.task, state),
+                torch.tensor([[1, 2], [0, 2], [0, 1]]),
+                metric,
+                1,
             )
             rows[part, metric] = measured.similarity[0].tolist()
     for metric in ("inv_l2", "cos_weight", "cos_grad"):
@@ -277,8 +309,15 @@ def test_the_server_of_cfl_compares_the_same_part():
         task = _Maker(federation, method, _two_layers, settings).task(range(4))
         shared = method.shared(task, Rng(3))
         updates = torch.zeros(4, task.layout.size, dtype=torch.float64)
-        updates[:, 0], updates[:, 15] = torch.tensor([1.0, 1, -1, -1]), torch.tensor([1.0, -1, 1, -1])
-        message = Message(shared.models + updates, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
+        updates[:, 0], updates[:, 15] = (
+            torch.tensor([1.0, 1, -1, -1]),
+            torch.tensor([1.0, -1, 1, -1]),
+        )
+        message = Message(
+            shared.models + updates,
+            {"samples": torch.ones(4, dtype=torch.float64)},
+            torch.arange(4),
+        )
         context = ServerContext(0, Rng(3), task.layout, 4, None, task.part)
         found[on[0]] = method.merge(context, shared, message).label.tolist()
     assert found["0"] in ([0, 0, 1, 1], [1, 1, 0, 0])

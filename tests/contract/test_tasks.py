@@ -29,7 +29,13 @@ def test_method_keeps_the_contract(kind: str, task: Any):
         with pytest.raises(ConfigError, match="class"):
             simulate(federation, method, model=MODELS[task], settings=settings)
         return
-    check_method(method, federation=federation, model=MODELS[task], settings=settings, relabel=kind not in BY_POSITION)
+    check_method(
+        method,
+        federation=federation,
+        model=MODELS[task],
+        settings=settings,
+        relabel=kind not in BY_POSITION,
+    )
 
 
 @pytest.mark.parametrize("task", MODELS)

@@ -28,7 +28,12 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """The guide's `coterie net` commands, in order."""
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("coterie net")]
+    lines = [
+        line
+        for block in blocks("sh")
+        for line in block.splitlines()
+        if line.startswith("coterie net")
+    ]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
@@ -48,7 +53,13 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
     later = {command[1]: command for command in commands() if command[1] in ("remove", "rekey")}
     for command in (command for command in commands() if command[1] not in later):
         if "--check" in command:
-            for sent in ("ca.pem", "organizer.pub", "members/cleveland.pem", "roster.toml", "roster.toml.sig"):
+            for sent in (
+                "ca.pem",
+                "organizer.pub",
+                "members/cleveland.pem",
+                "roster.toml",
+                "roster.toml.sig",
+            ):
                 Path(Path(sent).name).write_bytes((tmp_path / "organizer" / sent).read_bytes())
         said = run(*command)
     assert said == "the roster is in order\n"
@@ -61,7 +72,11 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
     run(*later["rekey"])
     run(*later["remove"])
     newest = roster.load(Path("organizer/roster.toml"), Path("organizer.pub"))
-    assert (newest.version, newest.host_of, newest.removed) == (3, {0: "cleveland", 2: "switzerland"}, (1,))
+    assert (newest.version, newest.host_of, newest.removed) == (
+        3,
+        {0: "cleveland", 2: "switzerland"},
+        (1,),
+    )
     assert Path("cleveland.key").stat().st_mode & 0o777 == 0o600
     assert nodefile.load(Path("node.toml")).metrics_port == 9464
     assert config.load(Path("study.toml")).methods[0].label == "DAC"
@@ -70,7 +85,10 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
 def test_the_unit_is_the_one_of_the_guide():
     shipped = (DOCS / "deploy/coterie-node.service").read_text()
     (shown,) = blocks("ini")
-    assert shown.strip() == "\n".join(line for line in shipped.splitlines() if not line.startswith("#")).strip()
+    assert (
+        shown.strip()
+        == "\n".join(line for line in shipped.splitlines() if not line.startswith("#")).strip()
+    )
     unit = configparser.ConfigParser(strict=False)
     unit.read_string(shown)
     assert unit["Service"]["RestartPreventExitStatus"] == "2"
@@ -79,11 +97,15 @@ def test_the_unit_is_the_one_of_the_guide():
 def restarts(unit: configparser.ConfigParser, status: int) -> bool:
     """Whether systemd starts a service again that has ended with a status, by systemd.service(5)."""
     service = unit["Service"]
-    never, always = (service.get(f"Restart{kind}ExitStatus", "").split() for kind in ("Prevent", "Force"))
+    never, always = (
+        service.get(f"Restart{kind}ExitStatus", "").split() for kind in ("Prevent", "Force")
+    )
     if str(status) in never:
         return False
     return (
-        str(status) in always or service["Restart"] == "always" or (service["Restart"] == "on-failure" and status != 0)
+        str(status) in always
+        or service["Restart"] == "always"
+        or (service["Restart"] == "on-failure" and status != 0)
     )
 
 
@@ -121,7 +143,11 @@ def test_the_compose_file_starts_a_node_that_comes_back_may_do_little_and_instal
 def instructions() -> list[tuple[str, str]]:
     """The instructions of the image, in order."""
     lines = (DOCS / "deploy/Containerfile").read_text().splitlines()
-    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines if line and not line.startswith("#")]
+    return [
+        (line.split(" ", 1)[0], line.split(" ", 1)[1])
+        for line in lines
+        if line and not line.startswith("#")
+    ]
 
 
 def test_the_image_installs_what_has_a_digest_and_the_wheel_and_nothing_else():
@@ -144,18 +170,28 @@ def test_the_image_installs_what_has_a_digest_and_the_wheel_and_nothing_else():
 
 def test_every_package_of_the_image_has_a_version_and_a_digest():
     """All that the package asks for is there, in the tested versions, and nothing says where it comes from."""
-    lines = [line for line in (DOCS / "deploy/requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (DOCS / "deploy/requirements.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     found = {}
     for line in lines:
-        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==([A-Za-z0-9_.+!]+) --hash=sha256:[0-9a-f]{64}", line)
+        match = re.fullmatch(
+            r"([A-Za-z0-9_.-]+)==([A-Za-z0-9_.+!]+) --hash=sha256:[0-9a-f]{64}", line
+        )
         assert match, line
         found[plain(match[1])] = match[2]
     assert len(found) == len(lines)
-    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+    tested = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line[0] != "#"
+    )
     tested = {plain(name): version for name, version in tested.items()}
-    assert {name: version.partition("+")[0] for name, version in found.items() if name in tested} == {
-        name: version for name, version in tested.items() if name in found
-    }
+    assert {
+        name: version.partition("+")[0] for name, version in found.items() if name in tested
+    } == {name: version for name, version in tested.items() if name in found}
     asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["net"]]
     assert {plain(re.split("[<>=]", one)[0]) for one in asked} <= found.keys()
 
@@ -167,9 +203,14 @@ def plain(name: str) -> str:
 
 def test_the_list_of_packages_is_made_of_what_pip_reports():
     def one(name: str, **hashes: str) -> dict:
-        return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"archive_info": {"hashes": hashes}}}
+        return {
+            "metadata": {"name": name, "version": "1.0"},
+            "download_info": {"archive_info": {"hashes": hashes}},
+        }
 
-    made = requirements.text({"install": [one("b", sha256="22"), one("A", sha256="11")]}, "Python 3.11")
+    made = requirements.text(
+        {"install": [one("b", sha256="22"), one("A", sha256="11")]}, "Python 3.11"
+    )
     assert made.splitlines()[2:] == ["A==1.0 --hash=sha256:11", "b==1.0 --hash=sha256:22"]
     with pytest.raises(SystemExit, match=r"no SHA-256 of b 1\.0"):
         requirements.text({"install": [one("b", md5="22")]}, "Python 3.11")

@@ -1,7 +1,7 @@
 """The documentation: its code runs, its commands are those of the program, its files are there, its pages up to date.
 
-`sh` blocks are run, but those marked by an invisible comment, `<!-- docs: not run, REASON -->`. `console` blocks (with
-a prompt) show what was run. The program's own parser reads them all.
+`sh` blocks are run, but those marked by an invisible comment, `<!-- docs: not run, REASON -->`.
+`console` blocks (with a prompt) show what was run. The program's own parser reads them all.
 """
 
 import importlib.util
@@ -73,7 +73,9 @@ def blocks(path, *languages):
     found = []
     for match in BLOCK.finditer(path.read_text(encoding="utf-8")):
         name = re.search(r'title="(.*?)"', match["rest"])
-        found.append(Block(match["language"], name[1] if name else "", match["text"], match["why"] is None))
+        found.append(
+            Block(match["language"], name[1] if name else "", match["text"], match["why"] is None)
+        )
     return [block for block in found if not languages or block.language in languages]
 
 
@@ -113,7 +115,9 @@ def parse(words):
 def check(words):
     """A command of another program names what this repository has."""
     if words[0] == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         assert words[1] in ("install", "download"), words
         named = re.findall(r"\[([\w,]+)\]", " ".join(words))
         assert {name for group in named for name in group.split(",")} <= set(extras), words
@@ -121,7 +125,9 @@ def check(words):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     elif words[0] == "python":
         place = words[2].replace(".", "/") if words[1] == "-m" else words[1]
-        assert (ROOT / place).exists() or (words[1] == "-m" and (ROOT / f"{place}.py").exists()), words
+        assert (ROOT / place).exists() or (words[1] == "-m" and (ROOT / f"{place}.py").exists()), (
+            words
+        )
     elif words[0] == "export":
         assert words[1:] in (["PYTHONPATH=."], ["RAY_AUTH_MODE=token"]), words
     else:
@@ -134,7 +140,13 @@ def test_the_parser_of_the_tests_refuses_what_the_program_refuses():
     parse(["run", "--seeds", "5"])
     parse(["net", "join", "north", "192.0.2.7:7447"])
     usage = typer.BadParameter.__mro__[2]
-    for wrong in (["run", "--sedes", "5"], ["rum"], ["net"], ["net", "join", "north"], ["run", "--scale", "much"]):
+    for wrong in (
+        ["run", "--sedes", "5"],
+        ["rum"],
+        ["net"],
+        ["net", "join", "north"],
+        ["run", "--scale", "much"],
+    ):
         with pytest.raises((AssertionError, usage)):
             parse(wrong)
 
@@ -161,7 +173,9 @@ def bundled(tmp_path_factory):
 def quick(arguments):
     """What makes the study that is run short; folds use all samples."""
     named = bool(arguments) and not arguments[0].startswith("-")
-    return [*QUICK[:6], *QUICK[8:]] if named and load(arguments[0]).data.folds is not None else QUICK
+    return (
+        [*QUICK[:6], *QUICK[8:]] if named and load(arguments[0]).data.folds is not None else QUICK
+    )
 
 
 def run_commands(block, bundled):
@@ -173,17 +187,22 @@ def run_commands(block, bundled):
         if arguments in (["run"], ["run", "rotated-digits"]):
             shutil.copytree(bundled, "runs")
             continue
-        told = CliRunner().invoke(app, [*arguments, *quick(arguments[1:])] if arguments[0] == "run" else arguments)
+        told = CliRunner().invoke(
+            app, [*arguments, *quick(arguments[1:])] if arguments[0] == "run" else arguments
+        )
         assert told.exception is None, f"{shlex.join(words)}: {told.exception!r}"
         if out:
             Path(out).write_text(told.stdout, encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [page for page in pages_with("python", "sh") if page.values[0] != README])
+@pytest.mark.parametrize(
+    "path", [page for page in pages_with("python", "sh") if page.values[0] != README]
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, monkeypatch):
     """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)"""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))  # of a program that is started there, or with PYTHONPATH=.
+    # of a program that is started there, or with PYTHONPATH=.
+    monkeypatch.syspath_prepend(str(tmp_path))
     module = types.ModuleType(f"docs_{path.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(path):
@@ -207,8 +226,14 @@ LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 
 def test_commands_and_links_are_found():
     """Otherwise the tests of each page could not fail."""
-    assert QUOTED.findall("Use `coterie run STUDY --resume`, not `coterie`.") == ["run STUDY --resume"]
-    assert LINK.findall("See [a](b.md#c), [d](e.md) and [f](#g).") == [("b.md", "c"), ("e.md", ""), ("", "g")]
+    assert QUOTED.findall("Use `coterie run STUDY --resume`, not `coterie`.") == [
+        "run STUDY --resume"
+    ]
+    assert LINK.findall("See [a](b.md#c), [d](e.md) and [f](#g).") == [
+        ("b.md", "c"),
+        ("e.md", ""),
+        ("", "g"),
+    ]
     assert sum(len(QUOTED.findall(prose(path))) for path in PAGES) > 20
     assert sum(len(LINK.findall(prose(path))) for path in PAGES) > 100
 
@@ -268,13 +293,20 @@ def test_every_file_that_a_page_links_to_exists(path):
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+            assert anchor in {
+                re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings
+            }
 
 
 @pytest.mark.parametrize("path", PAGES, ids=title)
 def test_a_page_names_no_folder_of_the_machine_that_it_was_written_on(path):
     """Readers do not have them."""
-    assert re.findall(r"(?<![\w./])/(?:home|root|tmp|work|opt|Users)/\S*", path.read_text(encoding="utf-8")) == []
+    assert (
+        re.findall(
+            r"(?<![\w./])/(?:home|root|tmp|work|opt|Users)/\S*", path.read_text(encoding="utf-8")
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=title)
@@ -283,8 +315,12 @@ def test_files_and_tests_that_a_page_names_exist(path):
     text = prose(path)
     named = re.findall(r"`((?:src|tests|scripts|docs)/[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
-    assert [name for name in re.findall(r"`(test_\w+_\w+_\w+)`", text) if f"def {name}(" not in tests] == []
+    tests = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")
+    )
+    assert [
+        name for name in re.findall(r"`(test_\w+_\w+_\w+)`", text) if f"def {name}(" not in tests
+    ] == []
 
 
 def test_the_citation_names_the_version_of_the_package():
@@ -295,8 +331,11 @@ def test_the_citation_names_the_version_of_the_package():
 def test_the_contents_name_every_page():
     """Every page is in the navigation of mkdocs.yml, and every page named there exists."""
     listed = re.findall(r"- ([\w./-]+\.md)", (ROOT / "mkdocs.yml").read_text())
-    notebooks = [path.with_suffix(".md") for path in DOCS.rglob("*.ipynb")]  # scripts/site_notebooks.py writes them
-    assert sorted(listed) == sorted(title(path) for path in [*PAGES, *notebooks] if path not in FRONT)
+    # scripts/site_notebooks.py writes them
+    notebooks = [path.with_suffix(".md") for path in DOCS.rglob("*.ipynb")]
+    assert sorted(listed) == sorted(
+        title(path) for path in [*PAGES, *notebooks] if path not in FRONT
+    )
 
 
 def test_the_generated_pages_are_up_to_date():

@@ -24,7 +24,11 @@ TEXT = " ".join(PAGE.split())
 
 def means(study: str, metric: str) -> dict[str, float]:
     rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
-    return {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", metric)}
+    return {
+        row["label"]: row["mean"]
+        for row in rows
+        if (row["cluster"], row["metric"]) == ("all", metric)
+    }
 
 
 def in_percent(study: str, metric: str = "accuracy") -> dict[str, float]:
@@ -41,14 +45,22 @@ def percents(study: str, *, seed: int | None = None) -> dict[tuple[str, str], fl
             for run in runs if run["seed"] == seed for cluster, mean in run["values"]["accuracy"].items()
         }  # fmt: skip
     rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
-    return {(row["label"], row["cluster"]): 100 * row["mean"] for row in rows if row["metric"] == "accuracy"}
+    return {
+        (row["label"], row["cluster"]): 100 * row["mean"]
+        for row in rows
+        if row["metric"] == "accuracy"
+    }
 
 
 def by_seed(study: str) -> pd.DataFrame:
     """The accuracy over clusters of each method (columns) with each seed (index), in %."""
     runs = json.loads((STORED / study / "runs.json").read_text())
-    rows = [(run["seed"], run["label"], 100 * run["values"]["accuracy"]["clusters"]) for run in runs]
-    return pd.DataFrame(rows, columns=["seed", "method", "mean"]).pivot(index="seed", columns="method", values="mean")
+    rows = [
+        (run["seed"], run["label"], 100 * run["values"]["accuracy"]["clusters"]) for run in runs
+    ]
+    return pd.DataFrame(rows, columns=["seed", "method", "mean"]).pivot(
+        index="seed", columns="method", values="mean"
+    )
 
 
 def of_each_seed(study: str) -> list[dict[tuple[str, str], float]]:
@@ -88,11 +100,20 @@ def joined(reads: pd.DataFrame) -> dict[str, list[int]]:
 def test_the_claims_about_synthetic_concept_shift():
     mse = means("similarity/synthetic", "mse")
     assert mse["Local (tuned)"] < min(mse["L2"], mse["Inverse loss"])
-    assert mse["Oracle (tuned)"] < min(mse["Cosine of updates"], mse["Cosine of weights"]) < mse["Local (tuned)"]
+    assert (
+        mse["Oracle (tuned)"]
+        < min(mse["Cosine of updates"], mse["Cosine of weights"])
+        < mse["Local (tuned)"]
+    )
     under_fedavg = {name: mse[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
     gains = {name: value - mse[f"{name} FedSim"] for name, value in under_fedavg.items()}
-    assert min(gains["Inverse loss"], gains["L2"]) > 5 > max(gains["Cosine of updates"], gains["Cosine of weights"]) > 0
+    assert (
+        min(gains["Inverse loss"], gains["L2"])
+        > 5
+        > max(gains["Cosine of updates"], gains["Cosine of weights"])
+        > 0
+    )
     with_fedsim = [value for name, value in mse.items() if name.startswith("L2 FedSim")]
     assert len(with_fedsim) == 2, "at two rates"
     assert max(with_fedsim) < mse["L2"] - 5
@@ -110,17 +131,32 @@ def test_the_claims_about_the_number_of_samples():
     gaps = {}
     for name in ("Inverse loss", "L2", "Inverse loss FedSim", "L2 FedSim"):
         cosine = "Cosine of updates FedSim" if name.endswith("FedSim") else "Cosine of updates"
-        gaps[name] = {n: found[f"{name}, train={n}"] - found[f"{cosine}, train={n}"] for n in (50, 100, 200, 400)}
+        gaps[name] = {
+            n: found[f"{name}, train={n}"] - found[f"{cosine}, train={n}"]
+            for n in (50, 100, 200, 400)
+        }
     for name in ("Inverse loss", "L2", "Inverse loss FedSim"):
-        assert gaps[name][50] > gaps[name][100] > gaps[name][200] > 1.5 < gaps[name][400] < gaps[name][100]
+        assert (
+            gaps[name][50]
+            > gaps[name][100]
+            > gaps[name][200]
+            > 1.5
+            < gaps[name][400]
+            < gaps[name][100]
+        )
     assert all(abs(gaps["L2 FedSim"][n]) < 0.1 for n in (100, 200, 400))
     assert found["Random, train=50"] > 10 * found["Local, train=50"]
     assert found["Random, train=25"] > 30 * found["Local, train=25"]
     for n in (200, 400):
         assert abs(found[f"Random, train={n}"] - found[f"Oracle, train={n}"]) < 0.25
-        assert found[f"Random, train={n}"] < min(found[f"Inverse loss, train={n}"], found[f"L2, train={n}"]) - 1
+        assert (
+            found[f"Random, train={n}"]
+            < min(found[f"Inverse loss, train={n}"], found[f"L2, train={n}"]) - 1
+        )
     for n in (25, 50, 100, 200, 400):
-        assert found[f"Local, train={n}"] < min(found[f"Inverse loss, train={n}"], found[f"L2, train={n}"])
+        assert found[f"Local, train={n}"] < min(
+            found[f"Inverse loss, train={n}"], found[f"L2, train={n}"]
+        )
 
 
 def test_the_claims_about_labels_and_smaller_runs():
@@ -128,11 +164,23 @@ def test_the_claims_about_labels_and_smaller_runs():
     assert len(seeds) == 3
     for accuracy in seeds.to_dict("index").values():
         assert accuracy["Random"] > accuracy["Local"] + 5
-        assert min(accuracy["Cosine of updates"], accuracy["Cosine of weights"]) > accuracy["Inverse loss"]
+        assert (
+            min(accuracy["Cosine of updates"], accuracy["Cosine of weights"])
+            > accuracy["Inverse loss"]
+        )
         assert accuracy["Inverse loss FedSim"] > accuracy["Inverse loss"]
-        metrics = {name: value for name, value in accuracy.items() if name not in ("Random", "Local", "Oracle")}
-        assert {name[:2] for name, value in metrics.items() if value < accuracy["Inverse loss"]} == {"L2"}
-        assert min(value for name, value in metrics.items() if name != "L2 FedSim") > accuracy["Random"]
+        metrics = {
+            name: value
+            for name, value in accuracy.items()
+            if name not in ("Random", "Local", "Oracle")
+        }
+        assert {
+            name[:2] for name, value in metrics.items() if value < accuracy["Inverse loss"]
+        } == {"L2"}
+        assert (
+            min(value for name, value in metrics.items() if name != "L2 FedSim")
+            > accuracy["Random"]
+        )
     gaps = seeds["L2 FedSim"] - seeds["Random"]
     assert (gaps > 0).tolist() == [True, True, False]
     assert abs(gaps.mean()) < 0.05
@@ -140,9 +188,13 @@ def test_the_claims_about_labels_and_smaller_runs():
     comparison = compare.with_paper(compare.read(STORED / "similarity" / "cifar10-label-5"))
     apart = [(line.label, line.cluster) for line in comparison.lines if not line.within]
     assert apart == [("Inverse loss", "labels 0-1")]
-    assert f"label-5` agrees in {len(comparison.lines) - 1} of {len(comparison.lines)} numbers" in TEXT
+    assert (
+        f"label-5` agrees in {len(comparison.lines) - 1} of {len(comparison.lines)} numbers" in TEXT
+    )
     pairs = [*comparison.pairs, *comparison.chain]
-    assert [f"{one.better} {one.worse}" for one in pairs if not one.kept] == ["inv_l2/fedsim random/fedavg"]
+    assert [f"{one.better} {one.worse}" for one in pairs if not one.kept] == [
+        "inv_l2/fedsim random/fedavg"
+    ]
 
 
 def test_the_claims_about_rotated_fashion():
@@ -152,9 +204,17 @@ def test_the_claims_about_rotated_fashion():
     assert len(seeds) == 3
     assert min(mean[name] for name in SIMILARITIES) > mean["Random"] + 0.5
     above = [[name for name in SIMILARITIES if one[name] > one["Random"]] for one in seeds]
-    assert above == [[*SIMILARITIES], [*SIMILARITIES], [name for name in SIMILARITIES if name != "L2"]]
+    assert above == [
+        [*SIMILARITIES],
+        [*SIMILARITIES],
+        [name for name in SIMILARITIES if name != "L2"],
+    ]
     assert abs(seeds[2]["L2"] - seeds[2]["Random"]) < 0.1
-    assert [min(SIMILARITIES, key=one.__getitem__) for one in seeds] == ["Cosine of updates", "L2", "L2"]
+    assert [min(SIMILARITIES, key=one.__getitem__) for one in seeds] == [
+        "Cosine of updates",
+        "L2",
+        "L2",
+    ]
     last, second = sorted(SIMILARITIES, key=mean.__getitem__)[:2]
     assert (last, second) == ("L2", "Cosine of updates")
     assert f"three seeds, by {mean[second] - mean[last]:.1f} points, and with two of three" in TEXT
@@ -162,7 +222,11 @@ def test_the_claims_about_rotated_fashion():
     assert [gap > 0 for gap in gaps] == [True, True, False, False]
     assert f"it is {-gaps[3]:.1f} points below them; one seed decides it" in TEXT
     turned = [{name: one[name, "rotation 180"] for name, _ in one} for one in each]
-    assert turned[0]["Cosine of updates"] < turned[0]["Random"] < turned[0]["Cosine of updates FedSim"] - 2
+    assert (
+        turned[0]["Cosine of updates"]
+        < turned[0]["Random"]
+        < turned[0]["Cosine of updates FedSim"] - 2
+    )
     assert turned[2]["Cosine of updates FedSim"] < turned[2]["Random"] - 10
     for one in turned[1:]:
         assert one["Cosine of updates"] > one["Random"] + 0.7
@@ -177,13 +241,18 @@ def test_the_claims_about_rotated_fashion():
 
 def test_the_claims_about_domains():
     study = "similarity/domain-cnn"
-    mean, seeds = in_percent(study), [{name: one[name, "all"] for name, _ in one} for one in of_each_seed(study)]
+    mean, seeds = (
+        in_percent(study),
+        [{name: one[name, "all"] for name, _ in one} for one in of_each_seed(study)],
+    )
     assert len(seeds) == 3
     for percent in (*seeds, mean):
         under_fedavg = {name: percent[name] for name in SIMILARITIES}
         assert max(under_fedavg, key=under_fedavg.__getitem__).startswith("Cosine of")
         assert min(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
-        assert [name for name, value in under_fedavg.items() if value < percent["Random"]] == ["Inverse loss"]
+        assert [name for name, value in under_fedavg.items() if value < percent["Random"]] == [
+            "Inverse loss"
+        ]
         gains = {name: percent[f"{name} FedSim"] - value for name, value in under_fedavg.items()}
         assert max(gains, key=gains.__getitem__) == "Inverse loss"
         assert gains["L2"] > 0
@@ -192,12 +261,20 @@ def test_the_claims_about_domains():
     assert all(-0.3 < gains[name] < 0 for name in ("Cosine of updates", "Cosine of weights"))
     first = seeds[0]
     assert max(SIMILARITIES, key=first.__getitem__) == "Cosine of weights"
-    assert all(-0.3 < first[f"{name} FedSim"] - first[name] < 0 for name in SIMILARITIES if "Cosine" in name)
+    assert all(
+        -0.3 < first[f"{name} FedSim"] - first[name] < 0
+        for name in SIMILARITIES
+        if "Cosine" in name
+    )
     beside = compare.with_paper(compare.read(STORED / study))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     assert all(line.within for line in beside.lines)
     assert f"`{study}` in all {len(beside.lines)}, three seeds" in TEXT
-    cosines = [100 * line.difference for line in beside.lines if line.cluster == "all" and line.label in SIMILARITIES]
+    cosines = [
+        100 * line.difference
+        for line in beside.lines
+        if line.cluster == "all" and line.label in SIMILARITIES
+    ]
     assert sorted(map(abs, cosines))[1] < 0.03
 
 
@@ -227,7 +304,9 @@ def test_the_claims_about_two_clusters_of_labels():
         gains.append({name: value - one["Random", "all"] for name, value in under_fedavg.items()})
         assert min(value for name, value in gains[-1].items() if name != "Cosine of updates") > 0
         assert one["L2 FedSim", "all"] < one["L2", "all"] - 0.5
-    by_fedsim = [one["Cosine of updates FedSim", "all"] - one["Cosine of updates", "all"] for one in seeds]
+    by_fedsim = [
+        one["Cosine of updates FedSim", "all"] - one["Cosine of updates", "all"] for one in seeds
+    ]
     assert max(by_fedsim[:2]) < -0.5 < 0 < by_fedsim[2]
     for name in ("Cosine of updates", "L2"):
         assert seeds[0][f"{name} FedSim", "all"] < seeds[0][name, "all"] - 1
@@ -239,10 +318,18 @@ def test_the_claims_about_two_clusters_of_labels():
     comparison = compare.with_paper(compare.read(STORED / study))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
     away = {(line.label, line.cluster) for line in comparison.lines if not line.within}
-    assert away == {(name, "labels 2-7") for name in ("Random", "Cosine of updates")} | {("Random", "labels 0-1,8-9")}
-    assert f"`{study}` agrees in {len(comparison.lines) - 3} of {len(comparison.lines)} numbers, three seeds" in TEXT
+    assert away == {(name, "labels 2-7") for name in ("Random", "Cosine of updates")} | {
+        ("Random", "labels 0-1,8-9")
+    }
+    assert (
+        f"`{study}` agrees in {len(comparison.lines) - 3} of {len(comparison.lines)} numbers, three seeds"
+        in TEXT
+    )
     printed = {line.label: 100 * line.paper for line in comparison.lines if line.cluster == "all"}
-    assert f"random peers are {printed['Random'] - accuracy['Random']:.1f} points below the paper's |" in TEXT
+    assert (
+        f"random peers are {printed['Random'] - accuracy['Random']:.1f} points below the paper's |"
+        in TEXT
+    )
     assert f"random peers by {printed['Random'] - accuracy['Random']:.1f} points." in TEXT
     loses = {name: accuracy[f"{name} FedSim"] - accuracy[name] for name in SIMILARITIES}
     as_printed = {name: printed[f"{name} FedSim"] - printed[name] for name in SIMILARITIES}
@@ -262,24 +349,41 @@ def test_the_claims_about_clusters_of_unequal_size():
     study = "dac/cifar10-rotation-70-20-5-5"
     percent, each = percents(study), by_seed(study)
     assert each.index.tolist() == [0, 1, 2]
-    assert f"three seeds: in the cluster rotated by 180 degrees DAC has {percent['DAC', 'rotation 180']:.1f} %" in TEXT
+    assert (
+        f"three seeds: in the cluster rotated by 180 degrees DAC has {percent['DAC', 'rotation 180']:.1f} %"
+        in TEXT
+    )
     assert f"and PENS {percent['PENS', 'rotation 180']:.1f} %; neither" in TEXT
     words = "three seeds: {:.1f} % and {:.1f} %, where DAC has {:.1f} % and {:.1f} % |"
     fives = ("rotation 10", "rotation 350")
-    assert words.format(*(percent[name, five] for name in ("Oracle", "DAC") for five in fives)) in TEXT
+    assert (
+        words.format(*(percent[name, five] for name in ("Oracle", "DAC") for five in fives)) in TEXT
+    )
     words = "three seeds: {:.1f} % in the cluster rotated by 180 degrees without them, {:.1f} % with them |"
-    assert words.format(*(percent[name, "rotation 180"] for name in ("DAC without two-hop", "DAC"))) in TEXT
+    assert (
+        words.format(*(percent[name, "rotation 180"] for name in ("DAC without two-hop", "DAC")))
+        in TEXT
+    )
     words = (
         "they have {:.1f} % over the clusters beside {:.1f} % of DAC; "
         "with the others {:.1f} % beside {:.1f} % and {:.1f} % beside {:.1f} %"
     )
-    assert words.format(*(each.loc[seed, name] for seed in each.index for name in ("Random", "DAC"))) in TEXT
-    assert f"In the cluster rotated by 180 degrees {percent['Random', 'rotation 180']:.1f} %, three seeds" in TEXT
+    assert (
+        words.format(*(each.loc[seed, name] for seed in each.index for name in ("Random", "DAC")))
+        in TEXT
+    )
+    assert (
+        f"In the cluster rotated by 180 degrees {percent['Random', 'rotation 180']:.1f} %, three seeds"
+        in TEXT
+    )
     words = (
         "{:.1f} % and {:.1f} % over the clusters; "
         "with the others DAC-var is the lower, {:.1f} % and {:.1f} %, {:.1f} % and {:.1f} % |"
     )
-    assert words.format(*(each.loc[seed, name] for seed in each.index for name in ("DAC", "DAC-var"))) in TEXT
+    assert (
+        words.format(*(each.loc[seed, name] for seed in each.index for name in ("DAC", "DAC-var")))
+        in TEXT
+    )
     assert ((each["DAC"] - each["Random"]).round() == [0, 4, 3]).all()
     assert ((each["DAC"] - each["DAC-var"]).round(1) == [-0.6, 2.5, 1.6]).all()
     assert percent["DAC", "rotation 180"] > percent["PENS", "rotation 180"] + 5
@@ -297,16 +401,23 @@ def test_the_claims_about_clusters_of_unequal_size():
         assert one["Random", "rotation 180"] > one["PENS", "rotation 180"] + 1
     assert second["Random", "rotation 180"] < second["PENS", "rotation 180"] - 1
     comparison = compare.with_paper(compare.read(STORED / study))
-    below = [100 * (line.paper - line.ours) for line in comparison.lines if "rotation" in line.cluster]
+    below = [
+        100 * (line.paper - line.ours) for line in comparison.lines if "rotation" in line.cluster
+    ]
     with_dropout = {cluster: value for (_, cluster), value in percents(f"{study}-trials").items()}
-    printed = {line.cluster: 100 * line.paper for line in comparison.lines if line.label == "Oracle"}
+    printed = {
+        line.cluster: 100 * line.paper for line in comparison.lines if line.label == "Oracle"
+    }
     apart = {
-        degrees: printed[f"rotation {degrees}"] - with_dropout[f"rotation {degrees}"] for degrees in (0, 180, 10, 350)
+        degrees: printed[f"rotation {degrees}"] - with_dropout[f"rotation {degrees}"]
+        for degrees in (0, 180, 10, 350)
     }
     assert max(map(abs, [apart[180], apart[10], apart[350]])) < 1
     assert 2 < apart[0] < printed["rotation 0"] - percent["Oracle", "rotation 0"] - 2
     assert sum(2.5 < difference < 8.5 for difference in below) > len(below) / 2
-    (alone,) = (100 * (line.paper - line.ours) for line in comparison.lines if line.label == "Local")
+    (alone,) = (
+        100 * (line.paper - line.ours) for line in comparison.lines if line.label == "Local"
+    )
     assert f"is {alone:.1f} points below" in TEXT
 
 
@@ -317,7 +428,9 @@ def test_the_claims_about_the_inverse_temperature_of_dac():
     words = "at most {:.1f} %, random peers have {:.1f} %, and with 30 it has {:.1f} % |"
     assert words.format(small, random, turned[30]) in TEXT
     clusters = [f"rotation {degrees}" for degrees in (0, 180, 10, 350)]
-    lost = [percent["DAC tau=30", cluster] - percent["DAC tau=100", cluster] for cluster in clusters]
+    lost = [
+        percent["DAC tau=30", cluster] - percent["DAC tau=100", cluster] for cluster in clusters
+    ]
     assert f"by {min(lost):.1f} to {max(lost):.1f} points; how far" in TEXT
     assert min(lost) > 0.5
     own = 100 * own_cluster("dac/tau/neighbors.csv").mean()
@@ -331,13 +444,17 @@ def test_the_claims_about_the_inverse_temperature_of_dac():
 def test_the_claims_about_dac_and_the_number_of_samples():
     few, many = percents("dac/samples"), percents("dac/cifar10-rotation-70-20-5-5", seed=0)
     gains = {
-        (name, degrees): many[name, f"rotation {degrees}"] - few[f"{name}, train=50", f"rotation {degrees}"]
+        (name, degrees): many[name, f"rotation {degrees}"]
+        - few[f"{name}, train=50", f"rotation {degrees}"]
         for name in ("DAC", "Random", "PENS", "Oracle", "Local")
         for degrees in (0, 180, 10, 350)
     }
     for degrees in (0, 180, 10, 350):
         assert gains["DAC", degrees] > gains["PENS", degrees] + 0.5
-        assert min(gains[name, degrees] for name in ("DAC", "Random", "PENS", "Oracle")) > gains["Local", degrees]
+        assert (
+            min(gains[name, degrees] for name in ("DAC", "Random", "PENS", "Oracle"))
+            > gains["Local", degrees]
+        )
         assert abs(gains["DAC", degrees] - gains["Random", degrees]) < 3
     words = "which gains {:.1f} points from 50 to 400 samples in the cluster rotated by 180 degrees, and DAC {:.1f} |"
     assert words.format(gains["Oracle", 180], gains["DAC", 180]) in TEXT
@@ -345,15 +462,25 @@ def test_the_claims_about_dac_and_the_number_of_samples():
     assert max(alike) == alike[-1] < min(alike) + 1
     for n in (50, 100, 200):
         for degrees in (10, 350):
-            assert few[f"Oracle, train={n}", f"rotation {degrees}"] < few[f"DAC, train={n}", f"rotation {degrees}"] - 7
+            assert (
+                few[f"Oracle, train={n}", f"rotation {degrees}"]
+                < few[f"DAC, train={n}", f"rotation {degrees}"] - 7
+            )
 
 
 def test_the_claims_about_equal_clusters():
     study = "dac/cifar10-rotation-4x25"
-    percent = {name: value for (name, cluster), value in percents(study).items() if cluster == "clusters"}
-    words = "{:.1f} % with the oracle, {:.1f} % with PENS, {:.1f} % with random peers, {:.1f} % alone"
+    percent = {
+        name: value for (name, cluster), value in percents(study).items() if cluster == "clusters"
+    }
+    words = (
+        "{:.1f} % with the oracle, {:.1f} % with PENS, {:.1f} % with random peers, {:.1f} % alone"
+    )
     assert words.format(*(percent[name] for name in ("Oracle", "PENS", "Random", "Local"))) in TEXT
-    assert f"{percent['DAC']:.1f} % over the clusters; {percent['Oracle']:.1f} % with the oracle" in TEXT
+    assert (
+        f"{percent['DAC']:.1f} % over the clusters; {percent['Oracle']:.1f} % with the oracle"
+        in TEXT
+    )
     beside = compare.with_paper(compare.read(STORED / study))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     apart: dict[str, list[float]] = {}
@@ -364,7 +491,10 @@ def test_the_claims_about_equal_clusters():
     each = by_seed(study)
     assert (each["DAC"] - each["PENS"]).round(1).tolist() == [3.1, -2.5, 1.5]
     assert "in one of them PENS is 2.5 points above it" in TEXT
-    for name, words in (("DAC", "DAC has {:.1f} to {:.1f} %"), ("Random", "random peers {:.1f} to {:.1f} %")):
+    for name, words in (
+        ("DAC", "DAC has {:.1f} to {:.1f} %"),
+        ("Random", "random peers {:.1f} to {:.1f} %"),
+    ):
         assert words.format(each[name].min(), each[name].max()) in TEXT
     assert all(each[name].idxmin() == 1 for name in ("DAC", "Random", "PENS"))
     spread = each.max() - each.min()
@@ -382,17 +512,28 @@ def test_the_claims_about_first_models():
     own = by_seed(study).loc[shared.index]
     own = own[["DAC", "Random"]].set_axis(shared.columns, axis=1)
     fell = "DAC falls from {:.1f} % to {:.1f} % over the clusters and random peers from {:.1f} % to {:.1f} %"
-    means = [one.mean()[f"{name} init=shared"] for name in ("DAC", "Random") for one in (own, shared)]
+    means = [
+        one.mean()[f"{name} init=shared"] for name in ("DAC", "Random") for one in (own, shared)
+    ]
     assert fell.format(*means) in TEXT
     apart = [abs(one.loc[0] - one.loc[1]).max() for one in (shared, own)]
-    assert "within {:.1f} points of each other, and with one each up to {:.1f} apart".format(*apart) in TEXT
+    assert (
+        "within {:.1f} points of each other, and with one each up to {:.1f} apart".format(*apart)
+        in TEXT
+    )
     assert (shared["DAC init=shared"] > shared["Random init=shared"] + 0.5).all()
     comparison = compare.with_paper(compare.read(STORED / study))
-    lines = [line for line in comparison.lines if (line.cluster, line.metric) == ("clusters", "accuracy")]
+    lines = [
+        line for line in comparison.lines if (line.cluster, line.metric) == ("clusters", "accuracy")
+    ]
     printed = {line.label: 100 * line.paper for line in lines}
     assert min(printed["DAC"], printed["Random"]) > max(own.max().max(), shared.max().max())
     for seed in shared.index:
-        turned = {name: value for (name, cluster), value in percents("dac/init", seed=seed).items() if "180" in cluster}
+        turned = {
+            name: value
+            for (name, cluster), value in percents("dac/init", seed=seed).items()
+            if "180" in cluster
+        }
         assert turned["DAC init=shared"] > turned["Random init=shared"]
 
 
@@ -405,7 +546,10 @@ def readers_among_vehicles(reads: pd.DataFrame) -> "pd.Series[int]":
 def test_the_claims_about_shifted_labels():
     study = "dac/cifar10-label-40-60"
     percent, vehicles, animals = percents(study), "labels 0-1,8-9", "labels 2-7"
-    assert f"{percent['DAC', 'clusters']:.1f} % and {percent['Random', 'clusters']:.1f} % over the clusters |" in TEXT
+    assert (
+        f"{percent['DAC', 'clusters']:.1f} % and {percent['Random', 'clusters']:.1f} % over the clusters |"
+        in TEXT
+    )
     assert f"PENS has {percent['PENS', 'clusters']:.1f} % over the clusters" in TEXT
     for method, words in (("PENS", "with vehicles"), ("Random", "where random peers have")):
         assert f"{words} {percent[method, vehicles]:.1f} %" in TEXT
@@ -420,18 +564,33 @@ def test_the_claims_about_shifted_labels():
         assert one["PENS", animals] > one["Random", animals] + 5
     lost = [one["Random", vehicles] - one["PENS", vehicles] for one in seeds]
     assert f"hangs on the seed, by {min(lost):.1f} to {max(lost):.1f} points |" in TEXT
-    assert [one["PENS", "clusters"] < one["Random", "clusters"] for one in seeds] == [True, False, False]
+    assert [one["PENS", "clusters"] < one["Random", "clusters"] for one in seeds] == [
+        True,
+        False,
+        False,
+    ]
     comparison = compare.with_paper(compare.read(STORED / study))
     pairs = [*comparison.pairs, *comparison.chain]
-    assert [(one.better, one.worse) for one in pairs if not one.kept] == [("random/fedavg", "pens/fedavg")]
+    assert [(one.better, one.worse) for one in pairs if not one.kept] == [
+        ("random/fedavg", "pens/fedavg")
+    ]
     below = {(line.label, line.cluster): line.paper - line.ours for line in comparison.lines}
     printed = {(line.label, line.cluster): 100 * line.paper for line in comparison.lines}
     for found, names in ((seeds[0], {"Local", "Oracle"}), (percent, {"Local", "Oracle", "Random"})):
-        gaps = {name: value - found[name, cluster] for (name, cluster), value in printed.items() if cluster == animals}
+        gaps = {
+            name: value - found[name, cluster]
+            for (name, cluster), value in printed.items()
+            if cluster == animals
+        }
         assert {name for name, gap in gaps.items() if gap > 0} == names
     assert abs(printed["Oracle", vehicles] - seeds[0]["Oracle", vehicles]) < 0.5
     assert min(below[name, vehicles] for name in ("DAC", "DAC-var", "Random", "Local")) > 0
-    assert max(abs(below[name, "clusters"]) for name in ("DAC", "DAC-var")) < 0.01 < 0.05 < -below["PENS", "clusters"]
+    assert (
+        max(abs(below[name, "clusters"]) for name in ("DAC", "DAC-var"))
+        < 0.01
+        < 0.05
+        < -below["PENS", "clusters"]
+    )
 
 
 def test_the_claims_about_who_is_read_with_shifted_labels():
@@ -446,14 +605,21 @@ def test_the_claims_about_who_is_read_with_shifted_labels():
         others = pd.read_csv(folder / f"{of_var}.csv").query("method == 'DAC-var'")
         assert set(readers_among_vehicles(others)) == {39}
     assert counts == [(28, 12, 5), (38, 2, 2), (30, 10, 5)]
-    assert "with vehicles {}, {} and {} are read by all others".format(*(by_all for by_all, _, _ in counts)) in TEXT
+    assert (
+        "with vehicles {}, {} and {} are read by all others".format(
+            *(by_all for by_all, _, _ in counts)
+        )
+        in TEXT
+    )
 
 
 def test_the_claims_about_clusters_of_unequal_size_with_fashion():
     study = "dac/fmnist-rotation-70-20-5-5"
     percent = percents(study)
     words = "they have {:.1f} % and {:.1f} %, DAC {:.1f} %;"
-    assert words.format(*(percent[name, "rotation 180"] for name in ("Random", "PENS", "DAC"))) in TEXT
+    assert (
+        words.format(*(percent[name, "rotation 180"] for name in ("Random", "PENS", "DAC"))) in TEXT
+    )
     words = "Local, {:.1f} % over the clusters, is above DAC, {:.1f} % |"
     assert words.format(percent["Local", "clusters"], percent["DAC", "clusters"]) in TEXT
     for cluster in ("rotation 0", "rotation 180", "rotation 10", "rotation 350", "clusters"):
@@ -467,15 +633,19 @@ def test_the_claims_about_clusters_of_unequal_size_with_fashion():
     agreeing = {key: value for key, value in apart.items() if key[0] not in ("PENS", "Local")}
     assert max(map(abs, agreeing.values())) < 2
     assert f"Local, which is {apart.pop(('Local', 'clusters')):.1f} points above" in TEXT
-    assert all(1 < value < 5 for (name, cluster), value in apart.items() if name == "PENS" and "rotation" in cluster)
+    assert all(
+        1 < value < 5
+        for (name, cluster), value in apart.items()
+        if name == "PENS" and "rotation" in cluster
+    )
 
 
 def test_the_claims_about_matched_neighbors():
     accuracy = in_percent("panm/cifar10-4")
-    loss, grad, oracle, pens = (accuracy[name] for name in ("PANMLoss", "PANMGrad", "Oracle", "PENS"))
-    words = (
-        "PANMGrad is {:.1f} points above PENS, but PANMLoss is level with it, and the oracle is above both variants, "
+    loss, grad, oracle, pens = (
+        accuracy[name] for name in ("PANMLoss", "PANMGrad", "Oracle", "PENS")
     )
+    words = "PANMGrad is {:.1f} points above PENS, but PANMLoss is level with it, and the oracle is above both variants, "
     words += "by {:.1f} and {:.1f};"
     assert words.format(grad - pens, oracle - grad, oracle - loss) in TEXT
     assert -0.25 < loss - pens < 0
@@ -503,16 +673,29 @@ def test_the_claims_about_matched_neighbors():
 
 def test_the_claims_about_neighbors_with_fashion():
     four, two = in_percent("panm/fmnist-4"), in_percent("panm/fmnist-2")
-    assert all(compare.full_size(load(STORED / f"panm/fmnist-{clusters}/config.toml")) for clusters in (2, 4))
+    assert all(
+        compare.full_size(load(STORED / f"panm/fmnist-{clusters}/config.toml"))
+        for clusters in (2, 4)
+    )
     assert abs(four["Oracle"] - four["PANMGrad"]) < 0.05
     words = "level with the oracle and {:.1f} above PENS, PANMLoss {:.1f} below and {:.1f} above; in two"
-    gains = [four["PANMGrad"] - four["PENS"], four["Oracle"] - four["PANMLoss"], four["PANMLoss"] - four["PENS"]]
+    gains = [
+        four["PANMGrad"] - four["PENS"],
+        four["Oracle"] - four["PANMLoss"],
+        four["PANMLoss"] - four["PENS"],
+    ]
     assert words.format(*gains) in TEXT
     assert abs(two["Oracle"] - two["PANMGrad"]) < 0.1
     words = "in two PANMGrad is level with it, too, and {:.1f} above PENS, PANMLoss {:.1f} and {:.1f} below |"
-    gains = [two["PANMGrad"] - two["PENS"], two["Oracle"] - two["PANMLoss"], two["PENS"] - two["PANMLoss"]]
+    gains = [
+        two["PANMGrad"] - two["PENS"],
+        two["Oracle"] - two["PANMLoss"],
+        two["PENS"] - two["PANMLoss"],
+    ]
     assert words.format(*gains) in TEXT
-    words = "{:.1f} % beside {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two, "
+    words = (
+        "{:.1f} % beside {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two, "
+    )
     words += "which are all above it in the poster; PANMLoss has {:.1f} %"
     of = ("PANMGrad", "IFCA c=4", "IFCA c=3", "IFCA c=2", "PANMLoss")
     assert words.format(*(four[name] for name in of)) in TEXT
@@ -523,22 +706,35 @@ def test_the_claims_about_neighbors_with_fashion():
     assert max(two, key=two.__getitem__) == "IFCA c=2"
     printed = {one.row: one.mean for one in published("panm/panm_fmnist_4c")}
     rows = [f"ifca_c{clusters}/fedavg" for clusters in (2, 3, 4)]
-    assert min(printed[row] for row in rows) > max(printed[f"panm_{kind}/fedavg"] for kind in ("loss", "grad"))
+    assert min(printed[row] for row in rows) > max(
+        printed[f"panm_{kind}/fedavg"] for kind in ("loss", "grad")
+    )
     printed = {one.row: one.mean for one in published("panm/panm_fmnist_2c")}
     assert max(printed, key=printed.__getitem__) == "ifca_c2/fedavg"
-    assert 0.4 < 100 * (printed["panm_loss/fedavg"] - printed["fedavg/fedavg"]) < 0.6  # the note, in words
+    # the note, in words
+    assert 0.4 < 100 * (printed["panm_loss/fedavg"] - printed["fedavg/fedavg"]) < 0.6
 
 
 def test_the_numbers_with_fashion_are_near_the_posters_and_nearer_before_the_last_averaging():
-    beside = {study: compare.with_paper(compare.read(STORED / study)) for study in ("panm/fmnist-4", "panm/fmnist-2")}
+    beside = {
+        study: compare.with_paper(compare.read(STORED / study))
+        for study in ("panm/fmnist-4", "panm/fmnist-2")
+    }
     assert [len(one.lines) for one in beside.values()] == [9, 7]
-    four, two = ({(pair.better, pair.worse) for pair in one.pairs if not pair.kept} for one in beside.values())
+    four, two = (
+        {(pair.better, pair.worse) for pair in one.pairs if not pair.kept}
+        for one in beside.values()
+    )
     assert {(better[:6], worse) for better, worse in four} == {
         ("ifca_c", f"{peer}/fedavg") for peer in ("oracle", "pens", "panm_grad")
     }
     assert not two
-    assert all(abs(100 * (line.paper - line.ours)) < 2 for one in beside.values() for line in one.lines)
-    assert [line.label for line in beside["panm/fmnist-2"].lines if line.ours < line.paper] == ["PANMLoss"]
+    assert all(
+        abs(100 * (line.paper - line.ours)) < 2 for one in beside.values() for line in one.lines
+    )
+    assert [line.label for line in beside["panm/fmnist-2"].lines if line.ours < line.paper] == [
+        "PANMLoss"
+    ]
     peers, gained = ["Oracle", "PENS", "PANMLoss", "PANMGrad"], []
     for study, one in beside.items():
         curves = 100 * by_round(f"{study}/neighbors.csv", "accuracy")
@@ -546,65 +742,107 @@ def test_the_numbers_with_fashion_are_near_the_posters_and_nearer_before_the_las
         poster = {line.label: 100 * line.paper for line in one.lines}
         below = {name: poster[name] - curves.loc[298, name] for name in peers}
         if study == "panm/fmnist-2":
-            assert f"which is {below.pop('PANMLoss'):.1f} below: the poster may have tested there" in TEXT
+            assert (
+                f"which is {below.pop('PANMLoss'):.1f} below: the poster may have tested there"
+                in TEXT
+            )
             assert max(map(abs, below.values())) < 0.5  # the note
         assert max(map(abs, below.values())) < 0.6
-    assert f"peers gain {min(gained):.1f} to {max(gained):.1f} points by their last averaging" in TEXT
+    assert (
+        f"peers gain {min(gained):.1f} to {max(gained):.1f} points by their last averaging" in TEXT
+    )
     cifar = by_round("panm/low-budget/neighbors.csv", "accuracy")
     for line in compare.with_paper(compare.read(STORED / "panm/low-budget")).lines:
-        if line.metric == "accuracy" and line.label.startswith("PANM"):  # tested before the last averaging
+        # tested before the last averaging
+        if line.metric == "accuracy" and line.label.startswith("PANM"):
             nearer = abs(cifar.loc[298, line.label] - line.paper) < abs(line.ours - line.paper)
             assert nearer == line.label.startswith("PANMGrad")
 
 
 def test_the_claims_about_groups_of_neighbors_with_fashion():
-    four, two = (joined(pd.read_csv(STORED / f"panm/fmnist-{clusters}/graph.csv")) for clusters in (4, 2))
+    four, two = (
+        joined(pd.read_csv(STORED / f"panm/fmnist-{clusters}/graph.csv")) for clusters in (4, 2)
+    )
     assert four["PANMGrad"] == [25, 25, 25, 25]
     assert two["PANMGrad"] == [50, 50]
     assert two["PANMLoss"] == [7, 43, 50]  # the note, in words
     words = "with Fashion-MNIST into {} and four (`panm/fmnist-4`), in two clusters into {} and two (`panm/fmnist-2`)"
     assert words.format(len(four["PANMLoss"]), len(two["PANMLoss"])) in TEXT
     accuracy = in_percent("panm/fmnist-2")
-    assert f"PANMLoss is below FedAvg, by {accuracy['FedAvg'] - accuracy['PANMLoss']:.1f} points" in TEXT
-    four, two = (own_cluster(f"panm/fmnist-{clusters}/neighbors.csv").loc[100:].mean() for clusters in (4, 2))
+    assert (
+        f"PANMLoss is below FedAvg, by {accuracy['FedAvg'] - accuracy['PANMLoss']:.1f} points"
+        in TEXT
+    )
+    four, two = (
+        own_cluster(f"panm/fmnist-{clusters}/neighbors.csv").loc[100:].mean() for clusters in (4, 2)
+    )
     assert four["PANMGrad"] == 1 > four["PANMLoss"] > 0.99 > 0.9 > four["PENS"] > 0.85
     assert two["PENS"] == two["PANMGrad"] == 1 > two["PANMLoss"] > 0.999
 
 
 def test_the_claims_about_few_models_sent():
-    percent, beside = in_percent("panm/low-budget"), compare.with_paper(compare.read(STORED / "panm/low-budget"))
-    moved = {line.label: line.ours for line in beside.lines if line.metric == "comm_cost_models_per_client"}
+    percent, beside = (
+        in_percent("panm/low-budget"),
+        compare.with_paper(compare.read(STORED / "panm/low-budget")),
+    )
+    moved = {
+        line.label: line.ours
+        for line in beside.lines
+        if line.metric == "comm_cost_models_per_client"
+    }
     words = "with three neighbors {:.1f} % for {:,.0f} models a client, IFCA with four clusters {:.1f} % for {:,.0f}; "
     words += "with two {:.1f} % for {:,.0f}, IFCA with three {:.1f} % for {:,.0f}."
     of = ("PANMGrad k=3", "IFCA c=4", "PANMGrad k=2", "IFCA c=3")
     assert words.format(*(value for name in of for value in (percent[name], moved[name]))) in TEXT
-    assert percent["PANMGrad k=3"] > percent["IFCA c=4"] > percent["PANMGrad k=2"] > percent["IFCA c=3"]
-    assert f"Not for PANMLoss, {percent['PANMLoss k=2']:.1f} % and {percent['PANMLoss k=3']:.1f} %" in TEXT
-    assert percent["PANMLoss k=2"] < percent["FedAvg"] < percent["PANMLoss k=3"] < percent["IFCA c=3"]
+    assert (
+        percent["PANMGrad k=3"]
+        > percent["IFCA c=4"]
+        > percent["PANMGrad k=2"]
+        > percent["IFCA c=3"]
+    )
+    assert (
+        f"Not for PANMLoss, {percent['PANMLoss k=2']:.1f} % and {percent['PANMLoss k=3']:.1f} %"
+        in TEXT
+    )
+    assert (
+        percent["PANMLoss k=2"] < percent["FedAvg"] < percent["PANMLoss k=3"] < percent["IFCA c=3"]
+    )
     spent = json.loads((STORED / "panm/low-budget/summary.json").read_text())["spent"]
     sent = {one["label"]: one["bytes"] / 1e6 for one in spent}
     words = "{:.0f} and {:.0f} MB with two neighbors and three, IFCA at most {:.0f} MB"
     assert words.format(sent["PANMGrad k=2"], sent["PANMGrad k=3"], sent["IFCA c=4"]) in TEXT
     assert max(sent["PANMLoss k=2"], sent["PANMLoss k=3"]) < sent["IFCA c=4"]
-    assert [round(sent[f"PANMGrad k={k}"] / sent["IFCA c=4"], 2) for k in (2, 3)] == [1.25, 1.52]  # the note, in words
+    # the note, in words
+    assert [round(sent[f"PANMGrad k={k}"] / sent["IFCA c=4"], 2) for k in (2, 3)] == [1.25, 1.52]
     drawn = own_cluster("panm/low-budget/neighbors.csv").loc[100:]
     assert drawn.pop("PANMGrad k=2").between(0.89, 0.98).all()
     assert drawn.min().min() == 1
     assert [(one.better, one.worse) for one in beside.pairs if not one.kept] == [
         ("panm_loss_k2/fedavg", "fedavg/fedavg")
     ]
-    above = {line.label: 100 * line.difference for line in beside.lines if line.metric == "accuracy"}
+    above = {
+        line.label: 100 * line.difference for line in beside.lines if line.metric == "accuracy"
+    }
     assert all(3 < above.pop(name) < 5 for name in ("FedAvg", "IFCA c=3", "PANMGrad k=3"))
     assert len(above) == 5
     assert max(map(abs, above.values())) < 2
     on_gpu = in_percent("panm/cifar10-4")
     assert max(abs(on_gpu[name] - value) for name, value in percent.items() if name in on_gpu) < 1
-    printed = {one.row: one.mean for one in published("panm/panm_low_budget_cifar10_4c") if one.metric == "accuracy"}
-    assert printed["ifca_c4/fedavg"] > max(value for row, value in printed.items() if row.startswith("panm"))
+    printed = {
+        one.row: one.mean
+        for one in published("panm/panm_low_budget_cifar10_4c")
+        if one.metric == "accuracy"
+    }
+    assert printed["ifca_c4/fedavg"] > max(
+        value for row, value in printed.items() if row.startswith("panm")
+    )
 
 
 def test_the_claims_about_the_inverse_temperature_of_similarities():
-    percent, base = in_percent("similarity/tau-cifar10-label-5"), by_seed("similarity/cifar10-label-5").loc[0]
+    percent, base = (
+        in_percent("similarity/tau-cifar10-label-5"),
+        by_seed("similarity/cifar10-label-5").loc[0],
+    )
     costs = []
     for name, best in (("Inverse loss", 1), ("L2", 30), ("Cosine of weights", 1000)):
         each = {tau: percent[f"{name} tau={tau}"] for tau in (1, 30, 1000)}
@@ -616,7 +854,10 @@ def test_the_claims_about_the_inverse_temperature_of_similarities():
 
 def test_the_claims_about_the_number_of_sampled_peers():
     percent = in_percent("similarity/peers")
-    of = {name: [percent[f"{name} num_peers={peers}"] for peers in (1, 5, 20)] for name in SIMILARITIES}
+    of = {
+        name: [percent[f"{name} num_peers={peers}"] for peers in (1, 5, 20)]
+        for name in SIMILARITIES
+    }
     first, then = ({name: each[i + 1] - each[i] for name, each in of.items()} for i in (0, 1))
     words = "gains {:.1f} to {:.1f} points, from five to twenty inverse loss {:.1f} and the cosines {:.1f} and {:.1f};"
     cosines = (then["Cosine of updates"], then["Cosine of weights"])
@@ -627,7 +868,12 @@ def test_the_claims_about_the_number_of_sampled_peers():
 def test_the_claims_about_fewer_samples_and_more_clients():
     few, many = in_percent("panm/samples"), in_percent("panm/population")
     printed = {one.row: 100 * one.mean for one in published("panm/panm_cifar10_4c")}
-    for name, row in (("Oracle", "oracle"), ("PENS", "pens"), ("PANMLoss", "panm_loss"), ("PANMGrad", "panm_grad")):
+    for name, row in (
+        ("Oracle", "oracle"),
+        ("PENS", "pens"),
+        ("PANMLoss", "panm_loss"),
+        ("PANMGrad", "panm_grad"),
+    ):
         assert few[f"{name}, train=100"] < printed[f"{row}/fedavg"] < few[f"{name}, train=200"]
     gaps = {
         (name, n): many[f"Oracle, num_clients={n}"] - many[f"{name}, num_clients={n}"]
@@ -639,7 +885,10 @@ def test_the_claims_about_fewer_samples_and_more_clients():
     words = "both variants are at most {:.1f} points below the oracle, and PENS falls behind them by up to {:.1f} |"
     assert words.format(max(panm.values()), max(behind)) in TEXT
     assert min(*panm.values(), *behind) > 0
-    assert f"PANMGrad is {few['Oracle, train=50'] - few['PANMGrad, train=50']:.1f} points below the oracle" in TEXT
+    assert (
+        f"PANMGrad is {few['Oracle, train=50'] - few['PANMGrad, train=50']:.1f} points below the oracle"
+        in TEXT
+    )
     assert few["PANMGrad, train=50"] < few["PENS, train=50"] < few["PANMLoss, train=50"]
     for n in (100, 200):
         for name in ("PANMLoss", "PANMGrad"):
@@ -664,41 +913,67 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert means("fedgwc/beta", "n_clusters")["FedGWC beta=4"] == 1
     study = "fedgwc/cifar100-hom-het-xhet"
     found, clusters = means(study, "adjusted_rand"), means(study, "n_clusters")
-    assert f"seven clusters for three groups, with an adjusted Rand index of {found['FedGWC']:.2f};" in TEXT
+    assert (
+        f"seven clusters for three groups, with an adjusted Rand index of {found['FedGWC']:.2f};"
+        in TEXT
+    )
     assert f"of the text {clusters['FedGWC paper']:.0f}, and {found['FedGWC paper']:.2f} |" in TEXT
     assert clusters["FedGWC"] == 7
 
 
 def test_the_claims_about_two_folds():
     study = "sosicfl/cifar10-simplecnn-2-fold"
-    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
+    local, overall = (
+        in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max")
+    )
     wide = "SosicFL, radius 1"
     words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} %; with a smaller radius not globally, {:.1f}"
     assert words.format(local[wide], overall[wide], local["FedAvg"], overall["SosicFL"]) in TEXT
     assert overall[wide] > overall["FedAvg"] > overall["SosicFL"]
     assert min(local[wide], local["SosicFL"]) > local["FedAvg"] + 6
     beside = compare.with_paper(compare.read(STORED / study))
-    assert all(0.06 < line.paper - line.ours < 0.1 for line in beside.lines if line.metric.endswith("accuracy_max"))
+    assert all(
+        0.06 < line.paper - line.ours < 0.1
+        for line in beside.lines
+        if line.metric.endswith("accuracy_max")
+    )
 
 
 def test_the_claims_about_uneven_labels():
     study = "sosicfl/cifar10-simplecnn-dirichlet"
-    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
+    local, overall = (
+        in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max")
+    )
     words = "at best {:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} % by both"
     assert words.format(local["SosicFL"], overall["SosicFL"], local["FedAvg"]) in TEXT
     assert abs(local["FedAvg"] - overall["FedAvg"]) < 0.05
     times = json.loads((STORED / study / "summary.json").read_text())["time_to_accuracy"]
     sooner = {one["metric"]: one["ratio"] for one in times}
-    assert f"reached {sooner['accuracy']:.1f} and {sooner['global_accuracy']:.1f} times sooner |" in TEXT
+    assert (
+        f"reached {sooner['accuracy']:.1f} and {sooner['global_accuracy']:.1f} times sooner |"
+        in TEXT
+    )
     beside = compare.with_paper(compare.read(STORED / study))
-    assert all(0.055 < line.paper - line.ours < 0.08 for line in beside.lines if line.metric.endswith("accuracy_max"))
-    first, last = variance_beside_fedavg(study, slice(0, 99)), variance_beside_fedavg(study, slice(400, 499))
-    assert f"is {first:.1f} times that of FedAvg in the first hundred rounds, and {last:.2f} times in the last" in TEXT
+    assert all(
+        0.055 < line.paper - line.ours < 0.08
+        for line in beside.lines
+        if line.metric.endswith("accuracy_max")
+    )
+    first, last = (
+        variance_beside_fedavg(study, slice(0, 99)),
+        variance_beside_fedavg(study, slice(400, 499)),
+    )
+    assert (
+        f"is {first:.1f} times that of FedAvg in the first hundred rounds, and {last:.2f} times in the last"
+        in TEXT
+    )
 
 
 def variance_beside_fedavg(study: str, rounds: slice) -> float:
     """The variance of SosicFL's updates over that of FedAvg's, means over rounds."""
-    drawn = pd.read_csv(STORED / study / "variance.csv").pivot(index="round", columns="method", values="mean")
+    drawn = pd.read_csv(STORED / study / "variance.csv").pivot(
+        index="round", columns="method", values="mean"
+    )
     mean = drawn.loc[rounds].mean()
     return float(mean["SosicFL"] / mean["FedAvg"])
 
@@ -709,14 +984,19 @@ def test_the_claims_about_small_regions():
     assert f"{overall['SosicFL-All']:.1f} % globally, SosicFL {overall['SosicFL']:.1f} % |" in TEXT
     assert local["SosicFL"] > local["SosicFL-All"] + 5 > local["FedAvg"] + 15
     assert overall["FedAvg"] > overall["SosicFL"] + 10
-    first, last = variance_beside_fedavg(study, slice(0, 49)), variance_beside_fedavg(study, slice(200, 249))
+    first, last = (
+        variance_beside_fedavg(study, slice(0, 49)),
+        variance_beside_fedavg(study, slice(200, 249)),
+    )
     assert f"by {100 * (1 - first):.0f} % at first and {100 * (1 - last):.0f} % later;" in TEXT
 
 
 def test_the_claims_about_a_late_start_of_regions():
     best = in_percent("sosicfl/late-start", "accuracy_max")
     early, late, never = (best[f"SosicFL warmup_rounds={rounds}"] for rounds in (0, 250, 500))
-    assert f"from round 250 at best {late:.1f} % locally, from the first round {early:.1f} % |" in TEXT
+    assert (
+        f"from round 250 at best {late:.1f} % locally, from the first round {early:.1f} % |" in TEXT
+    )
     assert f"at best {never:.1f} % against {best['FedAvg']:.1f} % |" in TEXT
     drawn = pd.read_csv(STORED / "sosicfl/late-start/sosicfl-8.csv")
     drawn = drawn.pivot(index="round", columns="method", values="mean").loc[260:]
@@ -727,19 +1007,29 @@ def test_the_claims_about_a_late_start_of_regions():
 def test_the_claims_about_similarities_of_neighbors():
     assert compare.full_size(load(STORED / "panm/ablation/config.toml"))
     accuracy = in_percent("panm/ablation")
-    both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
+    both, last, whole = (
+        accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way")
+    )
     assert both > max(last, whole) + 5
     assert f"{both:.1f} % with both, {last:.1f} % and {whole:.1f} % with one" in TEXT
     drawn = 100 * own_cluster("panm/ablation/panm-2.csv")
     assert drawn["PANMGrad"].loc[5:].min() > 96
     assert drawn["PANMGrad, whole way"].loc[5:].min() > 93
-    assert drawn["PANMGrad, last update"].loc[3:5].min() > 98 > 62 > drawn["PANMGrad, last update"].loc[100:].max()
+    assert (
+        drawn["PANMGrad, last update"].loc[3:5].min()
+        > 98
+        > 62
+        > drawn["PANMGrad, last update"].loc[100:].max()
+    )
     late = drawn.loc[200:].mean()
     assert f"rounds {late['PANMGrad, last update']:.0f} % of the neighbors are of it" in TEXT
     assert f"keeps it, {late['PANMGrad, whole way']:.0f} %, but" in TEXT
     reads = pd.read_csv(STORED / "panm/ablation/heatmap.csv")
     groups = joined(reads[reads["times"] > 300 / 4])
-    assert f"clients fall into {len(groups['PANMGrad, whole way'])} groups that learn from nobody else" in TEXT
+    assert (
+        f"clients fall into {len(groups['PANMGrad, whole way'])} groups that learn from nobody else"
+        in TEXT
+    )
     assert {name: (len(sizes), sizes[0], sizes[-1]) for name, sizes in groups.items()} == {
         "PANMGrad": (4, 24, 26),
         "PANMGrad, last update": (1, 100, 100),
@@ -748,8 +1038,13 @@ def test_the_claims_about_similarities_of_neighbors():
     lasting = joined(pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv"))
     assert lasting["PANMGrad"] == lasting["Oracle"] == [25, 25, 25, 25]
     sizes = lasting["PANMLoss"]
-    assert f"clients fall into {len(sizes)} groups of {sizes[0]} to {sizes[-1]}, PANMGrad's into the four" in TEXT
-    grown = pd.read_csv(STORED / "panm/population/panm-5-right.csv").set_index(["method", "num_clients"])["mean"]
+    assert (
+        f"clients fall into {len(sizes)} groups of {sizes[0]} to {sizes[-1]}, PANMGrad's into the four"
+        in TEXT
+    )
+    grown = pd.read_csv(STORED / "panm/population/panm-5-right.csv").set_index(
+        ["method", "num_clients"]
+    )["mean"]
     oracle = [100 * grown["Oracle", clients] for clients in (40, 100)]  # in four clusters
     assert "{:.1f} % in clusters of ten and {:.1f} % in clusters of 25".format(*oracle) in TEXT
     pairs = pd.read_csv(STORED / "panm/similarities/panm-3.csv")
@@ -758,19 +1053,41 @@ def test_the_claims_about_similarities_of_neighbors():
     level = pairs.groupby(["method", "round", "pairs"])["mean"].first().unstack("pairs")
     assert (level["own cluster"] > level["another cluster"] + 0.1).all()
     assert compare.full_size(load(STORED / "panm/similarities/config.toml"))
-    late = pairs[(pairs["method"] == "PANMLoss") & (pairs["round"] == 299)].groupby("pairs")["mean"].first()
-    assert (f"a mean of {late['own cluster']:,.0f} within clusters and {late['another cluster']:.2f} between") in TEXT
-    accuracy, most = in_percent("panm/similarities"), pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv")
+    late = (
+        pairs[(pairs["method"] == "PANMLoss") & (pairs["round"] == 299)]
+        .groupby("pairs")["mean"]
+        .first()
+    )
+    assert (
+        f"a mean of {late['own cluster']:,.0f} within clusters and {late['another cluster']:.2f} between"
+    ) in TEXT
+    accuracy, most = (
+        in_percent("panm/similarities"),
+        pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv"),
+    )
     names = ("PANMLoss, negative loss", "PANMLoss", "PANMGrad")
-    assert "PANMLoss has {:.1f} % beside {:.1f} %, and PANMGrad {:.1f} %".format(*map(accuracy.get, names)) in TEXT
+    assert (
+        "PANMLoss has {:.1f} % beside {:.1f} %, and PANMGrad {:.1f} %".format(
+            *map(accuracy.get, names)
+        )
+        in TEXT
+    )
     assert set(most.groupby(["method", "reader"]).size()) == {3}
-    taken = most.groupby("method")["times"].sum() / (100 * 200 * 5)  # of 100 clients' five reads in 200 rounds
-    assert taken.round(2).to_dict() == {"Oracle": 0.15, "PANMGrad": 0.25, "PANMLoss": 0.49, "PENS": 0.15}
+    # of 100 clients' five reads in 200 rounds
+    taken = most.groupby("method")["times"].sum() / (100 * 200 * 5)
+    assert taken.round(2).to_dict() == {
+        "Oracle": 0.15,
+        "PANMGrad": 0.25,
+        "PANMLoss": 0.49,
+        "PENS": 0.15,
+    }
 
 
 def test_the_claims_about_server_based_methods():
     study = "sosicfl/cifar10-simplecnn-5-fold"
-    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
+    local, overall = (
+        in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max")
+    )
     for which in (local, overall):
         assert f"at best {which['SosicFL']:.1f} % against {which['FedAvg']:.1f} %" in TEXT
     assert local["SosicFL"] > local["FedAvg"] + 10
@@ -796,7 +1113,10 @@ def test_the_claims_about_server_based_methods():
     assert set(means("fedgwc/cifar100-dirichlet", "n_clusters").values()) == {1.0}
     assert means("fedgwc/cifar10-clean", "n_clusters") == {"FedGWC": 1.0}
     assert means("fedgwc/cifar10-clean-blur", "rand")["FedGWC, 35 meetings"] == 1.0
-    assert means("fedgwc/cifar10-clean-blur", "n_clusters") == {"FedGWC": 3.0, "FedGWC, 35 meetings": 2.0}
+    assert means("fedgwc/cifar10-clean-blur", "n_clusters") == {
+        "FedGWC": 3.0,
+        "FedGWC, 35 meetings": 2.0,
+    }
     timing = json.loads((STORED / study / "summary.json").read_text())["timing"]
     took = {one["label"]: one["train_s"] for one in timing}
     assert f"{100 * (took['SosicFL'] / took['FedAvg'] - 1):.1f} % more time to train" in TEXT
@@ -823,7 +1143,10 @@ def test_the_claims_about_the_radius_of_regions():
     study = "sosicfl/calibration"
     percent = in_percent(study)
     five = [percent[f"SosicFL endpoints=5 radius={radius}"] for radius in (0.1, 0.3, 1.0, 2.0)]
-    assert f"by radius SosicFL has {min(five):.1f} to {max(five):.1f} %, and FedAvg {percent['FedAvg']:.1f} %" in TEXT
+    assert (
+        f"by radius SosicFL has {min(five):.1f} to {max(five):.1f} %, and FedAvg {percent['FedAvg']:.1f} %"
+        in TEXT
+    )
     assert min(five) < percent["FedAvg"] < max(five)
 
 
@@ -834,13 +1157,17 @@ def test_the_choice_of_endpoints_and_radius_is_the_one_nearest_to_the_paper():
     off: dict[str, float] = {}
     for metric in ("accuracy", "global_accuracy"):
         found = means("sosicfl/calibration", metric)
-        apart = printed["sosicfl/fedavg", f"{metric}_max"] - printed["fedavg/fedavg", f"{metric}_max"]
+        apart = (
+            printed["sosicfl/fedavg", f"{metric}_max"] - printed["fedavg/fedavg", f"{metric}_max"]
+        )
         for name in found.keys() - {"FedAvg"}:
             off[name] = off.get(name, 0.0) + abs(found[name] - found["FedAvg"] - apart)
     assert len(off) == 8
     assert min(off, key=off.__getitem__) == "SosicFL endpoints=5 radius=1.0"
     methods = [entry.method for entry in load(experiment).methods]
-    assert {(one.endpoints, one.radius) for one in methods if isinstance(one, SimplexMethod)} == {(5, 1.0)}
+    assert {(one.endpoints, one.radius) for one in methods if isinstance(one, SimplexMethod)} == {
+        (5, 1.0)
+    }
 
 
 def test_the_claims_about_fedgwc_once_it_has_split():
@@ -849,12 +1176,19 @@ def test_the_claims_about_fedgwc_once_it_has_split():
     percent = {name: f"{value:.1f} %" for name, value in in_percent(study).items()}
     paper, ours, fedavg = percent["FedGWC paper"], percent["FedGWC"], percent["FedAvg"]
     said = f"{paper} with the settings of the text and {ours} with our guards, FedAvg {fedavg}"
-    assert f"{said}; with {clusters['FedGWC paper']:.0f} and {clusters['FedGWC']:.0f} clusters" in TEXT
+    assert (
+        f"{said}; with {clusters['FedGWC paper']:.0f} and {clusters['FedGWC']:.0f} clusters" in TEXT
+    )
     assert f"from {fedavg} to {paper}, and training alone has {percent['Local']}" in TEXT
     origin = json.loads((STORED / study / "origin.json").read_text())
     trained, notes = origin["rounds_trained"], (STORED / study / "notes.md").read_text()
     assert trained["Local"] * 10 == trained["FedAvg"]
-    for name, times in {"FedAvg": 200_000, "FedGWC": 199_994, "FedGWC paper": 199_085, "Local": 20_000}.items():
+    for name, times in {
+        "FedAvg": 200_000,
+        "FedGWC": 199_994,
+        "FedGWC paper": 199_085,
+        "Local": 20_000,
+    }.items():
         assert f"`{times:,}`" in notes
         assert abs(times / 100 - trained[name]) < 0.06  # which is stored with one digit
     assert trained["FedGWC released"] == 2000
@@ -866,8 +1200,13 @@ def test_the_claims_about_fedgwc_once_it_has_split():
     assert f"{said} below FedAvg" in TEXT
     like = means(study, "was")
     assert max(like["FedGWC"], like["FedGWC paper"]) < 0 < like["FedGWC released"]
-    assert f"WAS {like['FedGWC released']:.2f}" in (ROOT / "docs" / "explanation" / "papers-and-code.md").read_text()
-    table = pd.read_csv(STORED / study / "fedgwc-2.csv").set_index(["metric", "method", "round"])["mean"]
+    assert (
+        f"WAS {like['FedGWC released']:.2f}"
+        in (ROOT / "docs" / "explanation" / "papers-and-code.md").read_text()
+    )
+    table = pd.read_csv(STORED / study / "fedgwc-2.csv").set_index(["metric", "method", "round"])[
+        "mean"
+    ]
     said = [f"`{100 * table['accuracy', name, 2499]:.1f}`" for name in ("FedGWC paper", "FedAvg")]
     assert f"FedGWC has {said[0]} with the settings of the text, and FedAvg {said[1]}" in notes
     splits = table["split"]
@@ -880,12 +1219,19 @@ def test_the_claims_about_fedgwc_once_it_has_split():
 def verdicts() -> list[tuple[str, str, list[str]]]:
     """The rows of the tables of claims: claim, verdict, and the studies that it rests on or waits for."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    return [(claim, verdict, re.findall("`(.+?)`", runs)) for claim, verdict, runs in rows if claim != "claim"]
+    return [
+        (claim, verdict, re.findall("`(.+?)`", runs))
+        for claim, verdict, runs in rows
+        if claim != "claim"
+    ]
 
 
 def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
     """Held or not held by a run of full size, so far by a smaller one, or cannot be told: no run, or a reason."""
-    known = {*builtin(), *(path.parent.relative_to(STORED).as_posix() for path in STORED.glob("*/*/summary.json"))}
+    known = {
+        *builtin(),
+        *(path.parent.relative_to(STORED).as_posix() for path in STORED.glob("*/*/summary.json")),
+    }
     assert len(verdicts()) > 40
     for claim, verdict, names in verdicts():
         kind = re.match("(not )?held( so far)?|cannot be told: .+", verdict)
@@ -899,22 +1245,29 @@ def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
                 continue
             assert stored, f"{claim}: {name} is not stored"
             if not kind[2]:
-                assert compare.full_size(compare.read(STORED / name).study), f"{claim}: {name} is not of full size"
+                assert compare.full_size(compare.read(STORED / name).study), (
+                    f"{claim}: {name} is not of full size"
+                )
 
 
 def test_what_is_said_not_to_be_stored_is_not():
     """When such a run is there, the page must say what it shows, in the row of the claim and in "What is open".
 
-    A verdict with "no stored run" is of the studies of its row; "... have no stored run." is of whole papers.
+    A verdict with "no stored run" is of the studies of its row; "... have no stored run." is of
+    whole papers.
     """
-    waiting = [name for _, verdict, names in verdicts() if "no stored run" in verdict for name in names]
+    waiting = [
+        name for _, verdict, names in verdicts() if "no stored run" in verdict for name in names
+    ]
     assert not [name for name in waiting if (STORED / name).exists()]
     sentences = re.findall(r"([^.]*) ha(?:s|ve) no stored run[;.]", PAGE)
     for source, title in (("dac", "DAC"), ("panm", "PANM")):
         if any(title in sentence for sentence in sentences):
             assert not (STORED / source).exists(), title
         else:
-            assert (STORED / source).exists(), f"{title}: nothing is stored, and the page does not say so"
+            assert (STORED / source).exists(), (
+                f"{title}: nothing is stored, and the page does not say so"
+            )
     asked = "fedgwc/cifar100-equal-participation"
     assert not (STORED / asked).exists() or f"`{asked}` asks" not in TEXT
 

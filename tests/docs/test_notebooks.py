@@ -35,7 +35,9 @@ def run_cell(text: str, scope: dict[str, object]) -> object:
     tree = ast.parse(text)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), scope)
-    return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), scope)
+    return (
+        None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), scope)
+    )
 
 
 def shown(value: object) -> str:
@@ -55,7 +57,9 @@ def test_a_notebook_is_stored_without_outputs(path):
     assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
     for cell in content["cells"]:
         code = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
-        assert {key: cell[key] for key in cell if key not in ("cell_type", "id", "metadata", "source")} == code
+        assert {
+            key: cell[key] for key in cell if key not in ("cell_type", "id", "metadata", "source")
+        } == code
     names = [cell["id"] for cell in content["cells"]]
     assert len(set(names)) == len(names)
 

@@ -22,7 +22,9 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    told = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    told = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
     assert told.returncode == 0, told.stderr
     return folder
 
@@ -43,8 +45,12 @@ def test_formulas_are_shown_without_a_script(site):
 
 def test_no_page_loads_anything_from_another_machine(site):
     """No remote font, script, style or picture; the reports of stored runs are pages of their own, and tested too."""
-    loads = re.compile(r"""(?:<(?:script|img|iframe)[^>]*\ssrc|<link[^>]*\shref)=["']?(?:https?:)?//[^"' >]*""")
-    found = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
+    loads = re.compile(
+        r"""(?:<(?:script|img|iframe)[^>]*\ssrc|<link[^>]*\shref)=["']?(?:https?:)?//[^"' >]*"""
+    )
+    found = {
+        page.name: loads.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")
+    }
     assert len(found) > 20
     assert {name: urls for name, urls in found.items() if urls} == {}
 
@@ -56,12 +62,16 @@ def test_the_search_works_where_the_pages_are_opened_from_disk(site, browser):
     browser.get((site / "how-to/tune.html").as_uri())
     assert browser.execute_script("return location.protocol") == "file:"
     search = "const box = document.querySelector('input.md-search__input'); box.focus(); box.value = arguments[0];"
-    browser.execute_script(search + "box.dispatchEvent(new Event('input', {bubbles: true}))", "organizer roster")
+    browser.execute_script(
+        search + "box.dispatchEvent(new Event('input', {bubbles: true}))", "organizer roster"
+    )
     found = WebDriverWait(browser, 30, poll_frequency=0.05).until(
         lambda page: page.execute_script(
             "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
         )
     )
-    assert (site / "how-to/deploy-in-three-hospitals.html").as_uri() in {address.partition("#")[0] for address in found}
+    assert (site / "how-to/deploy-in-three-hospitals.html").as_uri() in {
+        address.partition("#")[0] for address in found
+    }
     browser.get(found[0])
     assert "roster" in browser.find_element("tag name", "article").text

@@ -1,7 +1,7 @@
 """The report and the live page in a real browser: headless Chromium, driven by its own driver.
 
-Skipped where Chromium is not installed (Debian: `apt-get install chromium chromium-driver`). Screenshots are kept in
-the folder that COTERIE_ARTIFACTS names, else in pytest's own.
+Skipped where Chromium is not installed (Debian: `apt-get install chromium chromium-driver`).
+Screenshots are kept in the folder that COTERIE_ARTIFACTS names, else in pytest's own.
 """
 
 import json
@@ -115,19 +115,26 @@ def load(browser, address, view="overview"):
     browser.get("about:blank")
     logs(browser)
     browser.get(f"{address}#{view}")
-    wait(browser, f"document.body.dataset.ready === 'true' && document.body.dataset.open === '{view}'")
+    wait(
+        browser,
+        f"document.body.dataset.ready === 'true' && document.body.dataset.open === '{view}'",
+    )
 
 
 def logs(browser):
     """Console messages, and the addresses that were asked for, since the last call."""
     console = [entry["message"] for entry in browser.get_log("browser")]
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    asked = [
+        e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"
+    ]
     return console, asked
 
 
 def visible(browser, css):
-    return [element for element in browser.find_elements(By.CSS_SELECTOR, css) if element.is_displayed()]
+    return [
+        element for element in browser.find_elements(By.CSS_SELECTOR, css) if element.is_displayed()
+    ]
 
 
 def screenshot(browser, path):
@@ -156,7 +163,10 @@ def test_every_view_draws_without_an_error_or_a_request(browser, study, artifact
         panel,
     )
     assert blank == 0
-    assert view in ("pairs", "provenance") or len(browser.find_elements(By.CSS_SELECTOR, f"{panel} canvas")) > 0
+    assert (
+        view in ("pairs", "provenance")
+        or len(browser.find_elements(By.CSS_SELECTOR, f"{panel} canvas")) > 0
+    )
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll(arguments[0] + ' [role=img], ' + arguments[0] + ' img')]"
         ".filter((e) => !(e.getAttribute('aria-label') || e.alt)).length",
@@ -165,7 +175,11 @@ def test_every_view_draws_without_an_error_or_a_request(browser, study, artifact
     assert unnamed == 0
     console, asked = logs(browser)
     assert console == []
-    assert [address for address in asked if not address.startswith(("file://", "data:", "blob:", "about:"))] == []
+    assert [
+        address
+        for address in asked
+        if not address.startswith(("file://", "data:", "blob:", "about:"))
+    ] == []
 
 
 def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
@@ -176,7 +190,9 @@ def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
     assert [row for row in stored if row["metric"] == "accuracy"] == expected
     table = browser.find_element(By.CSS_SELECTOR, "table.results[data-metric=accuracy]")
     cells = table.find_elements(By.CSS_SELECTOR, "td[data-value]")
-    assert [float(cell.get_attribute("data-value")) for cell in cells] == [row["mean"] for row in expected]
+    assert [float(cell.get_attribute("data-value")) for cell in cells] == [
+        row["mean"] for row in expected
+    ]
     texts = [f"{100 * row['mean']:.2f} ± {100 * row['std']:.2f}" for row in expected]
     assert [cell.text.rstrip("*") for cell in cells] == texts
     assert "DAC (tau=30)" in table.text
@@ -210,7 +226,10 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
     load(browser, write_report(study).as_uri(), "clients")
 
     def column(place):
-        return [row.find_elements(By.TAG_NAME, "td")[place].text for row in visible(browser, "#view-clients tr.pick")]
+        return [
+            row.find_elements(By.TAG_NAME, "td")[place].text
+            for row in visible(browser, "#view-clients tr.pick")
+        ]
 
     heads = visible(browser, "#view-clients th button")
     place = next(i for i, head in enumerate(heads) if head.text == "DAC (tau=30)")
@@ -220,7 +239,10 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
     up = [float(text) for text in column(place)]
     assert down == sorted(down, reverse=True)
     assert up == sorted(down)
-    assert browser.find_elements(By.CSS_SELECTOR, "#view-clients th")[place].get_attribute("aria-sort") == "ascending"
+    assert (
+        browser.find_elements(By.CSS_SELECTOR, "#view-clients th")[place].get_attribute("aria-sort")
+        == "ascending"
+    )
     row = visible(browser, "#view-clients tr.pick")[0]
     client = row.find_elements(By.TAG_NAME, "td")[0].text
     row.send_keys(Keys.ENTER)
@@ -234,8 +256,16 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
 def test_pairs_are_shown_with_intervals_and_in_words(browser, study):
     """Numbers are those of summary.json; a method leaves its own pairs; Enter on a pair shows its clients."""
     load(browser, write_report(study).as_uri(), "pairs")
-    stored = [one for one in json.loads((study / "summary.json").read_text())["pairs"] if one["cluster"] == "all"]
-    expected = {f"{one['method_a']} over {one['method_b']}": one for one in stored if one["metric"] == "accuracy"}
+    stored = [
+        one
+        for one in json.loads((study / "summary.json").read_text())["pairs"]
+        if one["cluster"] == "all"
+    ]
+    expected = {
+        f"{one['method_a']} over {one['method_b']}": one
+        for one in stored
+        if one["metric"] == "accuracy"
+    }
     rows = visible(browser, "#view-pairs tr.pick")
     assert {row.find_element(By.TAG_NAME, "th").text for row in rows} == set(expected)
     for row in rows:
@@ -295,21 +325,30 @@ def test_a_report_without_planted_clusters_does_not_speak_of_them(browser, tmp_p
         text = text.replace('dataset = "digits"', 'dataset = "own"')
         rng = np.random.default_rng(0)
         x, y = rng.standard_normal((180, 8)).astype("float32"), rng.integers(0, 3, 180)
-        own = coterie.from_arrays(torch.from_numpy(x), torch.from_numpy(y), clients=[i % 6 for i in range(180)])
+        own = coterie.from_arrays(
+            torch.from_numpy(x), torch.from_numpy(y), clients=[i % 6 for i in range(180)]
+        )
     (tmp_path / "plain.toml").write_text(text)
-    folder = coterie.run_study(tmp_path / "plain.toml", out=tmp_path / "runs", federation=own).folder
+    folder = coterie.run_study(
+        tmp_path / "plain.toml", out=tmp_path / "runs", federation=own
+    ).folder
     address = write_report(folder).as_uri()
     for view in VIEWS:
         load(browser, address, view)
         for closed in (
-            browser.find_elements(By.CSS_SELECTOR, "details:not([open]) summary") if view == "overview" else ()
+            browser.find_elements(By.CSS_SELECTOR, "details:not([open]) summary")
+            if view == "overview"
+            else ()
         ):
             closed.click()
         panel = browser.find_element(By.ID, f"view-{view}")
         labels = browser.execute_script(
-            "return [...arguments[0].querySelectorAll('[aria-label]')].map((e) => e.getAttribute('aria-label'))", panel
+            "return [...arguments[0].querySelectorAll('[aria-label]')].map((e) => e.getAttribute('aria-label'))",
+            panel,
         )
-        text = " ".join([panel.text, *labels, browser.find_element(By.CSS_SELECTOR, "header").text]).lower()
+        text = " ".join(
+            [panel.text, *labels, browser.find_element(By.CSS_SELECTOR, "header").text]
+        ).lower()
         assert "cluster" not in text, view
         assert logs(browser)[0] == []
 
@@ -339,7 +378,9 @@ def test_every_control_of_every_view_is_reached_with_tab(browser, study):
         reached = set()
         for _ in controls:
             browser.switch_to.active_element.send_keys(Keys.TAB)
-            reached.add(browser.execute_script("return Number(document.activeElement.dataset.stop ?? -1)"))
+            reached.add(
+                browser.execute_script("return Number(document.activeElement.dataset.stop ?? -1)")
+            )
         missed |= {view: sorted(set(controls) - reached)} if set(controls) - reached else {}
     assert missed == {}
 
@@ -362,7 +403,8 @@ def test_a_chart_drawn_again_leaves_the_focus_where_it_is(browser, study):
 def test_a_line_is_hidden_and_a_chart_zoomed_by_keyboard(browser, study):
     """Space on a name of the legend hides it and says so; + takes a fifth away from both ends, 0 brings all back."""
     load(browser, write_report(study).as_uri(), "curves")
-    # A canvas is painted at the browser's next frame, which a busy machine draws late: every look at it waits.
+    # A canvas is painted at the browser's next frame, which a busy machine draws late: every look
+    # at it waits.
     canvas = "document.querySelector('#view-curves canvas').toDataURL()"
     browser.execute_script(
         f"[...page.charts.values()].forEach(({{drawn}}) => drawn.getZr().flush()); page.whole = {canvas}"
@@ -434,7 +476,9 @@ def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):
         json.dumps(told | {"clusters": [evil, "b"], "shift": [evil] * 6, "name": evil})
     )
     for folder in (copy, *(copy / "DAC (tau=30)").iterdir()):
-        manifest.replace_files(folder, {path.name: path.read_bytes() for path in folder.glob("[cf]*.*")})
+        manifest.replace_files(
+            folder, {path.name: path.read_bytes() for path in folder.glob("[cf]*.*")}
+        )
     address = write_report(copy).as_uri()
     for view in VIEWS:
         load(browser, address, view)
@@ -457,10 +501,15 @@ def named(study, tmp_path_factory):
     copy = shutil.copytree(study, tmp_path_factory.mktemp("named") / "named")
     for path in copy.glob("*/seed-*/provenance.json"):
         stored = json.loads(path.read_text("utf-8"))
-        path.write_text(json.dumps({**stored, "client_names": {str(i): name for i, name in enumerate(NAMES)}}))
+        path.write_text(
+            json.dumps({**stored, "client_names": {str(i): name for i, name in enumerate(NAMES)}})
+        )
         manifest.replace_files(path.parent, {path.name: path.read_bytes()})
     told = json.loads((copy / "federation.json").read_text("utf-8"))
-    told |= {"features": ["age", "<b>ضغط</b>"], "classes": [f"class {NAMES[i % 6]} {i}" for i in range(10)]}
+    told |= {
+        "features": ["age", "<b>ضغط</b>"],
+        "classes": [f"class {NAMES[i % 6]} {i}" for i in range(10)],
+    }
     manifest.replace_files(copy, {"federation.json": json.dumps(told).encode()})
     return write_report(copy).as_uri()
 
@@ -477,15 +526,22 @@ def test_clients_are_called_by_their_names(browser, named):
     """In words, under a heatmap, in the table and on a client's own page; too long ones are cut, with the whole name
     in a tooltip."""
     load(browser, named)
-    assert f"6 ({NAMES[0]}, {NAMES[1]}, {NAMES[2]}, " in browser.find_element(By.CSS_SELECTOR, "dl.words").text
+    assert (
+        f"6 ({NAMES[0]}, {NAMES[1]}, {NAMES[2]}, "
+        in browser.find_element(By.CSS_SELECTOR, "dl.words").text
+    )
     load(browser, named, "reads")
     canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
     canvas.send_keys(Keys.ARROW_RIGHT)
     readout = browser.find_element(By.ID, "heatmaps").text
     assert f"{NAMES[0]} (rotation 0) used the model of {NAMES[1]} (rotation 0)" in readout
     load(browser, named, "clients")
-    cells = [row.find_elements(By.TAG_NAME, "td") for row in visible(browser, "#view-clients tr.pick")]
-    assert [cell[0].get_property("textContent").strip("\u2068\u2069") for cell in cells] == list(NAMES)
+    cells = [
+        row.find_elements(By.TAG_NAME, "td") for row in visible(browser, "#view-clients tr.pick")
+    ]
+    assert [cell[0].get_property("textContent").strip("\u2068\u2069") for cell in cells] == list(
+        NAMES
+    )
     assert [cell[1].text for cell in cells] == ["0", "1", "2", "3", "4", "5"]
     assert cells[3][0].get_attribute("title") == NAMES[3]
     assert cells[3][0].get_property("scrollWidth") > cells[3][0].get_property("clientWidth")
@@ -494,20 +550,38 @@ def test_clients_are_called_by_their_names(browser, named):
     heading = detail.find_element(By.TAG_NAME, "h2")
     assert (heading.text, heading.get_attribute("title")) == (NAMES[3][:79] + "…", NAMES[3])
     assert "client 3; rotation 0" in detail.text
-    assert [chart for chart in detail.find_elements(By.CSS_SELECTOR, "[role=img]") if NAMES[3] in chart.accessible_name]
+    assert [
+        chart
+        for chart in detail.find_elements(By.CSS_SELECTOR, "[role=img]")
+        if NAMES[3] in chart.accessible_name
+    ]
 
 
 def test_the_graph_cuts_long_names_and_its_tooltip_has_them_whole(browser, named):
     load(browser, named, "graph")
     drawn = "[...page.charts.values()][0].drawn"
-    shown = browser.execute_script(f"return {drawn}.getOption().series[0].data.map((one) => one.name)")
+    shown = browser.execute_script(
+        f"return {drawn}.getOption().series[0].data.map((one) => one.name)"
+    )
     assert sorted(shown) == sorted(
-        [NAMES[0], "<img src=x oner…", f"\u2068{NAMES[2]}\u2069", "St. Olavs hospi…", NAMES[4], NAMES[5]]
+        [
+            NAMES[0],
+            "<img src=x oner…",
+            f"\u2068{NAMES[2]}\u2069",
+            "St. Olavs hospi…",
+            NAMES[4],
+            NAMES[5],
+        ]
     )
     for number in (1, 3):
         show = f"const at = {drawn}.getOption().series[0].data.findIndex((one) => one.id === '{number}');"
-        browser.execute_script(show + f"{drawn}.dispatchAction({{ type: 'showTip', seriesIndex: 0, dataIndex: at }})")
-        wait(browser, f"document.querySelector('#view-graph .chart').textContent.includes({json.dumps(NAMES[number])})")
+        browser.execute_script(
+            show + f"{drawn}.dispatchAction({{ type: 'showTip', seriesIndex: 0, dataIndex: at }})"
+        )
+        wait(
+            browser,
+            f"document.querySelector('#view-graph .chart').textContent.includes({json.dumps(NAMES[number])})",
+        )
     assert logs(browser)[0] == []
 
 
@@ -534,10 +608,14 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
     """A real run, held until the page has seen it; what the reader chose stays; the run ends and starts again."""
     (tmp_path / "browser.toml").write_text(STUDY)
     go_on = threading.Semaphore(0)
-    study = coterie.load_study(tmp_path / "browser.toml", ["seeds=[0]", "methods.random.num_peers=3"])
+    study = coterie.load_study(
+        tmp_path / "browser.toml", ["seeds=[0]", "methods.random.num_peers=3"]
+    )
     runs = tmp_path / "runs" / "browser"
     worker = threading.Thread(
-        target=lambda: coterie.run_study(study, out=tmp_path / "runs", observer=lambda step: go_on.acquire()),
+        target=lambda: coterie.run_study(
+            study, out=tmp_path / "runs", observer=lambda step: go_on.acquire()
+        ),
         daemon=True,
     )
     rounds = "Math.max(0, ...page.data.methods.flatMap((m) => m.runs.map((r) => r.rounds)))"
@@ -551,16 +629,23 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
         wait(browser, f"{rounds} >= 2")
         browser.find_element(By.ID, "tab-curves").click()
         wait(browser, "document.body.dataset.open === 'curves'")
-        Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).select_by_visible_text("train loss")
+        Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).select_by_visible_text(
+            "train loss"
+        )
         go_on.release()
         go_on.release()
         wait(browser, f"{rounds} >= 4 && document.body.dataset.open === 'curves'")
-        chosen = Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).first_selected_option.text
+        chosen = Select(
+            browser.find_element(By.CSS_SELECTOR, "#view-curves select")
+        ).first_selected_option.text
         assert chosen == "train loss"
         screenshot(browser, artifacts / "live-curves.png")
         go_on.release(100)
         worker.join(timeout=60)
-        wait(browser, "document.getElementById('live').textContent.includes('all runs have finished')")
+        wait(
+            browser,
+            "document.getElementById('live').textContent.includes('all runs have finished')",
+        )
         assert browser.execute_script("return window.mark") == "never reloaded"
         shutil.rmtree(runs)
         wait(browser, "page.data.methods.length === 0")
@@ -569,7 +654,9 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
         assert browser.execute_script("return window.mark") == "never reloaded"
         console, asked = logs(browser)
         assert console == []
-        assert {address.split("/")[2] for address in asked if address.startswith("http")} == {f"127.0.0.1:{page.port}"}
+        assert {address.split("/")[2] for address in asked if address.startswith("http")} == {
+            f"127.0.0.1:{page.port}"
+        }
 
 
 def test_the_live_page_says_when_its_server_is_gone(browser, study):
@@ -597,8 +684,9 @@ def spent(browser):
 def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path, artifacts):
     """A real run of 1,000 clients: the page opens, and every view, the slider, sorting and a client answer in time.
 
-    Measured in processor time of the page's thread, which is the time a reader waits, less what other programs take
-    meanwhile: the tests beside this one do not change it. The artifact holds the time on the clock too.
+    Measured in processor time of the page's thread, which is the time a reader waits, less what
+    other programs take meanwhile: the tests beside this one do not change it. The artifact holds
+    the time on the clock too.
     """
     (tmp_path / "thousand.toml").write_text(THOUSAND)
     folder = coterie.run_study(tmp_path / "thousand.toml", out=tmp_path).folder
@@ -615,13 +703,17 @@ def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path,
     browser.get(address)
     wait(browser, "document.body.dataset.ready === 'true'")
     thread = {"open": 1000 * spent(browser)}  # all that this page has used, and about:blank
-    clock = {"open": browser.execute_script("return performance.getEntriesByName('ready')[0].startTime")}
+    clock = {
+        "open": browser.execute_script("return performance.getEntriesByName('ready')[0].startTime")
+    }
     for name, action in actions.items():
         before = spent(browser)
         clock[name] = browser.execute_async_script(REACTION.replace("ACTION", action))
         thread[name] = 1000 * (spent(browser) - before)
     assert logs(browser)[0] == []
     screenshot(browser, artifacts / "thousand-clients.png")
-    (artifacts / "thousand-clients.json").write_text(json.dumps({"thread": thread, "clock": clock}, indent=1))
+    (artifacts / "thousand-clients.json").write_text(
+        json.dumps({"thread": thread, "clock": clock}, indent=1)
+    )
     assert all(took > 0 for took in thread.values())
     assert {name: took for name, took in thread.items() if took > 2000} == {}

@@ -89,7 +89,9 @@ def finish(process: "subprocess.Popen[str]", timeout: float = 240) -> tuple[int,
 def wait_for(process: "subprocess.Popen[str]", run: Path, rounds: int) -> None:
     """Wait until a run has written a checkpoint after so many rounds."""
     for _ in range(24_000):
-        if (run / "provenance.json").exists() and json.loads((run / "provenance.json").read_text())["round"] >= rounds:
+        if (run / "provenance.json").exists() and json.loads((run / "provenance.json").read_text())[
+            "round"
+        ] >= rounds:
             return
         try:
             process.wait(0.005)
@@ -101,7 +103,11 @@ def wait_for(process: "subprocess.Popen[str]", run: Path, rounds: int) -> None:
 
 def results(folder: Path) -> dict[str, bytes]:
     names = {"checkpoint.safetensors", "metrics.parquet", "edges.parquet"}
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.name in names}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.name in names
+    }
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files and sockets to the collector
+    # Ray leaves files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
@@ -85,7 +86,10 @@ def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes_here_or_there(tmp_
     status, out, err = finish(process)
     assert status == 130, err
     assert "Traceback" not in out + err
-    assert err.strip().splitlines()[-1] == "stopped; continue with: coterie resume runs/tiny --on ray:local"
+    assert (
+        err.strip().splitlines()[-1]
+        == "stopped; continue with: coterie resume runs/tiny --on ray:local"
+    )
     assert of_session(process.pid) == []
     assert results(tmp_path / "runs/tiny") != results(whole)
     status, out, err = finish(start(tmp_path, "resume", "runs/tiny", *ON))
@@ -104,13 +108,17 @@ def test_a_study_whose_machine_was_lost_goes_on_to_the_same_bytes(tmp_path, whol
     assert results(tmp_path / "runs/tiny") == results(whole)
 
 
-def test_runs_of_a_machine_that_is_lost_go_on_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_runs_of_a_machine_that_is_lost_go_on_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Three runs wait in their third round, one on each machine; a machine dies with all that runs on it."""
     (tmp_path / "waiting.py").write_text(WAITING)
     (place := tmp_path / "place").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     method = f'kind = "waiting:Waiting"\nlabel = "Gossip"\nplace = "{place}"'
-    text = STUDY.replace('kind = "random"\nlabel = "Gossip"', method).replace("seeds = [0, 1]", "seeds = [0, 1, 2]")
+    text = STUDY.replace('kind = "random"\nlabel = "Gossip"', method).replace(
+        "seeds = [0, 1]", "seeds = [0, 1, 2]"
+    )
     study = config.loads(text.rpartition("[[methods]]")[0])
     (place / "go").touch()
     run_study(study, out=tmp_path / "here")

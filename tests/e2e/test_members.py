@@ -9,7 +9,8 @@ pytestmark = pytest.mark.e2e
 def test_a_member_that_says_the_run_is_over_ends_nobodys_training(tmp_path, port):
     """Before the first round and in every one it answers "gone", round 2147483647, and signs a head that says so.
 
-    Both train all rounds without it, and say in their logs why it was missing and that a claim is not backed.
+    Both train all rounds without it, and say in their logs why it was missing and that a claim is
+    not backed.
     """
     rounds = 5
     found = network_members.attacked(tmp_path, "gone", rounds=rounds, port=port)

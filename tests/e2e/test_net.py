@@ -52,7 +52,9 @@ QUICK = {"deadline": 60.0, "start": 200.0, "linger": 10.0}
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
-    frame = frame.astype({c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)})
+    frame = frame.astype(
+        {c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)}
+    )
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
@@ -65,8 +67,8 @@ def judging(study: config.StudyConfig) -> config.StudyConfig:
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """The same peers, weights, bytes and metrics in every round, whether four processes or one.
 
-    Peers that read each other, a server with one model, and one with several that clients fetch again to measure them;
-    tests/unit/net/test_node.py has every method, in one process.
+    Peers that read each other, a server with one model, and one with several that clients fetch
+    again to measure them; tests/unit/net/test_node.py has every method, in one process.
 
     While a node works, the live page of its folder follows it.
     """
@@ -82,7 +84,9 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
     with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
         for name in files:
             nodes.start(name)
-        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (
+            tmp_path / "logs" / "node-00.log"
+        ).read_text()
     assert "unfinished (round" in pages[0]["overview"]
     assert pages[0]["data"]["curves"][0]["rounds"][:2] == [-1, 0]
     assert len({page["signature"] for page in pages}) > 1
@@ -101,7 +105,9 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     """
     held_out = "rounds = 4\nnew_clients = [3]\nnew_client_rounds = 2\n"
     study = config.loads(STUDY.replace("rounds = 4\n", held_out)).only(label, 0)
-    files = fleet.lay_out(tmp_path, study, port=port, network={**QUICK, "start": 90.0, "linger": "unlimited"})
+    files = fleet.lay_out(
+        tmp_path, study, port=port, network={**QUICK, "start": 90.0, "linger": "unlimited"}
+    )
     (tmp_path / "logs").mkdir()
     *early, late = files
     over = {name: threading.Event() for name in early}
@@ -113,13 +119,17 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
         for name in early:
             nodes.start(name)
-        assert all(event.wait(240) for event in over.values()), (tmp_path / "logs" / "node-00.log").read_text()
+        assert all(event.wait(240) for event in over.values()), (
+            tmp_path / "logs" / "node-00.log"
+        ).read_text()
         for name in early if label == "ifca" else []:
             nodes.processes[name].terminate()
             nodes.processes[name].wait(30)
             nodes.start(name)
         nodes.start(late)
-        assert nodes.wait(240) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
+        assert nodes.wait(240) == dict.fromkeys(files, 0), (
+            tmp_path / "logs" / f"{late}.log"
+        ).read_text()
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
     run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
@@ -162,7 +172,9 @@ def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_
     with fleet.Fleet(files, logs=tmp_path / "logs") as nodes:
         for name in files:
             nodes.start(name)
-        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (
+            tmp_path / "logs" / "node-00.log"
+        ).read_text()
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
     run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "tokens" / "random" / "seed-0"
@@ -175,11 +187,15 @@ def coterie(*arguments: str | Path) -> str:
     """What a command prints, or the error it ends with."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return (
-        result.stdout if result.exception is None or isinstance(result.exception, SystemExit) else str(result.exception)
+        result.stdout
+        if result.exception is None or isinstance(result.exception, SystemExit)
+        else str(result.exception)
     )
 
 
-def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(tmp_path, port):
+def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(
+    tmp_path, port
+):
     """Keys are made where they are used; the roster is signed; the doctor says who is away and what is wrong."""
     organizer, north, study = tmp_path / "organizer", tmp_path / "north", tmp_path / "study.toml"
     north.mkdir()
@@ -188,9 +204,15 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     for name, number in (("north", 0), ("south", 1)):
         address = f"127.0.0.1:{port + number}"
         assert "stays on this machine" in coterie("net", "join", name, address, "--folder", north)
-        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address, "--name", name)
-    assert "never overwritten" in coterie("net", "join", "north", f"127.0.0.1:{port}", "--folder", north)
-    written = coterie("net", "roster", organizer, "--study", study, "--features", "1,8,8", "--classes", "10")
+        assert "fingerprint" in coterie(
+            "net", "sign", organizer, north / f"{name}.csr", address, "--name", name
+        )
+    assert "never overwritten" in coterie(
+        "net", "join", "north", f"127.0.0.1:{port}", "--folder", north
+    )
+    written = coterie(
+        "net", "roster", organizer, "--study", study, "--features", "1,8,8", "--classes", "10"
+    )
     assert "version 1" in written
     file = north / "node.toml"
     file.write_text(
@@ -201,7 +223,11 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     check = coterie("net", "roster", organizer / "roster.toml", "--check", "--node", file)
     assert check == "the roster is in order\n"
     draw = np.random.default_rng(0)
-    np.savez(north / "data.npz", x=draw.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8), y=draw.integers(0, 10, 40))
+    np.savez(
+        north / "data.npz",
+        x=draw.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8),
+        y=draw.integers(0, 10, 40),
+    )
     told = coterie("doctor", file)
     assert "ok     data: [26] training and [6] validation samples" in told
     assert f"WRONG  south at 127.0.0.1:{port + 1}: no answer (nothing listens there)" in told
@@ -215,7 +241,9 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path, port):
     study = config.loads(STUDY).only("dac", 0)
     files = fleet.lay_out(tmp_path, study, port=port, network={**QUICK, "start": 100.0})
     events: list = []
-    with fleet.Fleet(files, logs=tmp_path, listener=lambda name, event: events.append(event)) as nodes:
+    with fleet.Fleet(
+        files, logs=tmp_path, listener=lambda name, event: events.append(event)
+    ) as nodes:
         nodes.start("node-00", "--insecure-loopback")
         process = nodes.processes["node-00"]
         while not events and process.poll() is None:
@@ -239,7 +267,12 @@ def test_a_member_is_removed_while_the_others_run(tmp_path, port):
 
     def look(name: str, event: Mapping[str, Any]) -> None:
         events.append((name, event))
-        if name == "node-01" and event["event"] == "round" and event["round"] == 1 and not removed.is_set():
+        if (
+            name == "node-01"
+            and event["event"] == "round"
+            and event["round"] == 1
+            and not removed.is_set()
+        ):
             removed.set()
             setup.remove(tmp_path / "keys", "node-03")
 
@@ -249,9 +282,13 @@ def test_a_member_is_removed_while_the_others_run(tmp_path, port):
         statuses = nodes.wait(120)
     assert statuses == {"node-00": 0, "node-01": 0, "node-02": 0, "node-03": 2}
     told = {name: e for name, e in events if e["event"] == "roster"}
-    assert {name: e["removed"] for name, e in told.items()} == {name: ["node-03"] for name in list(files)[:3]}
+    assert {name: e["removed"] for name, e in told.items()} == {
+        name: ["node-03"] for name in list(files)[:3]
+    }
     for name in list(files)[:3]:
-        edges = pd.read_parquet(tmp_path / "nodes" / name / "four" / "dac" / "seed-0" / "edges.parquet")
+        edges = pd.read_parquet(
+            tmp_path / "nodes" / name / "four" / "dac" / "seed-0" / "edges.parquet"
+        )
         assert max(edges["round"].tolist()) == 9
         later = edges[(edges["round"] > told[name]["round"]) & (edges["weight"] > 0)]
         assert 3 not in later["read"].tolist()

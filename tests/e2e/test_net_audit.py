@@ -38,11 +38,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 def table(path: Path) -> pd.DataFrame:
     frame = pd.read_parquet(path)
-    frame = frame.astype({c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)})
+    frame = frame.astype(
+        {c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)}
+    )
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
-def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(tmp_path, port):
+def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(
+    tmp_path, port
+):
     study = config.loads(STUDY)
     files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     (tmp_path / "logs").mkdir()
@@ -53,7 +57,9 @@ def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_
         assert nodes.processes["node-00"].wait(270) == NO_ROOM
         del behind["node-00"]
         nodes.start("node-00")
-        assert nodes.wait(270) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+        assert nodes.wait(270) == dict.fromkeys(files, 0), (
+            tmp_path / "logs" / "node-00.log"
+        ).read_text()
     said = (tmp_path / "logs" / "node-00.log").read_text().splitlines()
     events = [json.loads(line) for line in said if line.startswith("{")]
     names = [event["event"] for event in events]
@@ -72,7 +78,13 @@ def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_
     assert table(tmp_path / "runs/three/nodes" / run).equals(simulated)
 
     logs = [tmp_path / "nodes" / name for name in files]
-    arguments = [*logs, "--roster", tmp_path / "keys/roster.toml", "--organizer", tmp_path / "keys/organizer.pub"]
+    arguments = [
+        *logs,
+        "--roster",
+        tmp_path / "keys/roster.toml",
+        "--organizer",
+        tmp_path / "keys/organizer.pub",
+    ]
     result = CliRunner().invoke(app, ["net", "audit", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     assert result.output.count("the chain is whole") == 3

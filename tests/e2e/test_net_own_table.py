@@ -47,7 +47,9 @@ num_peers = 1
 QUICK = {"deadline": 60.0, "start": 200.0, "linger": 10.0}
 
 
-def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_does(tmp_path, monkeypatch, port):
+def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_does(
+    tmp_path, monkeypatch, port
+):
     """The same patients are tested, values filled and scaled by the same training rows; no node has another's file."""
     monkeypatch.chdir(tmp_path)
     rows = heart_disease.table()
@@ -82,5 +84,7 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
 
 def plain(table: pd.DataFrame) -> pd.DataFrame:
     """Rows in one order, text as text."""
-    table = table.astype({c: str for c in table.columns if isinstance(table[c].dtype, pd.CategoricalDtype)})
+    table = table.astype(
+        {c: str for c in table.columns if isinstance(table[c].dtype, pd.CategoricalDtype)}
+    )
     return table.sort_values(list(table.columns)).reset_index(drop=True)

@@ -47,7 +47,9 @@ class Honest:
             )
             self.transports.append(transport)
             terms = Terms(deadline=SECONDS, redraws=0)
-            self.exchanges.append(RemoteExchange(Post(transport, self.roster, own.sign, terms=terms)))
+            self.exchanges.append(
+                RemoteExchange(Post(transport, self.roster, own.sign, terms=terms))
+            )
         self.round = 0
 
     def close(self) -> None:
@@ -85,7 +87,8 @@ def honest(tmp_path_factory, ports) -> Iterator[Honest]:
 def test_an_address_in_use_is_named(honest):
     """A second node with the same address ends with one line, and the first goes on."""
     with pytest.raises(
-        TransportError, match=rf"cannot listen on tls/127.0.0.1:{honest.port}: it is in use: this node runs"
+        TransportError,
+        match=rf"cannot listen on tls/127.0.0.1:{honest.port}: it is in use: this node runs",
     ):
         ZenohTransport(honest.roster, "n0", honest.people[0])
 
@@ -113,14 +116,23 @@ def links(session: zenoh.Session) -> int:
     return len(session.info.transports())
 
 
-def made(folder: Path, name: str, *, authority: Path | None = None, days: float = 1.0, now: datetime | None = None):
+def made(
+    folder: Path,
+    name: str,
+    *,
+    authority: Path | None = None,
+    days: float = 1.0,
+    now: datetime | None = None,
+):
     """Credentials of a name, by an authority of one's own or by the run's."""
     if authority is None:
         identity.make_authority(folder, "local", days=10, now=now)
         authority = folder
     request = identity.make_request(folder, name, "127.0.0.1:1")
     identity.sign_request(authority, request, name, "127.0.0.1:1", days=days, now=now)
-    own = Identity.load(folder / f"{name}.key", authority / "members" / f"{name}.pem", authority / "ca.pem", now=now)
+    own = Identity.load(
+        folder / f"{name}.key", authority / "members" / f"{name}.pem", authority / "ca.pem", now=now
+    )
     return own
 
 
@@ -147,7 +159,11 @@ def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
     (tmp_path / "ca.key").chmod(0o600)
     request = identity.make_request(tmp_path, "n2", "127.0.0.1:1")
     identity.sign_request(tmp_path, request, "n2", "127.0.0.1:1", days=1.0, now=past)
-    own = replace(honest.people[2], key_file=tmp_path / "n2.key", certificate_file=tmp_path / "members" / "n2.pem")
+    own = replace(
+        honest.people[2],
+        key_file=tmp_path / "n2.key",
+        certificate_file=tmp_path / "members" / "n2.pem",
+    )
     with attacker(honest.roster, "n2", own, port=honest.port + 51) as session:
         threading.Event().wait(1.5)
         assert links(session) == 0
@@ -163,7 +179,10 @@ def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_
     base = prefix("local")
     with attacker(honest.roster, "mallory", own, port=honest.port + 52) as session:
         until(lambda: links(session) == 2)
-        for key in (f"{base}/n0/model/mallory?r={honest.round};x=0;c=0;w=1", f"{base}/n0/model/n2?r=1;x=0;c=0;w=1"):
+        for key in (
+            f"{base}/n0/model/mallory?r={honest.round};x=0;c=0;w=1",
+            f"{base}/n0/model/n2?r=1;x=0;c=0;w=1",
+        ):
             assert list(session.get(key, timeout=1.0)) == []
         asked: list = []
         queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
@@ -217,7 +236,9 @@ class Liar:
             "run": "local", "peer": "n2", "inc": 1, "address": Address(self.honest.round + 1, 0, 2), "schema": "",
             "sign": self.honest.people[2].sign, **changes,
         }  # fmt: skip
-        return [(attachment, bytes(chunk)) for attachment, chunk in seal(tensors, **options).chunks()]
+        return [
+            (attachment, bytes(chunk)) for attachment, chunk in seal(tensors, **options).chunks()
+        ]
 
     def signed(self, payload: bytes) -> list[tuple[bytes, bytes]]:
         """Any bytes as the payload of a message that is in order otherwise, signed by n2."""
@@ -226,7 +247,9 @@ class Liar:
             **json.loads(attachment[68:]), "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()
         }  # fmt: skip
         text = canonical(manifest)
-        return [(bytes(4) + self.honest.people[2].sign(b"coterie manifest 1\n" + text) + text, payload)]
+        return [
+            (bytes(4) + self.honest.people[2].sign(b"coterie manifest 1\n" + text) + text, payload)
+        ]
 
     def read(self, parts: list[tuple[bytes, bytes]]) -> str:
         """Let n0 read n2 and n1; return why n2's message was not used ("" when it was). n1's always is."""
@@ -306,7 +329,14 @@ def test_a_hostile_pickle_is_refused_and_never_loaded(liar, tmp_path):
         (b"\xff" * 40, "header"),
         (with_header("[" * 5000), "header"),
     ],
-    ids=["truncated", "overlapping", "a negative shape", "no JSON", "an endless header", "endless nesting"],
+    ids=[
+        "truncated",
+        "overlapping",
+        "a negative shape",
+        "no JSON",
+        "an endless header",
+        "endless nesting",
+    ],
 )
 def test_malformed_safetensors_are_refused(liar, payload, code):
     liar.check_refused(liar.signed(payload), code)
@@ -367,18 +397,27 @@ def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 56) as session:
         until(lambda: links(session) == 2)
         open_ = [
-            session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0) for i in range(200)
+            session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0)
+            for i in range(200)
         ]
         assert honest.exchange(1).tolist() == [True]
         assert honest.transports[0].outbox.load[1] <= 8
-        codes = [json.loads(r.err.payload.to_bytes())["code"] for replies in open_ for r in replies if r.err]
+        codes = [
+            json.loads(r.err.payload.to_bytes())["code"]
+            for replies in open_
+            for r in replies
+            if r.err
+        ]
     assert codes.count("busy") >= 190
 
 
-def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(tmp_path, port):
+def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(
+    tmp_path, port
+):
     """n2's first certificate is good until the roster names another key for it; the second until n2 is removed.
 
-    Neither expires, and the session with its links was open before: they are closed, and new ones are of no use.
+    Neither expires, and the session with its links was open before: they are closed, and new ones
+    are of no use.
     """
     base = prefix("local")
     who, _ = local.members([[0], [1], [2]], port=port)
@@ -391,7 +430,9 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
     (held / "stolen.key").chmod(0o600)
     request = identity.make_request(tmp_path / "new", "n2", f"127.0.0.1:{port + 2}")
     second = setup.rekey(tmp_path, "n2", request)
-    fresh = Identity.load(tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem")
+    fresh = Identity.load(
+        tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem"
+    )
     third = setup.remove(tmp_path, "n2")
     transports = [ZenohTransport(first, own.name, own) for own in people[:2]]
     question = f"{base}/n0/head/n2?n=1"

@@ -49,7 +49,9 @@ class Victim:
 
     def member(self, name: str) -> Identity:
         keys = self.folder / "keys"
-        return Identity.load(keys / f"{name}.key", keys / "members" / f"{name}.pem", keys / "ca.pem")
+        return Identity.load(
+            keys / f"{name}.key", keys / "members" / f"{name}.pem", keys / "ca.pem"
+        )
 
     def told(self, reason: str, text: str = "", peer: str | None = None) -> bool:
         """Whether the log has such a refusal, as a warning."""
@@ -61,7 +63,9 @@ class Victim:
     @contextmanager
     def attacked(self, own: Identity, number: int) -> Iterator[zenoh.Session]:
         """A session with some credentials that keeps to no rule, and dials node-00."""
-        settings = configuration(self.who, "node-03", own, listen=f"127.0.0.1:{self.port + 50 + number}")
+        settings = configuration(
+            self.who, "node-03", own, listen=f"127.0.0.1:{self.port + 50 + number}"
+        )
         settings["connect"]["endpoints"] = [f"tls/127.0.0.1:{self.port}"]
         del settings["access_control"], settings["low_pass_filter"]
         with zenoh.open(zenoh.Config.from_json5(json.dumps(settings))) as session:
@@ -73,7 +77,10 @@ def made(folder: Path, name: str, authority: Path, now: datetime | None = None) 
     (folder / "members").mkdir(parents=True, exist_ok=True)
     request = identity.make_request(folder, name, "127.0.0.1:1")
     identity.sign_request(authority, request, name, "127.0.0.1:1", days=1.0, now=now)
-    return {"key_file": folder / f"{name}.key", "certificate_file": authority / "members" / f"{name}.pem"}
+    return {
+        "key_file": folder / f"{name}.key",
+        "certificate_file": authority / "members" / f"{name}.pem",
+    }
 
 
 def another_authority(victim: Victim, folder: Path) -> None:
@@ -90,7 +97,9 @@ def one_that_is_over(victim: Victim, folder: Path) -> None:
         (folder / name).write_bytes((victim.folder / "keys" / name).read_bytes())
     (folder / "ca.key").chmod(0o600)
     past = datetime.now(UTC) - timedelta(hours=25)
-    with victim.attacked(replace(victim.member("node-03"), **made(folder, "node-03", folder, past)), 1):
+    with victim.attacked(
+        replace(victim.member("node-03"), **made(folder, "node-03", folder, past)), 1
+    ):
         until(lambda: victim.told("certificate", "certificate expired"))
 
 
@@ -100,12 +109,27 @@ def beyond_its_rights(victim: Victim, _: Path) -> None:
     with victim.attacked(victim.member("node-03"), 2) as session:
         until(lambda: bool(session.info.transports()))
         list(session.get(f"{base}/node-00/model/node-02?r=0;x=0;c=0;w=1", timeout=0.5))
-        until(lambda: victim.told("not_allowed", f"Query on {base}/node-00/model/node-02", "node-03"))
+        until(
+            lambda: victim.told("not_allowed", f"Query on {base}/node-00/model/node-02", "node-03")
+        )
         with session.declare_queryable(f"{base}/node-02/**", lambda query: None):
-            until(lambda: victim.told("not_allowed", f"Declare Queryable on {base}/node-02/**", "node-03"))
+            until(
+                lambda: victim.told(
+                    "not_allowed", f"Declare Queryable on {base}/node-02/**", "node-03"
+                )
+            )
         with session.liveliness().declare_token(f"{base}/node-02/alive"):
-            until(lambda: victim.told("not_allowed", f"Liveliness Token on {base}/node-02/alive", "node-03"))
-        assert list(session.get(f"{base}/node-00/head/node-03?n=1", payload=bytes(1 << 20), timeout=0.5)) == []
+            until(
+                lambda: victim.told(
+                    "not_allowed", f"Liveliness Token on {base}/node-02/alive", "node-03"
+                )
+            )
+        assert (
+            list(
+                session.get(f"{base}/node-00/head/node-03?n=1", payload=bytes(1 << 20), timeout=0.5)
+            )
+            == []
+        )
         until(lambda: victim.told("too_large", peer="node-03"))
         asked = threading.Event()
 
@@ -124,9 +148,12 @@ def not_on_the_roster(victim: Victim, folder: Path) -> None:
     for name in ("ca.key", "ca.pem"):
         (folder / name).write_bytes((victim.folder / "keys" / name).read_bytes())
     (folder / "ca.key").chmod(0o600)
-    with victim.attacked(replace(victim.member("node-03"), **made(folder, "mallory", folder)), 3) as session:
+    with victim.attacked(
+        replace(victim.member("node-03"), **made(folder, "mallory", folder)), 3
+    ) as session:
         until(lambda: victim.told("not_on_roster"))
-        with session.declare_queryable(f"{prefix('demo')}/mallory/**", lambda query: None):  # told to everybody
+        # told to everybody
+        with session.declare_queryable(f"{prefix('demo')}/mallory/**", lambda query: None):
             until(lambda: victim.told("dropped"))
 
 
@@ -137,19 +164,30 @@ def test_who_is_turned_away_and_why(tmp_path, port):
     files = fleet.lay_out(folder, config.loads(STUDY), port=port, network=network)
     victim = Victim(folder, port)
     with fleet.Fleet(
-        {"node-00": files["node-00"]}, logs=folder, listener=lambda name, event: victim.events.append(event)
+        {"node-00": files["node-00"]},
+        logs=folder,
+        listener=lambda name, event: victim.events.append(event),
     ) as nodes:
         nodes.start("node-00")
         with ZenohTransport(victim.who, "node-01", victim.member("node-01")) as honest:
             until(lambda: isinstance(honest.head("node-00", "1", 2.0), bytes))
-            for attack in (another_authority, one_that_is_over, beyond_its_rights, not_on_the_roster):
+            for attack in (
+                another_authority,
+                one_that_is_over,
+                beyond_its_rights,
+                not_on_the_roster,
+            ):
                 own = tmp_path / attack.__name__
                 own.mkdir()
                 attack(victim, own)
-            assert isinstance(honest.head("node-00", "2", 5.0), bytes), "honest members are unharmed"
+            assert isinstance(honest.head("node-00", "2", 5.0), bytes), (
+                "honest members are unharmed"
+            )
         nodes.processes["node-00"].terminate()
         nodes.processes["node-00"].wait(30)
-    assert sum(e["times"] for e in victim.events if e.get("reason") == "too_large") >= 2, "both, though only one told"
+    assert sum(e["times"] for e in victim.events if e.get("reason") == "too_large") >= 2, (
+        "both, though only one told"
+    )
     engine = (folder / "node-00.engine.log").read_text()
     assert "zenoh_link_tls" in engine
     assert "TRACE" not in engine, "what the engine traces is read and goes no further"

@@ -15,7 +15,9 @@ HEAD = 'rounds = 2\nseeds = [0]\n[local]\nbatch_size = 8\n[[methods]]\nkind = "r
 
 
 def command(*words: str) -> str:
-    told = CliRunner().invoke(app, [*words, *([] if words[0] == "report" else ["--workers", "1", "--quiet"])])
+    told = CliRunner().invoke(
+        app, [*words, *([] if words[0] == "report" else ["--workers", "1", "--quiet"])]
+    )
     assert told.exception is None, f"{words}: {told.output} {told.exception!r}"
     return told.output
 
@@ -44,7 +46,9 @@ def patients() -> pd.DataFrame:
 @pytest.mark.filterwarnings("ignore:.*without any value:UserWarning")
 def test_a_table_runs_resumes_tunes_and_is_reported(suffix, here):
     table = patients()
-    table.to_csv("patients.csv", index=False) if suffix == "csv" else table.to_parquet("patients.parquet")
+    table.to_csv("patients.csv", index=False) if suffix == "csv" else table.to_parquet(
+        "patients.parquet"
+    )
     options = f'path = "patients.{suffix}"\ntarget = "ill"\nclient = "site"\nimpute = "median"\nscale = "standard"\n'
     data = f'[data]\ndataset = "table"\n[data.options]\n{options}'
     (here / "mine.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')
@@ -68,7 +72,9 @@ def test_a_folder_of_images_by_client_runs(here):
                 path = here / "pets" / client / label / f"{place}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 height, width = draw.integers(8, 20, 2)
-                Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+                Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
+                    path
+                )
     data = '[data]\ndataset = "folder"\n[data.options]\npath = "pets"\nsize = 8\n'
     (here / "pets.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')
     command("run", "pets.toml")

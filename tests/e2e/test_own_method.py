@@ -108,7 +108,12 @@ class Place:
 
     def process(self, *words: str, installed: bool = True, **more: str) -> subprocess.Popen[str]:
         paths = [*([str(self.site)] if installed else []), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200", **more}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "COLUMNS": "200",
+            **more,
+        }
         return subprocess.Popen(
             [sys.executable, *words], cwd=self.folder, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -124,7 +129,9 @@ class Place:
 
 def test_a_method_of_another_package_goes_everywhere_and_is_read_without_it(tmp_path):
     place = Place(tmp_path)
-    killed = place.process("-m", "coterie", "run", "study.toml", "--workers", "1", "--quiet", KILLED="yes")
+    killed = place.process(
+        "-m", "coterie", "run", "study.toml", "--workers", "1", "--quiet", KILLED="yes"
+    )
     killed.communicate(timeout=300)
     assert killed.returncode == -signal.SIGKILL
     stored = tmp_path / "runs/rings/ring/seed-0/provenance.json"
@@ -141,16 +148,34 @@ def test_a_method_of_another_package_goes_everywhere_and_is_read_without_it(tmp_
     assert "install ring-package==1.0" in told
 
     reading = [("show", "runs/rings", "--json"), ("list",), ("compare", "runs/rings", "--json")]
-    tune = ("tune", "study.toml", "--set", "rounds=2", "--grid", "methods.other.step=1,2", "--workers", "1", "--quiet")
+    tune = (
+        "tune",
+        "study.toml",
+        "--set",
+        "rounds=2",
+        "--grid",
+        "methods.other.step=1,2",
+        "--workers",
+        "1",
+        "--quiet",
+    )
     resume = ("resume", "runs/rings", "--workers", "1", "--quiet")
-    *_, tuned, methods, shown, listed, compared = place.commands(resume, tune, ("methods",), *reading, installed=True)
+    *_, tuned, methods, shown, listed, compared = place.commands(
+        resume, tune, ("methods",), *reading, installed=True
+    )
     assert json.loads(stored.read_text())["done"] is True
     assert "other: step = " in tuned
     assert "ring: average with the next client" in methods
     rows = json.loads(shown)["rows"]
     assert {row["label"] for row in rows} == {"ring", "other", "local"}
-    trust = {row["label"]: row["mean"] for row in rows if row["metric"] == "trust" and row["cluster"] == "all"}
-    assert trust == {"ring": pytest.approx(0.5), "other": pytest.approx(0.5)}, "what the last round reported"
+    trust = {
+        row["label"]: row["mean"]
+        for row in rows
+        if row["metric"] == "trust" and row["cluster"] == "all"
+    }
+    assert trust == {"ring": pytest.approx(0.5), "other": pytest.approx(0.5)}, (
+        "what the last round reported"
+    )
     assert "trust" in compared
 
     plot = ("plot", "runs/rings", "--figure", "curves", "--format", "svg", "--out", "curves.svg")

@@ -110,7 +110,13 @@ kind = "{kind}"
 label = "own"
 {setting}
 """
-PLAIN = {"study": "", "model": "{ kind = 'linear' }", "shift": "", "kind": "random", "setting": "num_peers = 2"}
+PLAIN = {
+    "study": "",
+    "model": "{ kind = 'linear' }",
+    "shift": "",
+    "kind": "random",
+    "setting": "num_peers = 2",
+}
 OWN = {
     "loss": {"study": "loss = 'own_pieces:focal'"},
     "metric": {"study": "metrics = ['own_pieces:second_best']\neval_every = 2"},
@@ -167,7 +173,10 @@ def test_an_own_piece_goes_from_run_to_resume_to_report(piece, place):
         run_study("study.toml", observer=stop)
     coterie("resume", "runs/own", "--workers", "1", "--quiet")
     for file in FILES:
-        assert Path("runs/own/own/seed-0", file).read_bytes() == Path("whole/own/own/seed-0", file).read_bytes()
+        assert (
+            Path("runs/own/own/seed-0", file).read_bytes()
+            == Path("whole/own/own/seed-0", file).read_bytes()
+        )
     coterie("report", "runs/own")
     shown = coterie("show", "runs/own", "--json")
     assert {row["label"] for row in json.loads(shown)["rows"]} == {"own"}

@@ -14,13 +14,16 @@ from coterie.errors import ConfigError
 rng = np.random.default_rng(0)
 X = rng.normal(size=(240, 6)).astype(np.float32)
 owners = np.repeat(np.arange(6), 40)
-Y = np.where(owners % 2 == 0, X[:, 0] > 0, X[:, 0] < 0).astype(np.int64)  # odd clients disagree with even ones
+# odd clients disagree with even ones
+Y = np.where(owners % 2 == 0, X[:, 0] > 0, X[:, 0] < 0).astype(np.int64)
 
 
 class MyNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -28,8 +31,14 @@ class MyNet(nn.Module):
 
 def own_arrays(out):
     data = ct.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
-    methods = {"Gossip": ct.Random(num_peers=2), "Oracle": ct.Oracle(num_peers=2), "Alone": ct.Local()}
-    study = ct.make_study(methods, seeds=[0], settings=ct.Settings(rounds=8, local=ct.LocalTraining(lr=0.02)))
+    methods = {
+        "Gossip": ct.Random(num_peers=2),
+        "Oracle": ct.Oracle(num_peers=2),
+        "Alone": ct.Local(),
+    }
+    study = ct.make_study(
+        methods, seeds=[0], settings=ct.Settings(rounds=8, local=ct.LocalTraining(lr=0.02))
+    )
     result = ct.run_study(study, federation=data, model=MyNet, out=out)
     ct.write_report(result.folder)
     return result
@@ -42,7 +51,10 @@ def own_dataset():
 
 
 def own_list_of_datasets():
-    parts = [TensorDataset(torch.from_numpy(X[owners == i]), torch.from_numpy(Y[owners == i])) for i in range(6)]
+    parts = [
+        TensorDataset(torch.from_numpy(X[owners == i]), torch.from_numpy(Y[owners == i]))
+        for i in range(6)
+    ]
     data = ct.from_datasets(parts)
     return ct.simulate(data, ct.Random(num_peers=2), model=MyNet, settings=ct.Settings(rounds=2))
 
@@ -67,7 +79,9 @@ def test_a_dataset_and_a_list_of_datasets_give_the_same_run():
 
 
 def test_the_study_of_the_command_line_is_one_call(tmp_path):
-    study = ct.load_study("rotated-digits", ["rounds=1", "seeds=1", "data.num_clients=4", "data.shift=[]"])
+    study = ct.load_study(
+        "rotated-digits", ["rounds=1", "seeds=1", "data.num_clients=4", "data.shift=[]"]
+    )
     result = ct.run_study(study, out=tmp_path)
     assert set(result.rows["label"]) == {entry.label for entry in study.methods}
 

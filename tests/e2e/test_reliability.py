@@ -1,6 +1,7 @@
 """Nothing goes wrong without a word: damage, kills, a refusing system, and several processes on one study.
 
-The experiments of benchmarks/reliability.py, with fewer trials and another seed than the stored ones.
+The experiments of benchmarks/reliability.py, with fewer trials and another seed than the stored
+ones.
 """
 
 import collections
@@ -54,9 +55,21 @@ def test_a_full_or_failing_disk_and_the_end_of_memory_are_one_line_and_lose_noth
 def test_three_processes_share_a_study(tmp_path: Path):
     """Each adds two seeds to one folder at the same time: no run is done twice, and none is lost."""
     (tmp_path / "shared.toml").write_text(STUDY)
-    start = [sys.executable, "-m", "coterie", "run", "shared.toml", "--resume", "--workers", "1", "--seeds"]
+    start = [
+        sys.executable,
+        "-m",
+        "coterie",
+        "run",
+        "shared.toml",
+        "--resume",
+        "--workers",
+        "1",
+        "--seeds",
+    ]
     crew = [
-        subprocess.Popen([*start, seeds], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*start, seeds], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for seeds in ("0,1", "1,2", "2,3")
     ]
     said = [process.communicate(timeout=300) for process in crew]
@@ -68,7 +81,9 @@ def test_three_processes_share_a_study(tmp_path: Path):
     assert sorted((run.label, run.seed) for run in runs if run.finished) == [
         (label, seed) for label in ("local", "random") for seed in range(4)
     ]
-    alone = run_study(config.load(tmp_path / "shared.toml", ["seeds=[2]"]), out=tmp_path / "alone").folder
+    alone = run_study(
+        config.load(tmp_path / "shared.toml", ["seeds=[2]"]), out=tmp_path / "alone"
+    ).folder
     for path in alone.rglob("*.parquet"):
         there = folder / path.relative_to(alone)
         assert there.read_bytes() == path.read_bytes(), f"{there} is not that of one process alone"

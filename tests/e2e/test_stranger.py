@@ -58,12 +58,14 @@ def rows(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
     return {"x": x[kept], "y": y[kept], "x_validation": x[held], "y_validation": y[held]}
 
 
-@pytest.mark.parametrize("method", ["kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"], ids=["dac", "fedavg"])
+@pytest.mark.parametrize(
+    "method", ["kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"], ids=["dac", "fedavg"]
+)
 def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path, port, method):
     """Its key and request are its own; it dials the node before it, and the one after it dials it.
 
-    The nodes read it in every round, refuse nothing, turn nothing away and leave nobody out; it reads them in every
-    round, and its model learns.
+    The nodes read it in every round, refuse nothing, turn nothing away and leave nobody out; it
+    reads them in every round, and its model learns.
     """
     (tmp_path / "study.toml").write_text(STUDY + method)
     study, server = config.load(tmp_path / "study.toml"), "fedavg" in method
@@ -81,11 +83,24 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
     np.savez(tmp_path / "data.npz", **rows(study, 1))  # type: ignore[arg-type]
     files = {name: tmp_path / f"{name}.toml" for name in ("north", "west")}
     for name, file in files.items():
-        file.write_text(NODE.format(name=name, role="server" if server and name == "north" else "peer"))
+        file.write_text(
+            NODE.format(name=name, role="server" if server and name == "north" else "peer")
+        )
 
     events: dict[str, list[Mapping[str, Any]]] = {name: [] for name in files}
-    command = [sys.executable, stranger.__file__, "run", tmp_path, "stranger", tmp_path / "data.npz", "300", "60"]
-    with fleet.Fleet(files, logs=tmp_path, listener=lambda name, event: events[name].append(event)) as nodes:
+    command = [
+        sys.executable,
+        stranger.__file__,
+        "run",
+        tmp_path,
+        "stranger",
+        tmp_path / "data.npz",
+        "300",
+        "60",
+    ]
+    with fleet.Fleet(
+        files, logs=tmp_path, listener=lambda name, event: events[name].append(event)
+    ) as nodes:
         for name in files:
             nodes.start(name)
         process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
@@ -105,7 +120,8 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
         met = next(event for event in events[name] if event["event"] == "met")
         assert "stranger" in met["peers"]
     if server:
-        answers = 1 + ROUNDS  # the cohort and the newest model, in the warm-up and after every round
+        # the cohort and the newest model, in the warm-up and after every round
+        answers = 1 + ROUNDS
         assert told[-1]["read"] == 2 * answers + 3 * ROUNDS
         (run,) = (tmp_path / "nodes" / "north").glob("three/*/seed-0")
         journal = [json.loads(line) for line in (run / "arrivals.jsonl").read_text().splitlines()]
@@ -118,4 +134,6 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
             (run,) = (tmp_path / "nodes" / name).glob("three/*/seed-0")
             edges = pd.read_parquet(run / "edges.parquet")
             mine = edges[(edges["reader"] == client) & (edges["read"] == 1) & (edges["weight"] > 0)]
-            assert set(mine["round"].tolist()) == set(range(ROUNDS)), "read and mixed in every round"
+            assert set(mine["round"].tolist()) == set(range(ROUNDS)), (
+                "read and mixed in every round"
+            )

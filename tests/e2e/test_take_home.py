@@ -56,7 +56,11 @@ def plain_script(folder, text):
     end = 'import sys\nassert "coterie" not in sys.modules\nprint(json.dumps(found))\n'
     path.write_text("import json\n" + textwrap.dedent(text) + end)
     done = subprocess.run(
-        [sys.executable, "-W", "error", path], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", path],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -65,7 +69,11 @@ def plain_script(folder, text):
 def recorded(folder, client):
     """Accuracy and loss of a client's final test, from the table of the run."""
     table = pd.read_parquet(folder / "metrics.parquet")
-    rows = table[(table["split"] == "test") & (table["round"] == table["round"].max()) & (table["client"] == client)]
+    rows = table[
+        (table["split"] == "test")
+        & (table["round"] == table["round"].max())
+        & (table["client"] == client)
+    ]
     assert rows["model"].nunique() == 1
     values = rows.set_index("metric")["value"]
     return {"accuracy": values["accuracy"], "loss": values["loss"]}
@@ -81,7 +89,9 @@ def nets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("method", "evaluate"), [("random", "best_val"), ("fedavg", "final")])
-def test_a_network_with_batch_norm_and_dropout_has_the_recorded_numbers_in_a_plain_script(nets, method, evaluate):
+def test_a_network_with_batch_norm_and_dropout_has_the_recorded_numbers_in_a_plain_script(
+    nets, method, evaluate
+):
     (nets / "home.toml").write_text(STUDY.format(method=method, evaluate=evaluate))
     study = coterie.run_study("home.toml", out="runs")
     run = study.folder / "Meth" / "seed-0"
@@ -120,7 +130,12 @@ def test_a_network_with_batch_norm_and_dropout_has_the_recorded_numbers_in_a_pla
     assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-6)
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     told = found["told"]
-    assert (told["study"], told["method"], told["seed"], told["client"]) == ("home", "Meth", "0", "2")
+    assert (told["study"], told["method"], told["seed"], told["client"]) == (
+        "home",
+        "Meth",
+        "0",
+        "2",
+    )
     assert (told["kind"], told["model"]) == ("home_nets:Net", evaluate)
 
 
@@ -138,11 +153,20 @@ def patients(rows, seed):
 def table_run(tmp_path):
     test = patients(80, 5)
     data = coterie.from_table(
-        patients(120, 4), target="ill", client="site", impute={"pulse": "mean"}, scale="standard", test=test
+        patients(120, 4),
+        target="ill",
+        client="site",
+        impute={"pulse": "mean"},
+        scale="standard",
+        test=test,
     )
     settings = coterie.Settings(rounds=3, engine="loop")
     run = coterie.simulate(
-        data, coterie.METHODS["fedavg"](), model="linear", settings=settings, folder=tmp_path / "run"
+        data,
+        coterie.METHODS["fedavg"](),
+        model="linear",
+        settings=settings,
+        folder=tmp_path / "run",
     )
     test.to_csv(tmp_path / "test.csv", index=False)
     return run
@@ -200,7 +224,10 @@ def test_onnx_runtime_has_the_same_numbers(nets, table_run):
     ):
         path = export(models, client, nets / f"{client}.onnx", format="onnx")
         session = runtime.InferenceSession(path)
-        (arguments, _), module = models.arguments(models.read(client, x), torch.nn.Linear(1, 1)), models.model(client)
+        (arguments, _), module = (
+            models.arguments(models.read(client, x), torch.nn.Linear(1, 1)),
+            models.model(client),
+        )
         with torch.no_grad():
             wanted = module(*arguments).numpy()
         for size in (1, 3, len(wanted)):
@@ -227,8 +254,14 @@ def test_all_clients_go_into_a_folder_and_nothing_is_overwritten(nets, capsys):
     assert {name: (nets / "models" / name).read_bytes() for name in files} == kept
     assert call("runs/home", "--all", "--out", "models", "--force") == "0"
     assert "3 clients: 0, 1, 2; choose one with --client" in call("runs/home")
-    assert "unknown method 'meth'; did you mean 'Meth'" in call("runs/home", "--method", "meth", "-c", "0")
+    assert "unknown method 'meth'; did you mean 'Meth'" in call(
+        "runs/home", "--method", "meth", "-c", "0"
+    )
     assert "has no finished run of that" in call("runs/home", "--seed", "9", "-c", "0")
-    assert "unknown --format 'onx'; did you mean 'onnx'" in call("runs/home", "-c", "0", "-f", "onx")
+    assert "unknown --format 'onx'; did you mean 'onnx'" in call(
+        "runs/home", "-c", "0", "-f", "onx"
+    )
     assert "--which is 'last'; expected" in call("runs/home", "-c", "0", "--which", "last")
-    assert "nothing has no models.safetensors; expected the folder of a finished run" in call("nothing", "-c", "0")
+    assert "nothing has no models.safetensors; expected the folder of a finished run" in call(
+        "nothing", "-c", "0"
+    )

@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-METRICS = {  # what must be in the tables beside the loss, and what a model that learned nothing would have
+# what must be in the tables beside the loss, and what a model that learned nothing would have
+METRICS = {
     "images": {"accuracy": 0.25},
     "multi_label": {"label_accuracy": 0.5, "auroc": 0.5, "average_precision": 0.0, "f1": 0.0},
     "pictures": {"accuracy": 0.5},
@@ -30,7 +31,11 @@ def test_an_example_trains_its_task(name, capsys):
     run = runpy.run_path(str(path))["run"]
     assert "clients" in capsys.readouterr().out
     table = run.metrics
-    loss = table[(table["metric"] == "loss") & (table["split"] == "validation") & (table["model"] == "current")]
+    loss = table[
+        (table["metric"] == "loss")
+        & (table["split"] == "validation")
+        & (table["model"] == "current")
+    ]
     middle = loss.groupby("round")["value"].median()
     assert middle.iloc[-1] < middle.iloc[0]
     tests = table[table["split"] == "test"].groupby("metric", observed=True)["value"].mean()

@@ -1,6 +1,7 @@
 """The wheel that strangers install: it holds the whole package, says what it needs, and is the same from one commit.
 
-`make dist` does the rest, which takes minutes: the source archive, and the wheel in a fresh environment.
+`make dist` does the rest, which takes minutes: the source archive, and the wheel in a fresh
+environment.
 """
 
 import re
@@ -48,9 +49,14 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     package = ROOT / "src/coterie"
     inside = {name: text for name, text in contents(wheel).items() if name.startswith("coterie/")}
     assert {f"coterie/{name}" for name in files(package)} == set(inside)
-    assert {".toml", ".csv", ".html", ".js", ".css", ".h", ".json", ".pyi"} <= {Path(name).suffix for name in inside}
+    assert {".toml", ".csv", ".html", ".js", ".css", ".h", ".json", ".pyi"} <= {
+        Path(name).suffix for name in inside
+    }
     assert "coterie/py.typed" in inside
-    assert inside["coterie/report/assets/report.html"] == (package / "report/assets/report.html").read_bytes()
+    assert (
+        inside["coterie/report/assets/report.html"]
+        == (package / "report/assets/report.html").read_bytes()
+    )
 
 
 def test_files_of_every_kind_are_found_and_compiled_ones_are_not(tmp_path):
@@ -60,13 +66,16 @@ def test_files_of_every_kind_are_found_and_compiled_ones_are_not(tmp_path):
     assert files(tmp_path) == {"a.py", "data/b.bin", "data/c"}
 
 
-def test_the_wheel_is_the_same_bytes_wherever_and_whenever_it_is_built(wheel, tmp_path, monkeypatch):
+def test_the_wheel_is_the_same_bytes_wherever_and_whenever_it_is_built(
+    wheel, tmp_path, monkeypatch
+):
     """So that two parties, who build it from the same commit, can compare digests."""
     again = tmp_path / "elsewhere"
     again.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copyfile(ROOT / name, again / name)
-    shutil.copytree(ROOT / "src", again / "src", copy_function=shutil.copyfile)  # with the time of now
+    # with the time of now
+    shutil.copytree(ROOT / "src", again / "src", copy_function=shutil.copyfile)
     assert built(again, tmp_path / "dist", monkeypatch).read_bytes() == wheel.read_bytes()
 
 
@@ -78,11 +87,26 @@ def test_the_wheel_says_what_it_is_and_needs(wheel):
     assert set(stated.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert stated["Description-Content-Type"] == "text/markdown"
     licenses = {Path(name).name for name in stated.get_all("License-File")}
-    parts = {"echarts-LICENSE.txt", "echarts-LICENSE-d3.txt", "echarts-NOTICE.txt", "LICENSE-heart_disease.txt"}
+    parts = {
+        "echarts-LICENSE.txt",
+        "echarts-LICENSE-d3.txt",
+        "echarts-NOTICE.txt",
+        "LICENSE-heart_disease.txt",
+    }
     assert licenses == {"LICENSE", *parts}
-    assert set(stated["License-Expression"].split(" AND ")) == {"Apache-2.0", "BSD-3-Clause", "CC-BY-4.0"}
-    shipped = {name for name in found if "/" in name and re.search("LICEN[CS]E|NOTICE", name.rpartition("/")[2])}
-    assert {name.rpartition("/")[2] for name in shipped if name.startswith("coterie/")} == parts, "and no other"
+    assert set(stated["License-Expression"].split(" AND ")) == {
+        "Apache-2.0",
+        "BSD-3-Clause",
+        "CC-BY-4.0",
+    }
+    shipped = {
+        name
+        for name in found
+        if "/" in name and re.search("LICEN[CS]E|NOTICE", name.rpartition("/")[2])
+    }
+    assert {name.rpartition("/")[2] for name in shipped if name.startswith("coterie/")} == parts, (
+        "and no other"
+    )
     assert all(f"{folder}/licenses/{name}" in found for name in stated.get_all("License-File"))
     assert b"coterie = coterie.cli.app:main" in found[f"{folder}/entry_points.txt"]
 
@@ -100,7 +124,9 @@ def test_the_page_on_installing_names_every_extra_with_its_packages():
 def test_the_pages_name_the_file_that_is_built(wheel):
     """A version that is raised is raised there too."""
     pages = [
-        page for page in (ROOT / "docs").rglob("*") if page.suffix in (".md", ".yaml") and "runs" not in page.parts
+        page
+        for page in (ROOT / "docs").rglob("*")
+        if page.suffix in (".md", ".yaml") and "runs" not in page.parts
     ]
     named = {name for page in pages for name in NAMED.findall(page.read_text(encoding="utf-8"))}
     assert named == {wheel.name}

@@ -72,7 +72,9 @@ def test_equal_samples_make_fedavg_fair():
     """With the same number of samples FedAvg and FairAvg are one method; with different ones they are not."""
     assert torch.equal(model(follow(FedAvg())), model(follow(FairAvg())))
     assert not torch.equal(model(follow(FedAvg(), uneven())), model(follow(FairAvg(), uneven())))
-    assert torch.equal(model(follow(FedAvg(weights="uniform"), uneven())), model(follow(FairAvg(), uneven())))
+    assert torch.equal(
+        model(follow(FedAvg(weights="uniform"), uneven())), model(follow(FairAvg(), uneven()))
+    )
 
 
 def test_a_server_without_momentum_is_fedavg():
@@ -80,12 +82,17 @@ def test_a_server_without_momentum_is_fedavg():
     assert torch.equal(model(follow(FedAvgM(momentum=0.0))), model(follow(FedAvg())))
     with_momentum = model(follow(FedAvgM(momentum=0.9), rounds=3))
     assert not torch.allclose(with_momentum, model(follow(FedAvg(), rounds=3)))
-    assert not torch.allclose(with_momentum, model(follow(FedAvgM(momentum=0.9, nesterov=True), rounds=3)))
+    assert not torch.allclose(
+        with_momentum, model(follow(FedAvgM(momentum=0.9, nesterov=True), rounds=3))
+    )
 
 
 def test_the_first_round_with_momentum_is_not_lost():
     """v = d in the first round: FedAvgM starts as FedAvg does, with half a step where the server's lr is 1/2."""
-    plain, start = model(follow(FedAvg(), rounds=1)), follow(FedAvg(), rounds=0).state.shared.models[0]
+    plain, start = (
+        model(follow(FedAvg(), rounds=1)),
+        follow(FedAvg(), rounds=0).state.shared.models[0],
+    )
     torch.testing.assert_close(model(follow(FedAvgM(), rounds=1)), plain, rtol=0, atol=1e-15)
     half = model(follow(FedAvgM(server_lr=0.5), rounds=1))
     torch.testing.assert_close(half, (start + plain) / 2, rtol=0, atol=1e-15)
@@ -100,9 +107,12 @@ def test_the_penalty_acts_from_the_second_step_on():
     """At the anchor its gradient is 0, so the first step is FedAvg's and the second is not."""
     one, two = dataclasses.replace(SGD, steps=1), dataclasses.replace(SGD, steps=2)
     assert torch.equal(
-        model(follow(FedProx(mu=1.0), local=one, rounds=1)), model(follow(FedAvg(), local=one, rounds=1))
+        model(follow(FedProx(mu=1.0), local=one, rounds=1)),
+        model(follow(FedAvg(), local=one, rounds=1)),
     )
-    gap = model(follow(FedProx(mu=1.0), local=two, rounds=1)) - model(follow(FedAvg(), local=two, rounds=1))
+    gap = model(follow(FedProx(mu=1.0), local=two, rounds=1)) - model(
+        follow(FedAvg(), local=two, rounds=1)
+    )
     assert float(gap.abs().max()) > 1e-3
 
 
@@ -140,7 +150,9 @@ def test_a_client_with_three_times_the_samples_is_drawn_three_times_as_likely():
     split[0, 3:], split[1:, 1:] = -1, -1
     shared = follow(method, dataclasses.replace(federation, split=split), rounds=0).state.shared
     assert shared.samples.tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    absent = sum(0 not in method.cohort(shared, Rng(0).at(t), 6, 2).tolist() for t in range(1000)) / 1000
+    absent = (
+        sum(0 not in method.cohort(shared, Rng(0).at(t), 6, 2).tolist() for t in range(1000)) / 1000
+    )
     expected = 20 / 56
     assert absent == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 1000) ** 0.5)
 
@@ -158,9 +170,14 @@ def test_ditto_without_penalty_is_local_training():
     loop = follow(Ditto(lam=0.0), rounds=3)
     params = loop.task.init(Rng(3))
     for index in range(3):
-        params, _ = loop.task.train(params, Rng(3).at(index), loop.settings.local, purpose="batches.personal")
+        params, _ = loop.task.train(
+            params, Rng(3).at(index), loop.settings.local, purpose="batches.personal"
+        )
     assert torch.equal(loop.state.memory.model, params)
-    assert torch.equal(loop.method.served(loop._context(2, torch.arange(6), torch.arange(6)), loop.state)[0], params)
+    assert torch.equal(
+        loop.method.served(loop._context(2, torch.arange(6), torch.arange(6)), loop.state)[0],
+        params,
+    )
 
 
 @pytest.mark.option("Ditto.interleaved", True)
@@ -176,20 +193,25 @@ def test_a_large_penalty_holds_the_personal_model_at_the_global_one():
     near, far = (follow(Ditto(lam=lam), local=local, rounds=4) for lam in (900.0, 0.0))
     received = follow(FedAvg(), local=local, rounds=3).state.shared.models
     assert float((near.state.memory.model - received).abs().max()) < 1e-2
-    assert float((near.state.memory.model - received).norm()) < 0.5 * float((far.state.memory.model - received).norm())
+    assert float((near.state.memory.model - received).norm()) < 0.5 * float(
+        (far.state.memory.model - received).norm()
+    )
 
 
 def test_personal_training_has_its_own_length():
     """Three steps instead of the run's; they count among the trained samples."""
     loop = follow(Ditto(personal_steps=3), rounds=1)
-    assert loop.train_samples == 6 * (12 + 3 * 5 - 3)  # batches of 5, 5, 2: an epoch is 12 samples, three steps too
+    # batches of 5, 5, 2: an epoch is 12 samples, three steps too
+    assert loop.train_samples == 6 * (12 + 3 * 5 - 3)
     assert follow(Ditto(personal_epochs=0), rounds=1).train_samples == 6 * 12
 
 
 def test_personal_epochs_replace_the_steps_of_a_run():
     """The run counts steps; two epochs of the personal model are two epochs all the same."""
     local = LocalTraining(steps=7, batch_size=5, optimizer="sgd")
-    assert personal_training(local, 2, None) == LocalTraining(epochs=2, batch_size=5, optimizer="sgd")
+    assert personal_training(local, 2, None) == LocalTraining(
+        epochs=2, batch_size=5, optimizer="sgd"
+    )
     assert personal_training(local, 2, 3) == dataclasses.replace(local, steps=3)
     assert personal_training(local, None, None) == local
 
@@ -198,20 +220,37 @@ def test_methods_see_the_same_participants_and_batches():
     """The cohort is keyed by the round alone, for every unclustered method."""
     federation = testing.tiny_federation(num_clients=20)
     cohorts = set()
-    for method in (FedAvg(), FedAvgM(), FedProx(), FairAvg(), Ditto(), METHODS["ifca"](), METHODS["fesem"]()):
+    for method in (
+        FedAvg(),
+        FedAvgM(),
+        FedProx(),
+        FairAvg(),
+        Ditto(),
+        METHODS["ifca"](),
+        METHODS["fesem"](),
+    ):
         loop = follow(method, federation, rounds=1, participation=0.3)
         cohorts.add(tuple(method.cohort(loop.state.shared, Rng(3).at(5), 20, 0.3).tolist()))
     assert len(cohorts) == 1
     assert len(cohorts.pop()) == 6
 
 
-@pytest.mark.parametrize("kind", ["fedavg", "fedavgm", "fedprox", "ditto", "cfl", "fedgwc", "sosicfl"])
+@pytest.mark.parametrize(
+    "kind", ["fedavg", "fedavgm", "fedprox", "ditto", "cfl", "fedgwc", "sosicfl"]
+)
 def test_a_cohort_of_two_trains(kind):
     """Where a run asks for two clients a round, their two updates are averaged: the floor of three is for lost ones."""
     options = (
-        {"participation": "partial"} if kind == "cfl" else {"endpoints": 3, "regions": 2} if kind == "sosicfl" else {}
+        {"participation": "partial"}
+        if kind == "cfl"
+        else {"endpoints": 3, "regions": 2}
+        if kind == "sosicfl"
+        else {}
     )
-    before, after = (follow(METHODS[kind](**options), rounds=rounds, participation=2, local=SGD) for rounds in (0, 2))
+    before, after = (
+        follow(METHODS[kind](**options), rounds=rounds, participation=2, local=SGD)
+        for rounds in (0, 2)
+    )
     assert not torch.equal(model(before), model(after))
 
 
@@ -220,10 +259,16 @@ def test_too_few_updates_change_nothing():
     loop = follow(FedAvg(), rounds=0)
     context = ServerContext(0, Rng(3).at(0), loop.task.layout, 6)
     params = torch.randn(4, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.tensor([0, 2, 3, 5]))
+    message = Message(
+        params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.tensor([0, 2, 3, 5])
+    )
     method, shared = FedAvg(), loop.state.shared
-    assert torch.equal(method.merge(context, shared, message.rows(torch.tensor([0, 1]))).models, shared.models)
-    lost = dataclasses.replace(message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan))
+    assert torch.equal(
+        method.merge(context, shared, message.rows(torch.tensor([0, 1]))).models, shared.models
+    )
+    lost = dataclasses.replace(
+        message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan)
+    )
     merged, reply = method._merge(context, shared, lost)
     torch.testing.assert_close(merged.models[0], params[1:].mean(0))
     assert reply.index.shape == (4, 0)
@@ -234,8 +279,12 @@ def test_too_few_updates_change_nothing():
 def test_momentum_rests_in_a_cluster_that_nobody_answered_for():
     """Cluster 0: d = 4 - 2, v = 0.5 * 1 + 2 = 2.5, so the model is 4 - 2.5; cluster 1 keeps its model and its v = 3."""
     models = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
-    shared = Clusters(models, torch.tensor([[1.0], [3.0]], dtype=torch.float64), torch.tensor([0, 1]))
-    message = Message(torch.full((1, 1), 2.0, dtype=torch.float64), {"samples": torch.ones(1)}, torch.tensor([0]))
+    shared = Clusters(
+        models, torch.tensor([[1.0], [3.0]], dtype=torch.float64), torch.tensor([0, 1])
+    )
+    message = Message(
+        torch.full((1, 1), 2.0, dtype=torch.float64), {"samples": torch.ones(1)}, torch.tensor([0])
+    )
     moved = Averaging(momentum=0.5).step(shared, message, torch.tensor([0]), 1)
     assert moved.models.tolist() == [[1.5], [8.0]]
     assert moved.velocity.tolist() == [[2.5], [3.0]]
@@ -245,7 +294,9 @@ def test_models_that_diverged_do_not_count_in_the_variance_of_updates():
     """Five clients moved all 15 parameters by 1, ..., 5: the variance is 15 x 2; the sixth diverged."""
     loop = follow(FedAvg(), rounds=0)
     everybody = torch.arange(6)
-    rnd = dataclasses.replace(loop._context(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"}))
+    rnd = dataclasses.replace(
+        loop._context(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"})
+    )
     start = torch.zeros(6, 15, dtype=torch.float64)
     params = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None].expand(6, 15).clone()
     params[5, 3] = torch.nan
@@ -255,7 +306,9 @@ def test_models_that_diverged_do_not_count_in_the_variance_of_updates():
 def test_traffic_is_counted_from_the_tensors():
     """15 parameters in float64 down; as many and the number of samples up."""
     metrics = follow(FedAvg(), rounds=1).record.metrics
-    down, up = (metrics.loc[metrics["metric"] == name, "value"] for name in ("bytes_down", "bytes_up"))
+    down, up = (
+        metrics.loc[metrics["metric"] == name, "value"] for name in ("bytes_down", "bytes_up")
+    )
     assert down.tolist() == [15 * 8.0] * 6
     assert up.tolist() == [15 * 8.0 + 8] * 6
 
@@ -282,10 +335,17 @@ def test_pooled_training_is_training_on_all_rows_in_one_place():
 def test_pooled_training_goes_on_with_the_moments_of_its_optimizer():
     """Two rounds of three full-batch steps with momentum, kept, are one of six."""
     local = LocalTraining(
-        steps=3, batch_size=100, optimizer="sgd", lr=0.1, momentum=0.9, persistent_client_optimizer=True
+        steps=3,
+        batch_size=100,
+        optimizer="sgd",
+        lr=0.1,
+        momentum=0.9,
+        persistent_client_optimizer=True,
     )
     twice = follow(METHODS["pooled"](), local=local, rounds=2).state.params
-    once = follow(METHODS["pooled"](), local=dataclasses.replace(local, steps=6), rounds=1).state.params
+    once = follow(
+        METHODS["pooled"](), local=dataclasses.replace(local, steps=6), rounds=1
+    ).state.params
     torch.testing.assert_close(twice, once, rtol=0, atol=1e-12)
     fresh = dataclasses.replace(local, persistent_client_optimizer=False)
     assert not torch.allclose(follow(METHODS["pooled"](), local=fresh, rounds=2).state.params, once)

@@ -26,9 +26,13 @@ from coterie.simulation.loop import Loop
 pytestmark = pytest.mark.paper
 
 
-def follow(method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any) -> Loop:
+def follow(
+    method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any
+) -> Loop:
     """Run a method to its end."""
-    return testing.follow(method, federation=federation, model=model, settings=testing.tiny_settings(**settings))
+    return testing.follow(
+        method, federation=federation, model=model, settings=testing.tiny_settings(**settings)
+    )
 
 
 def regressions(directions: Tensor, clients: int, *, noise: float = 0.0) -> Federation:
@@ -36,7 +40,9 @@ def regressions(directions: Tensor, clients: int, *, noise: float = 0.0) -> Fede
     stream = Rng(0).generator("regressions")
     x = torch.from_numpy(stream.normal(size=(clients, 20, 2)))
     truth = torch.arange(clients) % len(directions)
-    y = torch.einsum("cnd,cd->cn", x, directions[truth]) + noise * torch.from_numpy(stream.normal(size=(clients, 20)))
+    y = torch.einsum("cnd,cd->cn", x, directions[truth]) + noise * torch.from_numpy(
+        stream.normal(size=(clients, 20))
+    )
     test = TestSet(x[0], y[0][:, None], "first")
     zeros = torch.zeros(clients, dtype=torch.int64)
     split = torch.zeros(clients, 20, dtype=torch.int64)
@@ -77,7 +83,9 @@ def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
     """With two equal models everybody takes cluster 0, and cluster 1 stays as it was, bit for bit."""
     loop = follow(Ifca(clusters=2), rounds=0)
     models = loop.state.shared.models[:1].expand(2, -1).clone()
-    loop.state = dataclasses.replace(loop.state, shared=dataclasses.replace(loop.state.shared, models=models))
+    loop.state = dataclasses.replace(
+        loop.state, shared=dataclasses.replace(loop.state.shared, models=models)
+    )
     loop.settings = dataclasses.replace(loop.settings, rounds=1)
     loop.step()
     after = loop.state.shared.models
@@ -94,7 +102,9 @@ def test_ifca_divides_gradients_by_all_participants():
     fields = {"label": torch.tensor([0, 1, 0, 0, 1, 0]), "samples": torch.arange(1.0, 7.0)}
     message = Message(params, fields, torch.arange(6))
     shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=old)
-    moved = Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(context, shared, message).models
+    moved = (
+        Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(context, shared, message).models
+    )
     torch.testing.assert_close(moved[1], 0.5 * params[[1, 4]].sum(0) / 6)
     skipped = Ifca(clusters=2, min_group=3).merge(context, shared, message).models
     assert torch.equal(skipped[1], old[1])
@@ -105,17 +115,33 @@ def test_ifca_can_share_all_but_the_last_layer():
     """The first layer is the mean over everybody in every cluster, the last one only over its own clients."""
     layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)), torch.float64)
     params = torch.tensor([[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]], dtype=torch.float64)
-    message = Message(params, {"label": torch.tensor([0, 1]), "samples": torch.tensor([1.0, 1.0])}, torch.arange(2))
-    shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=torch.zeros_like(params))
-    merged = Ifca(clusters=2, share_representation=True).merge(ServerContext(0, Rng(0), layout, 2), shared, message)
+    message = Message(
+        params,
+        {"label": torch.tensor([0, 1]), "samples": torch.tensor([1.0, 1.0])},
+        torch.arange(2),
+    )
+    shared = dataclasses.replace(
+        follow(Ifca(clusters=2), rounds=0).state.shared, models=torch.zeros_like(params)
+    )
+    merged = Ifca(clusters=2, share_representation=True).merge(
+        ServerContext(0, Rng(0), layout, 2), shared, message
+    )
     assert merged.models.tolist() == [[2.0, 10.0, 100.0], [2.0, 30.0, 300.0]]
 
 
 def test_ifca_recovers_a_mixture_of_regressions():
     """Two opposite slopes: from balanced first models the groups are exact and the models are the slopes."""
     federation = regressions(angles(20, 200), 8)
-    loop = follow(Ifca(clusters=2, start="resample", resample_share=0.4), federation, slope, local=DESCENT, rounds=12)
-    served, info = loop.method.served(loop._context(11, torch.arange(8), torch.arange(8)), loop.state)
+    loop = follow(
+        Ifca(clusters=2, start="resample", resample_share=0.4),
+        federation,
+        slope,
+        local=DESCENT,
+        rounds=12,
+    )
+    served, info = loop.method.served(
+        loop._context(11, torch.arange(8), torch.arange(8)), loop.state
+    )
     assert same_groups(info["label"], torch.arange(8) % 2)
     torch.testing.assert_close(served, angles(20, 200)[torch.arange(8) % 2], rtol=0, atol=1e-3)
 
@@ -128,10 +154,16 @@ def test_ifca_resamples_until_clusters_attract_their_share():
     candidates = Models(torch.arange(6.0).reshape(6, 1))
     votes = torch.tensor([[0, 0, 1], [0, 1, 0]])
     message = Message(torch.zeros(2, 0), {"label": votes}, torch.arange(2))
-    kept, _ = _choose_candidates(method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, message)
+    kept, _ = _choose_candidates(
+        method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, message
+    )
     assert kept.models.flatten().tolist() == [2.0, 3.0]
-    lopsided = Message(torch.zeros(2, 0), {"label": torch.zeros(2, 3, dtype=torch.int64)}, torch.arange(2))
-    kept, _ = _choose_candidates(method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, lopsided)
+    lopsided = Message(
+        torch.zeros(2, 0), {"label": torch.zeros(2, 3, dtype=torch.int64)}, torch.arange(2)
+    )
+    kept, _ = _choose_candidates(
+        method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, lopsided
+    )
     assert kept.models.flatten().tolist() == [0.0, 1.0]
 
 
@@ -173,10 +205,14 @@ def test_ifca_keeps_the_most_balanced_candidates_when_none_attracts_its_share():
 
 def test_ifcas_groups_are_random_for_so_many_rounds():
     """Two rounds: in rounds 0 and 1 each client is offered one model, from round 2 on all."""
-    method, shared = Ifca(clusters=3, start="random_groups", group_rounds=2), Models(torch.zeros(3, 2))
+    method, shared = (
+        Ifca(clusters=3, start="random_groups", group_rounds=2),
+        Models(torch.zeros(3, 2)),
+    )
     message, layout = Message(torch.zeros(6, 0), {}, torch.arange(6)), Layout(nn.Linear(1, 1))
     offered = [
-        method.offer(ServerContext(t, Rng(0).at(t), layout, 6), shared, message)[1].index.shape[1] for t in range(4)
+        method.offer(ServerContext(t, Rng(0).at(t), layout, 6), shared, message)[1].index.shape[1]
+        for t in range(4)
     ]
     assert offered == [1, 1, 3, 3]
 
@@ -186,9 +222,12 @@ def test_ifcas_groups_are_random_for_so_many_rounds():
 
 def test_fesem_with_one_center_averages():
     """C = 1 is FairAvg, or FedAvg with weights by samples."""
-    assert torch.equal(follow(FeSem(clusters=1)).state.shared.models, follow(FairAvg()).state.shared.models)
     assert torch.equal(
-        follow(FeSem(clusters=1, weights="samples")).state.shared.models, follow(FedAvg()).state.shared.models
+        follow(FeSem(clusters=1)).state.shared.models, follow(FairAvg()).state.shared.models
+    )
+    assert torch.equal(
+        follow(FeSem(clusters=1, weights="samples")).state.shared.models,
+        follow(FedAvg()).state.shared.models,
     )
 
 
@@ -208,16 +247,22 @@ def test_both_steps_of_fesem_lower_the_objective(seed: int):
     merged = FeSem(clusters=3).merge(ServerContext(0, Rng(0), layout, 12), shared, message)
     before, between = objective(centers, label), objective(centers, merged.label)
     assert objective(merged.models, merged.label) <= between <= before
-    frozen = FeSem(clusters=3, recluster_every=2).merge(ServerContext(1, Rng(0), layout, 12), shared, message)
+    frozen = FeSem(clusters=3, recluster_every=2).merge(
+        ServerContext(1, Rng(0), layout, 12), shared, message
+    )
     assert torch.equal(frozen.label, label)
 
 
 @pytest.mark.option("FeSem.features", "all", "last_layer")
 def test_fesem_can_compare_last_layers():
     """The first layer says center 1, the last one center 0."""
-    layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64)
+    layout = Layout(
+        nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64
+    )
     centers = torch.tensor([[0.0, 0.0], [10.0, 5.0]], dtype=torch.float64)
-    shared = Centers(centers, centers[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+    shared = Centers(
+        centers, centers[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    )
     message = Message(
         torch.tensor([[9.0, 1.0]], dtype=torch.float64),
         {"samples": torch.ones(1, dtype=torch.float64)},
@@ -225,7 +270,9 @@ def test_fesem_can_compare_last_layers():
     )
     context = ServerContext(0, Rng(0), layout, 1)
     assert FeSem(clusters=2).merge(context, shared, message).label.tolist() == [1]
-    assert FeSem(clusters=2, features="last_layer").merge(context, shared, message).label.tolist() == [0]
+    assert FeSem(clusters=2, features="last_layer").merge(
+        context, shared, message
+    ).label.tolist() == [0]
 
 
 def test_strangers_are_served_by_the_largest_cluster():
@@ -255,7 +302,10 @@ def test_cfl_splits_two_opposite_groups_exactly():
     loop = follow(SPLITTER, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25)
     assert same_groups(loop.state.shared.label, torch.arange(8) % 2)
     torch.testing.assert_close(
-        loop.state.shared.models[loop.state.shared.label], angles(0, 180)[torch.arange(8) % 2], rtol=0, atol=1e-2
+        loop.state.shared.models[loop.state.shared.label],
+        angles(0, 180)[torch.arange(8) % 2],
+        rtol=0,
+        atol=1e-2,
     )
 
 
@@ -274,12 +324,26 @@ def test_cfl_does_not_split_one_group():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"warmup_rounds": 99}, {"eps1": 0.0}, {"eps2": 9.0}, {"min_cluster_size": 5}, {"gamma_max": 1.0}]
+    "changes",
+    [
+        {"warmup_rounds": 99},
+        {"eps1": 0.0},
+        {"eps2": 9.0},
+        {"min_cluster_size": 5},
+        {"gamma_max": 1.0},
+    ],
 )
 def test_every_condition_of_a_split_counts(changes: dict[str, Any]):
     """Each alone keeps one cluster: too early, mean too large, updates too small, parts too small, cut too weak."""
     method = dataclasses.replace(SPLITTER, **changes)
-    assert len(follow(method, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25).state.shared.models) == 1
+    assert (
+        len(
+            follow(
+                method, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25
+            ).state.shared.models
+        )
+        == 1
+    )
 
 
 def test_cfl_accepts_a_clear_cut():
@@ -305,10 +369,14 @@ def test_children_start_from_the_parents_model():
 def split_in(index: int = 0, since: tuple[int, ...] = (0,) * 6, **changes: Any) -> list[int]:
     """The labels after a round in which two groups of three sent updates (1, 0) and (cos 60, sin 60): cosine 1/2.
 
-    With partial participation the updates are known from the rounds `since` and only the first three clients answer.
+    With partial participation the updates are known from the rounds `since` and only the first
+    three clients answer.
     """
     method = Cfl(eps1=9.0, eps2=0.5, **{"warmup_rounds": 0, **changes})
-    layout, partial = Layout(nn.Linear(2, 1, bias=False), torch.float64), method.participation == "partial"
+    layout, partial = (
+        Layout(nn.Linear(2, 1, bias=False), torch.float64),
+        method.participation == "partial",
+    )
     updates = angles(0, 60).repeat_interleave(3, 0)
     models = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     known = Updates(
@@ -344,14 +412,23 @@ def test_the_first_split_may_happen_right_after_the_warm_up():
 def test_partial_participation_waits_for_every_member():
     """With half of the clients a round, everybody's last update must be known and, if asked, young enough."""
     federation = regressions(angles(0, 180), 8)
-    method = dataclasses.replace(SPLITTER, eps1=9.0, eps2=0.0, participation="partial", warmup_rounds=0)
+    method = dataclasses.replace(
+        SPLITTER, eps1=9.0, eps2=0.0, participation="partial", warmup_rounds=0
+    )
     first = follow(method, federation, slope, local=DESCENT, rounds=1, participation=0.5)
     assert len(first.state.shared.models) == 1
     assert int((first.state.shared.since >= 0).sum()) == 4
     later = follow(method, federation, slope, local=DESCENT, rounds=15, participation=0.5)
     assert len(later.state.shared.models) > 1
     strict = dataclasses.replace(method, max_age=0)
-    assert len(follow(strict, federation, slope, local=DESCENT, rounds=15, participation=0.5).state.shared.models) == 1
+    assert (
+        len(
+            follow(
+                strict, federation, slope, local=DESCENT, rounds=15, participation=0.5
+            ).state.shared.models
+        )
+        == 1
+    )
 
 
 # ---------------------------------------------------------------- one-shot
@@ -360,10 +437,24 @@ def test_partial_participation_waits_for_every_member():
 def test_one_shot_clusters_once_and_everybody():
     """Before: FedAvg. In the round of the clustering everybody takes part, and the groups are the planted ones."""
     federation = regressions(angles(0, 180), 8)
-    loop = follow(OneShot(clusters=2, warmup_rounds=3), federation, slope, local=DESCENT, rounds=2, participation=0.5)
+    loop = follow(
+        OneShot(clusters=2, warmup_rounds=3),
+        federation,
+        slope,
+        local=DESCENT,
+        rounds=2,
+        participation=0.5,
+    )
     plain = follow(FedAvg(), federation, slope, local=DESCENT, rounds=2, participation=0.5)
     assert torch.equal(loop.state.shared.models, plain.state.shared.models)
-    whole = follow(OneShot(clusters=2, warmup_rounds=3), federation, slope, local=DESCENT, rounds=8, participation=0.5)
+    whole = follow(
+        OneShot(clusters=2, warmup_rounds=3),
+        federation,
+        slope,
+        local=DESCENT,
+        rounds=8,
+        participation=0.5,
+    )
     assert same_groups(whole.state.shared.label, torch.arange(8) % 2)
     sizes = whole.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
     assert sizes.tolist() == [4, 4, 8, 4, 4, 4, 4, 4]
@@ -378,7 +469,9 @@ def test_one_shot_compares_trained_parameters_alone():
     params[:, layout.trainable] = torch.tensor([100.0, 100.0, -100.0, -100.0])
     shared = Clusters(params[:1], params[:1, :0], torch.zeros(4, dtype=torch.int64))
     message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
-    merged = OneShot(clusters=2, warmup_rounds=1).merge(ServerContext(0, Rng(0).at(0), layout, 4), shared, message)
+    merged = OneShot(clusters=2, warmup_rounds=1).merge(
+        ServerContext(0, Rng(0).at(0), layout, 4), shared, message
+    )
     assert merged.label.tolist() == [0, 1, 0, 1]
 
 
@@ -387,5 +480,7 @@ def test_a_client_is_offered_its_own_clusters_model():
     models = torch.tensor([[5.0, 0.0], [7.0, 0.0]])
     shared = Clusters(models, models[:, :0].double(), torch.tensor([0, 1, 1, 0]))
     message = Message(torch.zeros(2, 0), {}, torch.tensor([1, 3]))
-    _, reply = OneShot().offer(ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 4), shared, message)
+    _, reply = OneShot().offer(
+        ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 4), shared, message
+    )
     assert reply.index.tolist() == [[1], [0]]

@@ -46,15 +46,24 @@ def begin(method: FedGwc, population: int, *, models: int = 1) -> Interactions:
     )
 
 
-def merge(method: FedGwc, shared: Interactions, ids: Tensor, losses: Tensor, index: int = 0) -> Interactions:
+def merge(
+    method: FedGwc, shared: Interactions, ids: Tensor, losses: Tensor, index: int = 0
+) -> Interactions:
     """One round in which the clients `ids` report these losses and return the model 0."""
     fields = {"samples": torch.arange(1.0, len(ids) + 1, dtype=torch.float64), "losses": losses}
     message = Message(torch.zeros(len(ids), 1, dtype=torch.float64), fields, ids)
-    return method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message)
+    return method.merge(
+        ServerContext(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message
+    )
 
 
 def play(
-    method: FedGwc, rounds: int, population: int = 20, *, gap: float = 0.0, participation: float = 0.3
+    method: FedGwc,
+    rounds: int,
+    population: int = 20,
+    *,
+    gap: float = 0.0,
+    participation: float = 0.3,
 ) -> list[Interactions]:
     """Rounds of iid losses around two levels `gap` apart; the state after each."""
     shared, states = begin(method, population), []
@@ -62,14 +71,19 @@ def play(
     for index in range(rounds):
         rng = Rng(1).at(index)
         ids = method.cohort(shared, rng, population, participation)
-        losses = torch.from_numpy(rng.generator("losses").normal(size=(len(ids), 5))) + gap * truth[ids, None]
+        losses = (
+            torch.from_numpy(rng.generator("losses").normal(size=(len(ids), 5)))
+            + gap * truth[ids, None]
+        )
         shared = merge(method, shared, ids, losses, index)
         states.append(shared)
     return states
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.sets(st.integers(0, 7), min_size=2), min_size=1, max_size=12), st.floats(0.05, 0.5))
+@given(
+    st.lists(st.sets(st.integers(0, 7), min_size=2), min_size=1, max_size=12), st.floats(0.05, 0.5)
+)
 def test_interactions_are_bounded_by_how_often_pairs_met(cohorts: list[set[int]], alpha: float):
     """0 <= P_kj <= 1 - (1 - alpha)^N_kj; pairs that never met are 0; a round changes P only on P x P."""
     method, population = FedGwc(alpha=alpha, eps=1e-300), 8
@@ -95,7 +109,12 @@ def test_constant_rewards_fill_the_matrix_geometrically():
     """Equal losses have reward 1: P_kj = 1 - (1 - alpha)^N_kj, and the diagonal is the running mean of the reward."""
     method, shared = FedGwc(alpha=0.2, eps=1e-300), begin(FedGwc(), 4)
     for cohort in ([0, 1], [0, 1, 2], [1, 3], [0, 1]):
-        shared = merge(method, shared, torch.tensor(cohort), torch.full((len(cohort), 2), 0.7, dtype=torch.float64))
+        shared = merge(
+            method,
+            shared,
+            torch.tensor(cohort),
+            torch.full((len(cohort), 2), 0.7, dtype=torch.float64),
+        )
     torch.testing.assert_close(shared.matrix, 1 - 0.8 ** shared.pairs.double())
     assert shared.sampled.tolist() == [3, 4, 1, 1]
 
@@ -106,7 +125,9 @@ def test_running_rewards_are_unbiased_with_the_stated_variance():
     gamma = torch.zeros(4000, dtype=torch.float64)
     for _ in range(120):
         gamma = (1 - alpha) * gamma + alpha * torch.from_numpy(stream.beta(2, 3, 4000))
-    small = clustering.interact(torch.zeros(1, 1, dtype=torch.float64), torch.tensor([0]), torch.tensor([0.4]), alpha)
+    small = clustering.interact(
+        torch.zeros(1, 1, dtype=torch.float64), torch.tensor([0]), torch.tensor([0.4]), alpha
+    )
     assert float(small[0, 0]) == pytest.approx(0.04)
     variance = alpha / (2 - alpha) * 0.04  # Beta(2, 3): mean 0.4, variance 0.04
     assert float(gamma.mean()) == pytest.approx(0.4, abs=4 * math.sqrt(variance / 4000) + 0.9**120)
@@ -116,8 +137,13 @@ def test_running_rewards_are_unbiased_with_the_stated_variance():
 def test_the_clock_cannot_strike_before_round_110():
     """At alpha = 0.1 the running mean of the change starts at 1 and falls by 0.9 a round at best: 0.9^110 < 1e-5."""
     method = FedGwc(eps=1e-5, patience=1, min_pair_updates=0.0)
-    shared, ids, equal = begin(method, 12), torch.arange(12), torch.zeros(12, 3, dtype=torch.float64)
-    shared = dataclasses.replace(shared, matrix=torch.ones_like(shared.matrix))  # nothing changes any more
+    shared, ids, equal = (
+        begin(method, 12),
+        torch.arange(12),
+        torch.zeros(12, 3, dtype=torch.float64),
+    )
+    # nothing changes any more
+    shared = dataclasses.replace(shared, matrix=torch.ones_like(shared.matrix))
     struck = None
     for index in range(120):
         after = merge(method, shared, ids, equal, index)
@@ -165,7 +191,9 @@ def planted(method: FedGwc) -> Interactions:
     matrix = 0.2 + 0.5 * (truth[:, None] == truth).double()
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(20, 20)))
     shared = begin(method, 20)
-    return dataclasses.replace(shared, matrix=matrix + 0.01 * noise, models=torch.full((1, 1), 5.0).double())
+    return dataclasses.replace(
+        shared, matrix=matrix + 0.01 * noise, models=torch.full((1, 1), 5.0).double()
+    )
 
 
 @pytest.mark.parametrize("aggregator", ["fedavg", "fedavgm", "fedprox", "fairavg"])
@@ -182,7 +210,9 @@ def test_a_split_copies_everything_to_disjoint_children(aggregator: str):
     assert after.patience.tolist() == [0, 0]
     if aggregator == "fedavgm":
         assert after.velocity.tolist() == [[5.0], [5.0]]  # d = 5 - 0
-        apart = merge(method, after, torch.tensor([0, 2, 4]), torch.zeros(3, 3, dtype=torch.float64))
+        apart = merge(
+            method, after, torch.tensor([0, 2, 4]), torch.zeros(3, 3, dtype=torch.float64)
+        )
         assert apart.velocity[1].tolist() == [5.0]
         assert apart.velocity[0].tolist() == [0.9 * 5.0 + 0.0]
 
@@ -192,7 +222,8 @@ def test_children_are_sampled_and_merged_apart():
     method = FedGwc(min_pair_updates=0.0)
     shared = dataclasses.replace(begin(method, 40, models=2), label=(torch.arange(40) < 30).long())
     ids = method.cohort(shared, Rng(0).at(0), 40, 0.2)
-    assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]  # max(0.2 * 10, 3) and 0.2 * 30
+    # max(0.2 * 10, 3) and 0.2 * 30
+    assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]
     by_count = FedGwc(clients_per_round=5).cohort(shared, Rng(0).at(0), 40, 0.2)
     assert torch.bincount(shared.label[by_count]).tolist() == [5, 5]
     ones = (shared.label[ids] == 1).nonzero().flatten()
@@ -206,7 +237,8 @@ def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     """Ten of 100 in twenty clusters of five, where each cluster for itself draws three; clusters that wait stay."""
     one = FedGwc(cohort_of="population", explore=False)
     assert torch.equal(
-        one.cohort(begin(one, 100), Rng(2).at(0), 100, 0.1), FedAvg().cohort(None, Rng(2).at(0), 100, 0.1)
+        one.cohort(begin(one, 100), Rng(2).at(0), 100, 0.1),
+        FedAvg().cohort(None, Rng(2).at(0), 100, 0.1),
     )
     shared = dataclasses.replace(begin(FedGwc(), 100, models=20), label=torch.arange(100) % 20)
     assert len(FedGwc().cohort(shared, Rng(2).at(0), 100, 0.1)) == 60
@@ -229,7 +261,9 @@ def test_exploring_evens_out_the_whole_population_too():
     for index in range(400):
         ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
         assert len(ids) == 10
-        shared = dataclasses.replace(shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+        shared = dataclasses.replace(
+            shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
+        )
     assert int((shared.sampled - 40).abs().max()) <= 8
 
 
@@ -237,8 +271,13 @@ def test_small_clusters_are_left_whole():
     """Five members cannot give two parts of three: the planted block of 2 + 3 is not tried."""
     truth = torch.tensor([0, 0, 1, 1, 1])
     method = FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0)
-    shared = dataclasses.replace(begin(method, 5), matrix=0.2 + 0.6 * (truth[:, None] == truth).double())
-    assert len(merge(method, shared, torch.arange(5), torch.zeros(5, 2, dtype=torch.float64)).models) == 1
+    shared = dataclasses.replace(
+        begin(method, 5), matrix=0.2 + 0.6 * (truth[:, None] == truth).double()
+    )
+    assert (
+        len(merge(method, shared, torch.arange(5), torch.zeros(5, 2, dtype=torch.float64)).models)
+        == 1
+    )
 
 
 def test_exploring_keeps_participation_even():
@@ -250,7 +289,9 @@ def test_exploring_keeps_participation_even():
         for index in range(1000):
             ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
             assert len(ids) == 10
-            shared = dataclasses.replace(shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+            shared = dataclasses.replace(
+                shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
+            )
         spread[explore] = int(shared.sampled.max() - shared.sampled.min())
     assert spread[True] <= 8
     assert spread[False] > 30
@@ -261,7 +302,9 @@ def test_unexplored_cohorts_are_those_of_fedavg():
     method = FedGwc(explore=False)
     for index in range(5):
         rng = Rng(2).at(index)
-        assert torch.equal(method.cohort(begin(method, 50), rng, 50, 0.1), FedAvg().cohort(None, rng, 50, 0.1))
+        assert torch.equal(
+            method.cohort(begin(method, 50), rng, 50, 0.1), FedAvg().cohort(None, rng, 50, 0.1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +318,8 @@ def test_unclustered_fedgwc_is_its_aggregator(aggregator: str, alone: Any):
     for client in range(6):
         federation.split[client, :client] = -1
     ours, plain = (
-        testing.follow(m, federation=federation, settings=testing.tiny_settings(rounds=2)) for m in (method, alone)
+        testing.follow(m, federation=federation, settings=testing.tiny_settings(rounds=2))
+        for m in (method, alone)
     )
     assert torch.equal(ours.state.shared.models, plain.state.shared.models)
     assert float(ours.state.shared.matrix.min()) > 0
@@ -296,13 +340,19 @@ def test_losses_are_padded_to_a_common_length():
     assert bool(torch.isfinite(three[:, :3]).all())
     assert bool(torch.isnan(three[:, 3:]).all())
     assert sent(FedGwc(trace=2)).shape == (6, 2)
-    assert sent(FedGwc(), local=LocalTraining(steps=4, batch_size=5, optimizer="sgd")).shape == (6, 4)
+    assert sent(FedGwc(), local=LocalTraining(steps=4, batch_size=5, optimizer="sgd")).shape == (
+        6,
+        4,
+    )
 
 
 def test_the_first_losses_are_sent():
     """Of the losses 1, 2, 3 of three steps, two are sent: 1 and 2."""
     loop: Loop = testing.follow(FedGwc(), settings=testing.tiny_settings(rounds=0))
-    rnd, losses = loop._context(0, torch.arange(6), torch.arange(6)), torch.tensor([[1.0, 2.0, 3.0]]).expand(6, 3)
+    rnd, losses = (
+        loop._context(0, torch.arange(6), torch.arange(6)),
+        torch.tensor([[1.0, 2.0, 3.0]]).expand(6, 3),
+    )
     assert FedGwc(trace=2).report(rnd, {"losses": losses})["losses"].tolist() == [[1.0, 2.0]] * 6
 
 
@@ -311,7 +361,9 @@ def test_step_sizes_of_the_running_means():
     """Constant 0.1; |P| / K_c = 6 / 20; 0.2 (1 + 3)^-0.75."""
     assert FedGwc()._alpha(7, 6, 20) == 0.1
     assert FedGwc(alpha_rule="local_rate")._alpha(7, 6, 20) == 0.3
-    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._alpha(3, 6, 20) == pytest.approx(0.2 * 4**-0.75)
+    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._alpha(3, 6, 20) == pytest.approx(
+        0.2 * 4**-0.75
+    )
 
 
 def one_round(losses: list[float], **options: Any) -> Interactions:
@@ -333,13 +385,17 @@ def test_rewards_may_weigh_clients_by_their_samples():
 def test_the_variance_of_rewards_may_be_the_biased_one():
     """Losses 0, 2: sample variance 2 gives exp(-1/4), biased variance 1 gives exp(-1/2)."""
     assert float(one_round([0.0, 2.0]).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 4))
-    assert float(one_round([0.0, 2.0], ddof=0).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 2))
+    assert float(one_round([0.0, 2.0], ddof=0).matrix[0, 1]) == pytest.approx(
+        0.1 * math.exp(-1 / 2)
+    )
 
 
 @pytest.mark.option("FedGwc.normalize_rewards", True)
 def test_rewards_may_be_divided_by_their_sum():
     """Four equal losses have reward 1, or 1/4 each."""
-    assert float(one_round([1.0] * 4, normalize_rewards=True).matrix[0, 1]) == pytest.approx(0.1 / 4)
+    assert float(one_round([1.0] * 4, normalize_rewards=True).matrix[0, 1]) == pytest.approx(
+        0.1 / 4
+    )
 
 
 def test_draws_fill_the_losses_of_a_small_cohort_only():
@@ -355,7 +411,9 @@ def test_draws_fill_the_losses_of_a_small_cohort_only():
 def test_the_clock_may_look_at_the_sampled_part_only():
     """Four of 20 clients with reward 1: each of 16 entries changes by 0.1; the mean is over 400 entries, or 16."""
     assert float(one_round([1.0] * 4).mse[0]) == pytest.approx(0.9 + 0.1 * 16 * 0.01 / 400)
-    assert float(one_round([1.0] * 4, mse_scope="sampled").mse[0]) == pytest.approx(0.9 + 0.1 * 0.01)
+    assert float(one_round([1.0] * 4, mse_scope="sampled").mse[0]) == pytest.approx(
+        0.9 + 0.1 * 0.01
+    )
 
 
 @pytest.mark.parametrize(("n_max_by", "children"), [("size", 4), ("cohort", 2)])
@@ -367,7 +425,10 @@ def test_children_are_at_most_so_many(n_max_by: str, children: int):
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(20, 20)))
     matrix = 0.1 + 0.8 * (truth[:, None] == truth).double() + 0.01 * noise
     shared = dataclasses.replace(begin(method, 20), matrix=matrix)
-    assert len(merge(method, shared, torch.arange(10), torch.zeros(10, 3, dtype=torch.float64)).models) == children
+    assert (
+        len(merge(method, shared, torch.arange(10), torch.zeros(10, 3, dtype=torch.float64)).models)
+        == children
+    )
 
 
 def test_presets_fill_what_is_not_given():
@@ -375,19 +436,29 @@ def test_presets_fill_what_is_not_given():
     assert FedGwc(preset="paper").upv_axis == "row"
     assert FedGwc(preset="paper", upv_axis="column").upv_axis == "column"
     assert FedGwc(preset="released").clients_per_round == 10
-    with pytest.raises(ConfigError, match=r"fedgwc: preset is 'papers'; expected 'coterie', 'paper' or 'released'"):
+    with pytest.raises(
+        ConfigError, match=r"fedgwc: preset is 'papers'; expected 'coterie', 'paper' or 'released'"
+    ):
         FedGwc(preset="papers")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"fedgwc: alpha is 1\.0; expected a number, above 0 and below 1"):
+    with pytest.raises(
+        ConfigError, match=r"fedgwc: alpha is 1\.0; expected a number, above 0 and below 1"
+    ):
         FedGwc(alpha=1.0)
 
 
-def released_trace(rounds: int, population: int, cohort: int) -> tuple[np.ndarray, float, np.ndarray]:
+def released_trace(
+    rounds: int, population: int, cohort: int
+) -> tuple[np.ndarray, float, np.ndarray]:
     """The authors' settings written out once more, with loops: P, its running change, and the affinity at the end.
 
-    Weighted biased variance, rewards divided by their sum, P from 1/K^2, alpha = |P| / K, change over the sampled
-    part, columns of P scaled to [0, 1], no diagonal.
+    Weighted biased variance, rewards divided by their sum, P from 1/K^2, alpha = |P| / K, change
+    over the sampled part, columns of P scaled to [0, 1], no diagonal.
     """
-    matrix, mse, alpha = np.full((population, population), 1 / population**2), 1.0, cohort / population
+    matrix, mse, alpha = (
+        np.full((population, population), 1 / population**2),
+        1.0,
+        cohort / population,
+    )
     for index in range(rounds):
         ids, losses, samples = recorded(index, population, cohort)
         weights = samples / samples.sum()
@@ -401,14 +472,18 @@ def released_trace(rounds: int, population: int, cohort: int) -> tuple[np.ndarra
         for a, k in enumerate(ids):
             for j in ids:
                 matrix[k, j] = (1 - alpha) * old[k, j] + alpha * rewards[a]
-        mse = (1 - alpha) * mse + alpha * np.mean([(matrix[k, j] - old[k, j]) ** 2 for k in ids for j in ids])
+        mse = (1 - alpha) * mse + alpha * np.mean(
+            [(matrix[k, j] - old[k, j]) ** 2 for k in ids for j in ids]
+        )
     scaled = (matrix - matrix.min()) / (matrix.max() - matrix.min())
     affinity = np.zeros_like(matrix)
     for k in range(population):
         for j in range(population):
             others = [i for i in range(population) if i not in (k, j)]
             if k != j:
-                affinity[k, j] = math.exp(-0.5 * sum((scaled[i, k] - scaled[i, j]) ** 2 for i in others))
+                affinity[k, j] = math.exp(
+                    -0.5 * sum((scaled[i, k] - scaled[i, j]) ** 2 for i in others)
+                )
     return matrix, mse, affinity
 
 
@@ -416,7 +491,11 @@ def recorded(index: int, population: int, cohort: int) -> tuple[np.ndarray, np.n
     """The participants of a round, their losses at one of two levels, and their samples."""
     stream = Rng(5).at(index).generator("recorded")
     ids = np.sort(stream.permutation(population)[:cohort])
-    return ids, stream.normal(size=(cohort, 4)) + 4.0 * (ids % 2)[:, None], np.arange(1.0, cohort + 1)
+    return (
+        ids,
+        stream.normal(size=(cohort, 4)) + 4.0 * (ids % 2)[:, None],
+        np.arange(1.0, cohort + 1),
+    )
 
 
 def test_the_released_preset_is_the_authors_code():
@@ -434,14 +513,22 @@ def test_the_released_preset_is_the_authors_code():
     np.testing.assert_allclose(ours, affinity, atol=1e-12)
     found = {}
     for n in range(2, min(4, population // cohort) + 1):
-        label = SpectralClustering(n, affinity="precomputed", assign_labels="cluster_qr", random_state=0)
-        space = SpectralEmbedding(n_components=n, affinity="precomputed", random_state=0).fit_transform(affinity)
+        label = SpectralClustering(
+            n, affinity="precomputed", assign_labels="cluster_qr", random_state=0
+        )
+        space = SpectralEmbedding(
+            n_components=n, affinity="precomputed", random_state=0
+        ).fit_transform(affinity)
         groups = label.fit_predict(affinity)
         found[n] = (davies_bouldin_score(space, groups), groups)
     best = min(found, key=lambda n: found[n][0])
     now = FedGwc(preset="released", eps=1.0, patience=1)
     after = merge(now, shared, torch.from_numpy(ids), torch.from_numpy(losses), rounds)
-    expected = torch.from_numpy(found[best][1]) if found[best][0] < 1 else torch.zeros(population, dtype=torch.int64)
+    expected = (
+        torch.from_numpy(found[best][1])
+        if found[best][0] < 1
+        else torch.zeros(population, dtype=torch.int64)
+    )
     assert torch.equal(after.label[:, None] == after.label, expected[:, None] == expected)
 
 
@@ -463,25 +550,38 @@ def affinity_by_loops(matrix: np.ndarray, axis: str, minmax: bool) -> np.ndarray
     for k in range(len(matrix)):
         for j in range(len(matrix)):
             others = [i for i in range(len(matrix)) if i not in (k, j)]
-            out[k, j] = math.exp(-((vectors[k, others] - vectors[j, others]) ** 2).sum()) if k != j else 1.0
+            out[k, j] = (
+                math.exp(-((vectors[k, others] - vectors[j, others]) ** 2).sum()) if k != j else 1.0
+            )
     return out
 
 
 def parts_by_hand(matrix: np.ndarray, options: dict[str, Any], seed: int) -> set[frozenset[int]]:
     """The parts of the split with the least Davies-Bouldin index, if it is one; everybody together otherwise."""
-    affinity = affinity_by_loops(matrix, options.get("upv_axis", "column"), options.get("minmax", False))
+    affinity = affinity_by_loops(
+        matrix, options.get("upv_axis", "column"), options.get("minmax", False)
+    )
     found = []
     for count in range(2, min(4, len(matrix) // 3) + 1):
         how = options.get("labels", "cluster_qr")
-        model = SpectralClustering(count, affinity="precomputed", assign_labels=how, random_state=seed)
+        model = SpectralClustering(
+            count, affinity="precomputed", assign_labels=how, random_state=seed
+        )
         label, space = model.fit_predict(affinity), affinity
         if options.get("db_space") == "embedding":
-            space = SpectralEmbedding(count, affinity="precomputed", random_state=seed).fit_transform(affinity)
+            space = SpectralEmbedding(
+                count, affinity="precomputed", random_state=seed
+            ).fit_transform(affinity)
         found.append(
-            (davies_bouldin_score(space, label), [frozenset(np.flatnonzero(label == i)) for i in range(count)])
+            (
+                davies_bouldin_score(space, label),
+                [frozenset(np.flatnonzero(label == i)) for i in range(count)],
+            )
         )
     index, parts = min(found, key=lambda one: one[0])
-    return set(parts) if index < 1 and min(map(len, parts)) >= 3 else {frozenset(range(len(matrix)))}
+    return (
+        set(parts) if index < 1 and min(map(len, parts)) >= 3 else {frozenset(range(len(matrix)))}
+    )
 
 
 @pytest.mark.option("FedGwc.upv_axis", "column", "row")
@@ -490,7 +590,12 @@ def parts_by_hand(matrix: np.ndarray, options: dict[str, Any], seed: int) -> set
 @pytest.mark.option("FedGwc.db_space", "rows", "embedding")
 @pytest.mark.parametrize(
     ("options", "place"),
-    [({"upv_axis": "row"}, 0), ({"minmax": True}, 44), ({"labels": "kmeans"}, 8), ({"db_space": "embedding"}, 0)],
+    [
+        ({"upv_axis": "row"}, 0),
+        ({"minmax": True}, 44),
+        ({"labels": "kmeans"}, 8),
+        ({"db_space": "embedding"}, 0),
+    ],
 )
 def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
     """Twelve clients in two blurred groups, on a matrix on which the option decides: against scikit-learn."""
@@ -502,7 +607,9 @@ def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
     for chosen in ({}, options):
         method = FedGwc(alpha=1e-12, beta=1.0, eps=1.0, patience=1, min_pair_updates=0.0, **chosen)
         shared = dataclasses.replace(begin(method, 12), matrix=torch.from_numpy(matrix))
-        label = merge(method, shared, torch.arange(4), torch.zeros(4, 3, dtype=torch.float64)).label.numpy()
+        label = merge(
+            method, shared, torch.arange(4), torch.zeros(4, 3, dtype=torch.float64)
+        ).label.numpy()
         parts[str(chosen)] = {frozenset(np.flatnonzero(label == i)) for i in np.unique(label)}
         assert parts[str(chosen)] == parts_by_hand(matrix, chosen, split_seed)
     assert len(parts) == 2
@@ -533,16 +640,41 @@ def test_who_took_part_least_comes_first():
 def test_presets_are_the_paper_and_the_code():
     """The paper's text: rows, no guards. The code: its list of differences G1 to G16 of the specification."""
     guarded = FedGwc()
-    assert (guarded.upv_axis, guarded.patience, guarded.min_pair_updates, guarded.min_cluster_size) == (
-        "column",
-        0,
-        1.0,
-        3,
-    )
+    assert (
+        guarded.upv_axis,
+        guarded.patience,
+        guarded.min_pair_updates,
+        guarded.min_cluster_size,
+    ) == ("column", 0, 1.0, 3)
     paper = FedGwc(preset="paper")
-    assert (paper.upv_axis, paper.patience, paper.min_pair_updates, paper.minmax) == ("row", 1, 0.0, False)
+    assert (paper.upv_axis, paper.patience, paper.min_pair_updates, paper.minmax) == (
+        "row",
+        1,
+        0.0,
+        False,
+    )
     code = FedGwc(preset="released")
-    assert (code.reward_weights, code.ddof, code.loss_sampling_size, code.normalize_rewards) == ("samples", 0, 10, True)
-    assert (code.start, code.alpha_rule, code.upv_axis, code.minmax) == ("uniform", "local_rate", "column", True)
-    assert (code.diagonal, code.db_space, code.n_max_by, code.mse_scope) == (0.0, "embedding", "cohort", "sampled")
-    assert (code.clients_per_round, code.explore, code.min_pair_updates, code.patience) == (10, False, 0.0, 0)
+    assert (code.reward_weights, code.ddof, code.loss_sampling_size, code.normalize_rewards) == (
+        "samples",
+        0,
+        10,
+        True,
+    )
+    assert (code.start, code.alpha_rule, code.upv_axis, code.minmax) == (
+        "uniform",
+        "local_rate",
+        "column",
+        True,
+    )
+    assert (code.diagonal, code.db_space, code.n_max_by, code.mse_scope) == (
+        0.0,
+        "embedding",
+        "cohort",
+        "sampled",
+    )
+    assert (code.clients_per_round, code.explore, code.min_pair_updates, code.patience) == (
+        10,
+        False,
+        0.0,
+        0,
+    )

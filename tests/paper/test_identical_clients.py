@@ -47,7 +47,11 @@ def gradient_descent(start, x, y, steps):
 
 @pytest.mark.parametrize(
     "method",
-    [Random(num_peers=CLIENTS - 1), Dac(num_peers=CLIENTS - 1), Dac(num_peers=CLIENTS - 1, aggregation="fedsim")],
+    [
+        Random(num_peers=CLIENTS - 1),
+        Dac(num_peers=CLIENTS - 1),
+        Dac(num_peers=CLIENTS - 1, aggregation="fedsim"),
+    ],
 )
 def test_gossip_with_everybody_is_centralized_gradient_descent(method):
     """Item 42: shared start, full-batch SGD, m = K - 1: after the warm-up and T rounds, T + 1 steps of descent."""
@@ -66,7 +70,9 @@ def test_gossip_with_everybody_is_federated_averaging():
     federation = identical()
     local = LocalTraining(optimizer="sgd", lr=LR, batch_size=SAMPLES)
     settings = Settings(rounds=ROUNDS, local=local, dtype="float64", evaluate="final")
-    gossip = simulate(federation, Random(num_peers=CLIENTS - 1), model="linear", settings=settings, seed=3)
+    gossip = simulate(
+        federation, Random(num_peers=CLIENTS - 1), model="linear", settings=settings, seed=3
+    )
     later = dataclasses.replace(settings, rounds=ROUNDS + 1)
     server = simulate(federation, FedAvg(), model="linear", settings=later, seed=3)
     torch.testing.assert_close(gossip.params, server.params, rtol=0, atol=1e-12)

@@ -28,7 +28,9 @@ WHOLE = LocalTraining(steps=1, batch_size=100, optimizer="sgd", lr=0.1)
 
 def follow(method: Method, federation: Federation | None = None, **settings: Any) -> Loop:
     """Run a method to its end on the tiny federation."""
-    return testing.follow(method, federation=federation, settings=testing.tiny_settings(**{"local": SGD, **settings}))
+    return testing.follow(
+        method, federation=federation, settings=testing.tiny_settings(**{"local": SGD, **settings})
+    )
 
 
 def model(loop: Loop) -> Tensor:
@@ -50,9 +52,13 @@ class Quadratic:
         rule = torch.tensor([[1.0, -2.0, 0.5, 0.0], [-1.0, 1.0, 0.0, 2.0]], dtype=torch.float64)
 
         def targets(x: Tensor, cluster: Tensor | int) -> Tensor:
-            return (x * rule[cluster].reshape(*rule[cluster].shape[:-1], *[1] * (x.ndim - 2), 4)).sum(-1, keepdim=True)
+            return (
+                x * rule[cluster].reshape(*rule[cluster].shape[:-1], *[1] * (x.ndim - 2), 4)
+            ).sum(-1, keepdim=True)
 
-        tests = tuple(dataclasses.replace(test, y=targets(test.x, c)) for c, test in enumerate(tiny.tests))
+        tests = tuple(
+            dataclasses.replace(test, y=targets(test.x, c)) for c, test in enumerate(tiny.tests)
+        )
         noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(6, 16, 1)))
         y = torch.stack([targets(x, i % 2) for i, x in enumerate(tiny.x)]) + noise
         self.federation = dataclasses.replace(tiny, y=y, tests=tests, classes=0)
@@ -93,7 +99,9 @@ def test_the_parabolas_are_the_losses():
 @pytest.mark.option("FedRep.weights", "samples")
 @pytest.mark.option("FedBN.weights", "samples")
 @pytest.mark.parametrize(
-    "method", [Apfl(), PFedMe(), PerFedAvg(), FedPer(0), FedRep(0), FedBN()], ids=lambda method: method.kind
+    "method",
+    [Apfl(), PFedMe(), PerFedAvg(), FedPer(0), FedRep(0), FedBN()],
+    ids=lambda method: method.kind,
 )
 def test_models_count_alike_or_by_samples(method: Any):
     """Clients with 12, 11, ..., 7 samples send models; the server's is the mean that each setting names."""
@@ -116,7 +124,9 @@ def test_models_count_alike_or_by_samples(method: Any):
 def test_apfls_shared_model_is_fedavgs(alpha: float):
     """What clients keep to themselves leaves no trace in it."""
     expected = model(follow(FedAvg(), participation=0.5))
-    torch.testing.assert_close(model(follow(Apfl(alpha), participation=0.5)), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        model(follow(Apfl(alpha), participation=0.5)), expected, rtol=0, atol=1e-12
+    )
 
 
 def test_apfl_goes_from_fedavg_to_local_training():
@@ -126,7 +136,9 @@ def test_apfl_goes_from_fedavg_to_local_training():
     for index in range(3):
         alone, _ = loop.task.train(alone, Rng(3).at(index), SGD)
     torch.testing.assert_close(served(loop), alone, rtol=0, atol=1e-12)
-    torch.testing.assert_close(served(follow(Apfl(0.0), rounds=3)), fedavg.state.params, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        served(follow(Apfl(0.0), rounds=3)), fedavg.state.params, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.option("Apfl.adaptive", False)
@@ -153,11 +165,18 @@ def test_apfls_steps_are_the_papers(adaptive: bool):
 def test_apfls_share_grows_where_clients_differ():
     """The paper's reason for adapting it: the more clients differ, the larger their own share should be.
 
-    Where all have the same data it falls to 0, which is FedAvg; where they differ it rises at most clients.
+    Where all have the same data it falls to 0, which is FedAvg; where they differ it rises at most
+    clients.
     """
-    tiny, settings = QUADRATIC.federation, {"rounds": 30, "local": dataclasses.replace(WHOLE, steps=3, lr=0.04)}
+    tiny, settings = (
+        QUADRATIC.federation,
+        {"rounds": 30, "local": dataclasses.replace(WHOLE, steps=3, lr=0.04)},
+    )
     same = dataclasses.replace(tiny, x=tiny.x[:1].expand(6, -1, -1), y=tiny.y[:1].expand(6, -1, -1))
-    alike, apart = (follow(Apfl(0.3, adaptive=True), data, **settings).state.memory.alpha for data in (same, tiny))
+    alike, apart = (
+        follow(Apfl(0.3, adaptive=True), data, **settings).state.memory.alpha
+        for data in (same, tiny)
+    )
     assert alike.tolist() == [0.0] * 6
     assert int((apart > 0.5).sum()) >= 4
 
@@ -185,15 +204,17 @@ def test_pfedme_minimizes_the_mean_of_the_moreau_envelopes():
     pull = 3.0 * QUADRATIC.hessian @ torch.linalg.inv(QUADRATIC.hessian + 3.0 * EYE)
     expected = torch.linalg.solve(pull.sum(0), (pull @ QUADRATIC.minimum[..., None]).sum(0))[:, 0]
     torch.testing.assert_close(model(loop), expected, rtol=0, atol=1e-4)
-    pooled = torch.linalg.solve(QUADRATIC.hessian.sum(0), (QUADRATIC.hessian @ QUADRATIC.minimum[..., None]).sum(0))[
-        :, 0
-    ]
+    pooled = torch.linalg.solve(
+        QUADRATIC.hessian.sum(0), (QUADRATIC.hessian @ QUADRATIC.minimum[..., None]).sum(0)
+    )[:, 0]
     assert float((expected - pooled).abs().max()) > 1e-2  # which is FedAvg's, and another
 
 
 def test_pfedme_with_one_inner_step_is_fedavg_with_a_small_one():
     """From theta = w the penalty has no gradient: w moves by eta lambda times the step of the personal model."""
-    expected = follow(FedAvg(weights="uniform"), rounds=4, local=dataclasses.replace(WHOLE, lr=0.1 * 0.6)).state
+    expected = follow(
+        FedAvg(weights="uniform"), rounds=4, local=dataclasses.replace(WHOLE, lr=0.1 * 0.6)
+    ).state
     loop = follow(PFedMe(lam=2.0, inner_steps=1, eta=0.3), rounds=4, local=WHOLE)
     torch.testing.assert_close(model(loop), expected.shared.models[0], rtol=0, atol=1e-12)
 
@@ -212,7 +233,9 @@ def test_pfedmes_clients_without_a_batch_rest():
     split[0, 5:] = -1
     loop = follow(PFedMe(eta=0.05), dataclasses.replace(tiny, split=split), rounds=1)
     start, theta = loop.task.fresh(Rng(3), 1)[0], loop.state.memory.model[0]
-    torch.testing.assert_close(loop.state.params[0], start - 0.75 * (start - theta), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        loop.state.params[0], start - 0.75 * (start - theta), rtol=0, atol=1e-12
+    )
     assert loop.train_samples == 5 * (5 + 5 * 12)  # five inner steps on each batch
 
 
@@ -242,7 +265,9 @@ def test_per_fedavg_minimizes_the_loss_after_adaptation():
     loop = follow(method, QUADRATIC.federation, rounds=40, local=local, evaluate="final")
     damped = EYE - 0.1 * QUADRATIC.hessian
     curves = damped @ QUADRATIC.hessian @ damped
-    expected = torch.linalg.solve(curves.sum(0), (curves @ QUADRATIC.minimum[..., None]).sum(0))[:, 0]
+    expected = torch.linalg.solve(curves.sum(0), (curves @ QUADRATIC.minimum[..., None]).sum(0))[
+        :, 0
+    ]
     torch.testing.assert_close(model(loop), expected, rtol=0, atol=1e-5)
 
 
@@ -261,7 +286,9 @@ def test_per_fedavg_adapts_in_as_many_steps_as_asked_for():
     for _ in range(3):
         params = params - 0.1 * QUADRATIC.gradient(params)
     torch.testing.assert_close(served(loop), params, rtol=0, atol=1e-12)
-    small = follow(PerFedAvg(alpha=0.1, adapt_steps=3, adapt_batch_size=5), QUADRATIC.federation, rounds=1)
+    small = follow(
+        PerFedAvg(alpha=0.1, adapt_steps=3, adapt_batch_size=5), QUADRATIC.federation, rounds=1
+    )
     assert float((served(small) - params).abs().max()) > 1e-3
 
 
@@ -284,7 +311,9 @@ def deep(method: Method, **settings: Any) -> Loop:
 def slopes(params: Tensor) -> Tensor:
     """The gradient of each client's loss, by autograd."""
     found = []
-    for row, x, y in zip(params, QUADRATIC.federation.x[:, :12], QUADRATIC.federation.y[:, :12], strict=True):
+    for row, x, y in zip(
+        params, QUADRATIC.federation.x[:, :12], QUADRATIC.federation.y[:, :12], strict=True
+    ):
         leaf = row.clone().requires_grad_()
         ((x @ leaf[:8].reshape(2, 4).T @ leaf[8:, None] - y) ** 2).mean().backward()
         found.append(leaf.grad)
@@ -302,10 +331,13 @@ def test_fedper_averages_the_body_and_each_client_keeps_its_head():
     torch.testing.assert_close(served(loop), params, rtol=0, atol=1e-12)
     assert not model(loop)[8:].any()
     table = loop.record.metrics
-    assert set(table[table["metric"] == "bytes_up"]["value"]) == {8 * 8.0 + 8}  # the body and the number of samples
+    # the body and the number of samples
+    assert set(table[table["metric"] == "bytes_up"]["value"]) == {8 * 8.0 + 8}
     assert set(table[table["metric"] == "bytes_down"]["value"]) == {8 * 8.0}
     early, late = (deep(FedPer(), rounds=rounds, participation=3) for rounds in (0, 1))
-    rests = torch.tensor(sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at(0), 6, 3).tolist()}))
+    rests = torch.tensor(
+        sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at(0), 6, 3).tolist()})
+    )
     assert torch.equal(early.state.params[rests], late.state.params[rests])
 
 
@@ -363,21 +395,26 @@ def test_dfedalt_trains_the_head_before_the_body_between_its_exchanges():
 def test_fedrep_finds_the_representation_that_clients_share():
     """The paper's claim: with heads of their own, clients find the subspace together that none can find alone.
 
-    Twelve clients with 8 samples of 10 numbers, whose targets depend on two directions, each client in its own way.
-    The distance of subspaces (sine of the largest angle) goes to 0; FedAvg's, with one head for all, does not.
+    Twelve clients with 8 samples of 10 numbers, whose targets depend on two directions, each client
+    in its own way. The distance of subspaces (sine of the largest angle) goes to 0; FedAvg's, with
+    one head for all, does not.
     """
     stream = Rng(0).generator("subspace")
     basis = torch.linalg.qr(torch.from_numpy(stream.normal(size=(10, 2))))[0]
     tiny = testing.tiny_federation(12, train=8, features=(10,))
     rules = basis @ torch.from_numpy(stream.normal(size=(12, 2, 1)))
-    tests = tuple(dataclasses.replace(test, y=test.x @ rules[c]) for c, test in enumerate(tiny.tests))
+    tests = tuple(
+        dataclasses.replace(test, y=test.x @ rules[c]) for c, test in enumerate(tiny.tests)
+    )
     federation = dataclasses.replace(tiny, y=tiny.x @ rules, tests=tests, classes=0)
 
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(10, 2, bias=False), nn.Linear(2, 1, bias=False))
 
     def distance(method: Method) -> float:
-        settings = testing.tiny_settings(rounds=60, local=dataclasses.replace(WHOLE, steps=3), evaluate="final")
+        settings = testing.tiny_settings(
+            rounds=60, local=dataclasses.replace(WHOLE, steps=3), evaluate="final"
+        )
         loop = testing.follow(method, federation=federation, model=net, settings=settings)
         found = torch.linalg.qr(model(loop)[:20].reshape(2, 10).T)[0]
         return float(torch.linalg.matrix_norm(found - basis @ (basis.T @ found), 2))
@@ -396,14 +433,17 @@ class Normalized(nn.Sequential):
 def test_fedbn_gains_where_clients_scale_their_inputs_otherwise():
     """The paper's claim: under feature shift a normalization of one's own makes the clients' problems one problem.
 
-    All label by one rule; inputs of client i are stretched by 4^i and moved by i. What each client keeps is its own.
+    All label by one rule; inputs of client i are stretched by 4^i and moved by i. What each client
+    keeps is its own.
     """
     tiny = testing.tiny_federation(clusters=1)
     scale = 4.0 ** torch.arange(6, dtype=torch.float64)[:, None, None]
     move = torch.arange(6, dtype=torch.float64)[:, None, None]
     (test,) = tiny.tests
     tests = tuple(dataclasses.replace(test, x=test.x * scale[i, 0] + move[i, 0]) for i in range(6))
-    federation = dataclasses.replace(tiny, x=tiny.x * scale + move, tests=tests, test_of=torch.arange(6))
+    federation = dataclasses.replace(
+        tiny, x=tiny.x * scale + move, tests=tests, test_of=torch.arange(6)
+    )
     local = LocalTraining(epochs=2, batch_size=6, optimizer="sgd", lr=0.3)
 
     def accuracy(method: Method) -> tuple[float, Loop]:

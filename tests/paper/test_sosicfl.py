@@ -32,9 +32,13 @@ pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=20, optimizer="sgd", lr=0.2)
 
 
-def follow(method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any) -> Loop:
+def follow(
+    method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any
+) -> Loop:
     """Run a method to its end."""
-    return testing.follow(method, federation=federation, model=model, settings=testing.tiny_settings(**settings))
+    return testing.follow(
+        method, federation=federation, model=model, settings=testing.tiny_settings(**settings)
+    )
 
 
 def mlp() -> nn.Module:
@@ -45,7 +49,12 @@ def mlp() -> nn.Module:
 def convolutional() -> nn.Module:
     """Ends like SqueezeNet: a 1x1 convolution, ReLU, mean over the image."""
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        nn.Conv2d(2, 4, 3),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 
@@ -66,7 +75,9 @@ def drawn(factory: Any, endpoints: int) -> tuple[Layout, Tensor]:
     return layout, row
 
 
-def outputs(layout: Layout, row: Tensor, alpha: Tensor, x: Tensor, *, training: bool = False) -> Tensor:
+def outputs(
+    layout: Layout, row: Tensor, alpha: Tensor, x: Tensor, *, training: bool = False
+) -> Tensor:
     """Run a simplex model at a point of the simplex."""
     inputs = simplex_layers.alpha_inputs(layout, alpha)
     return layout.call({**layout.views(row), **inputs}, x, training=training)
@@ -77,7 +88,9 @@ def test_a_corner_is_its_endpoint(plain: Any):
     """w(e_m) is the plain model with endpoint m for its last layer, linear or a 1x1 convolution."""
     factory = simplex_layers.simplex_head(plain, 3)
     layout, row = drawn(factory, 3)
-    x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4) if plain is sequential else (6, 2, 5, 5)))
+    x = torch.from_numpy(
+        Rng(2).generator("x").normal(size=(6, 4) if plain is sequential else (6, 2, 5, 5))
+    )
     views = layout.views(row)
     for m in range(3):
         module = plain().double()
@@ -100,13 +113,19 @@ def test_equal_endpoints_make_the_position_irrelevant():
         leaf = row.clone().requires_grad_()
         value = outputs(layout, leaf, alpha, x, training=True)
         (gradient,) = torch.autograd.grad(value.square().sum(), leaf)
-        own = torch.cat([gradient[s.start : s.stop] for s in layout.slots if s.name.startswith("0.")])
+        own = torch.cat(
+            [gradient[s.start : s.stop] for s in layout.slots if s.name.startswith("0.")]
+        )
         results.append(torch.cat([value.detach().flatten(), own]))
     torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: simplex_layers.simplex_head(sequential, 3), lambda: simplex_layers.simplex_all(sequential, 3)]
+    "make",
+    [
+        lambda: simplex_layers.simplex_head(sequential, 3),
+        lambda: simplex_layers.simplex_all(sequential, 3),
+    ],
 )
 def test_gradients_of_endpoints_are_scaled_by_their_share(make: Any):
     """Finite differences; and the gradient of endpoint m is alpha_m times that of the composed tensor."""
@@ -158,15 +177,21 @@ def test_endpoints_of_all_layers():
     """Every trained tensor has endpoints, the affine part of the normalization too; running statistics do not."""
     layout = Layout(simplex_layers.simplex_all(mlp, 2)())
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
-    assert {slot.name for slot in trained} == {slot.name for slot in simplex_layers.endpoint_slots(layout)}
+    assert {slot.name for slot in trained} == {
+        slot.name for slot in simplex_layers.endpoint_slots(layout)
+    }
     assert all(slot.shape[0] == 2 for slot in trained)
-    assert sum(slot.stop - slot.start for slot in trained) == 2 * sum(p.numel() for p in mlp().parameters())
+    assert sum(slot.stop - slot.start for slot in trained) == 2 * sum(
+        p.numel() for p in mlp().parameters()
+    )
     assert [slot.shape for slot in layout.slots if "running" in slot.name] == [(5,), (5,)]
 
 
 def test_only_heads_that_can_be_mixed_are_taken():
     """A last layer of another kind, grouped convolutions and modules for SosicFL-All are refused with the reason."""
-    with pytest.raises(ModelError, match="the last layer is a BatchNorm1d; a simplex head takes Linear or Conv2d"):
+    with pytest.raises(
+        ModelError, match="the last layer is a BatchNorm1d; a simplex head takes Linear or Conv2d"
+    ):
         simplex_layers.simplex_head(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 2)
     with pytest.raises(ModelError, match="convolutions without groups"):
         simplex_layers.simplex_head(nn.Conv2d(2, 2, 1, groups=2), 2)
@@ -188,16 +213,22 @@ def test_a_given_module_keeps_its_features_and_is_not_changed():
     assert not torch.equal(SosicFl(endpoints=3, regions=2).start(task, Rng(1)), row)
 
 
-def task_of(method: Method, model: Any, federation: Federation | None = None, **settings: Any) -> Task:
+def task_of(
+    method: Method, model: Any, federation: Federation | None = None, **settings: Any
+) -> Task:
     """A task in float64 for a method's form of a model."""
     federation = federation or testing.tiny_federation()
-    return Task(federation.host(federation.ids), method.model(model), dtype=torch.float64, **settings)
+    return Task(
+        federation.host(federation.ids), method.model(model), dtype=torch.float64, **settings
+    )
 
 
 def by_plain_name(layout: Layout, row: Tensor) -> dict[str, Tensor]:
     """The tensors of a model with one endpoint, flat, under the names that they have without endpoints."""
     return {
-        slot.name.replace(".parametrizations", "").replace(".original", ""): row[slot.start : slot.stop]
+        slot.name.replace(".parametrizations", "").replace(".original", ""): row[
+            slot.start : slot.stop
+        ]
         for slot in layout.slots
     }
 
@@ -220,7 +251,10 @@ def test_one_endpoint_with_personal_models_is_ditto():
     ours, theirs = (follow(each, model=sequential, local=SGD) for each in (method, Ditto(lam=0.7)))
     everybody = torch.arange(6)
     served = method.served(ours._context(2, everybody, everybody), ours.state)[0]
-    views, expected = by_plain_name(ours.task.layout, served[5]), theirs.task.layout.views(theirs.state.memory.model[5])
+    views, expected = (
+        by_plain_name(ours.task.layout, served[5]),
+        theirs.task.layout.views(theirs.state.memory.model[5]),
+    )
     assert not torch.equal(theirs.state.memory.model[5], theirs.state.shared.models[0])
     assert views.keys() == expected.keys()
     for name, value in expected.items():
@@ -244,25 +278,36 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
             b = (mixture @ bias).requires_grad_()
             loss = functional.cross_entropy(x @ w.T + b, y)
             gw, gb = torch.autograd.grad(loss, [w, b])
-            returned.append((endpoints - 0.2 * mixture[:, None, None] * gw, bias - 0.2 * mixture[:, None] * gb))
+            returned.append(
+                (endpoints - 0.2 * mixture[:, None, None] * gw, bias - 0.2 * mixture[:, None] * gb)
+            )
         endpoints, bias = (torch.stack(parts).mean(0) for parts in zip(*returned, strict=True))
     expected = torch.cat([endpoints.flatten(), bias.flatten()])
     torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
-    middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)  # every client is served the barycenter, to the end
-    torch.testing.assert_close(loop.final(), simplex_layers.compose(loop.task.layout, expected.expand(6, -1), middle))
+    # every client is served the barycenter, to the end
+    middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(
+        loop.final(), simplex_layers.compose(loop.task.layout, expected.expand(6, -1), middle)
+    )
 
 
 def test_the_head_step_is_scaled():
     """One SGD step at the barycenter moves the composed head by 1/M of a plain head's step; scale M undoes that."""
     moves = {}
     for scale in (1.0, 4.0):
-        method = SosicFl(endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model")
+        method = SosicFl(
+            endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model"
+        )
         task = task_of(method, sequential)
         start = method.start(task, Rng(0)).expand(6, -1)
-        alpha = simplex_layers.alpha_inputs(task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64))
+        alpha = simplex_layers.alpha_inputs(
+            task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64)
+        )
         after, _ = task.train(start, Rng(0).at(0), dataclasses.replace(SGD, steps=1), inputs=alpha)
         slot = next(s for s in task.layout.slots if s.name == "2.weight")
-        moved = (after - start)[:, slot.start : slot.stop].reshape(6, 4, -1).mean(1) * math.sqrt(scale)
+        moved = (after - start)[:, slot.start : slot.stop].reshape(6, 4, -1).mean(1) * math.sqrt(
+            scale
+        )
         moves[scale] = moved
     torch.testing.assert_close(moves[4.0], 4 * moves[1.0])
 
@@ -270,13 +315,18 @@ def test_the_head_step_is_scaled():
 def test_first_endpoints_are_xaviers_whatever_the_heads_step():
     """The composed head is gain times the mixture: endpoints times gain have deviation sqrt(2 / (200 + 100)).
 
-    Of 4 x 20,000 normal draws the deviation is within 1.25 % of its mean (5 standard errors of 0.25 %).
+    Of 4 x 20,000 normal draws the deviation is within 1.25 % of its mean (5 standard errors of 0.25
+    %).
     """
     for scale in (1.0, 9.0):
         method = SosicFl(endpoints=4, regions=1, head_lr_scale=scale)
-        task = task_of(method, lambda: nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 100)))
+        task = task_of(
+            method, lambda: nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 100))
+        )
         weight = task.layout.views(method.start(task, Rng(0)))["2.weight"]
-        assert float(weight.std()) * math.sqrt(scale) == pytest.approx(math.sqrt(2 / 300), rel=0.0125)
+        assert float(weight.std()) * math.sqrt(scale) == pytest.approx(
+            math.sqrt(2 / 300), rel=0.0125
+        )
 
 
 def test_an_update_at_the_barycenter_is_the_gain_times_the_mean():
@@ -284,9 +334,12 @@ def test_an_update_at_the_barycenter_is_the_gain_times_the_mean():
     layout = Layout(simplex_layers.simplex_head(sequential, 3, gain=2.0)(), torch.float64)
     update = torch.full((1, layout.size), 5.0, dtype=torch.float64)
     for slot in simplex_layers.endpoint_slots(layout):
-        moved = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64).repeat_interleave((slot.stop - slot.start) // 3)
+        moved = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64).repeat_interleave(
+            (slot.stop - slot.start) // 3
+        )
         update[0, slot.start : slot.stop] = moved
-    assert simplex_layers.composed_last_layer(layout, update).tolist() == [[6.0] * 18]  # 15 weights, 3 biases
+    # 15 weights, 3 biases
+    assert simplex_layers.composed_last_layer(layout, update).tolist() == [[6.0] * 18]
 
 
 def test_composed_models_no_longer_depend_on_their_position():
@@ -297,7 +350,9 @@ def test_composed_models_no_longer_depend_on_their_position():
         alpha = torch.tensor([0.6, 0.3, 0.1]).double()
         fixed = simplex_layers.compose(layout, row[None], alpha[None, None])[0]
         expected = outputs(layout, row, alpha, x)
-        torch.testing.assert_close(outputs(layout, fixed, torch.tensor([0.0, 0.0, 1.0]).double(), x), expected)
+        torch.testing.assert_close(
+            outputs(layout, fixed, torch.tensor([0.0, 0.0, 1.0]).double(), x), expected
+        )
 
 
 def test_predictions_can_be_averaged_over_draws():
@@ -335,18 +390,25 @@ def test_regions_fit_groups_that_one_model_cannot():
     local = LocalTraining(batch_size=20, optimizer="sgd", lr=0.5)
     runs = {
         method.kind: follow(method, federation, local=local, rounds=15)
-        for method in (FedAvg(), SosicFl(endpoints=2, regions=2), SosicFlPlus(endpoints=2, regions=2, lam=0.1))
+        for method in (
+            FedAvg(),
+            SosicFl(endpoints=2, regions=2),
+            SosicFlPlus(endpoints=2, regions=2, lam=0.1),
+        )
     }
     loss, fit = {}, {}
     for kind, loop in runs.items():
-        served, info = loop.method.served(loop._context(14, torch.arange(12), torch.arange(12)), loop.state)
+        served, info = loop.method.served(
+            loop._context(14, torch.arange(12), torch.arange(12)), loop.state
+        )
         loss[kind] = float(loop.task.evaluate(served)["loss"].mean())
         fit[kind] = float(loop.task.loss(served, "train").mean())
         if kind != "fedavg":
             truth = torch.arange(12) % 2
             assert torch.equal(info["label"][:, None] == info["label"], truth[:, None] == truth)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    best_single = entropy + math.log(2)  # a model that does not know the group halves every probability
+    # a model that does not know the group halves every probability
+    best_single = entropy + math.log(2)
     assert loss["fedavg"] > best_single - 0.02
     assert loss["sosicfl"] < best_single - 0.2
     assert fit["sosicfl-plus"] <= fit["sosicfl"]
@@ -355,10 +417,16 @@ def test_regions_fit_groups_that_one_model_cannot():
 @pytest.mark.option("SimplexMethod.radius_rule", "relative")
 def test_regions_follow_the_counts_and_the_radius():
     """Relative: rho times the mean distance of the simplex to the centers; absolute: rho. Centers sum to 1."""
-    relative = follow(SosicFl(endpoints=2, regions=2, radius=0.5), label_skewed(), rounds=0).state.shared
+    relative = follow(
+        SosicFl(endpoints=2, regions=2, radius=0.5), label_skewed(), rounds=0
+    ).state.shared
     scale = simplex.mean_distance(relative.centers).mean()
     torch.testing.assert_close(relative.radius, (0.5 * scale).expand(2).double())
-    absolute = follow(SosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"), label_skewed(), rounds=0)
+    absolute = follow(
+        SosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"),
+        label_skewed(),
+        rounds=0,
+    )
     assert absolute.state.shared.radius.tolist() == [0.5, 0.5]
     classes = SosicFl(endpoints=4, regions=2, topics="classes", center="mean", metric="hilbert")
     centers = follow(classes, label_skewed(), rounds=0).state.shared.centers
@@ -372,7 +440,9 @@ def test_regions_follow_the_counts_and_the_radius():
 def test_regions_wait_for_the_warmup_rounds():
     """Before round tau = 2 there is one region, the whole simplex, after a run of tau rounds too; then the groups'."""
     for rounds, regions in ((1, 1), (2, 1), (3, 2)):
-        shared = follow(SosicFl(endpoints=2, regions=2, warmup_rounds=2), label_skewed(), rounds=rounds).state.shared
+        shared = follow(
+            SosicFl(endpoints=2, regions=2, warmup_rounds=2), label_skewed(), rounds=rounds
+        ).state.shared
         assert len(shared.centers) == regions
         assert (float(shared.radius[0]) == 2.0) == (regions == 1)
 
@@ -381,14 +451,19 @@ def test_regions_wait_for_the_warmup_rounds():
 @pytest.mark.option("SimplexMethod.radius_rule", "absolute")
 def test_floco_places_each_client_by_its_gradient():
     """In round tau everybody takes part; afterwards each client has a region of its own, near its group's."""
-    method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
+    method = SosicFl(
+        endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1
+    )
     loop = follow(method, label_skewed(), local=SGD, rounds=3, participation=0.5)
     shared, truth = loop.state.shared, torch.arange(12) % 2
     assert shared.centers.shape == (12, 2)
     assert torch.equal(shared.region, torch.arange(12))
     assert shared.radius.tolist() == [0.1] * 12
     assert (shared.centers[truth == 0, 0] > 0.5).unique().numel() == 1
-    assert float(shared.centers[truth == 0, 0].mean() - shared.centers[truth == 1, 0].mean()) ** 2 > 0.1
+    assert (
+        float(shared.centers[truth == 0, 0].mean() - shared.centers[truth == 1, 0].mean()) ** 2
+        > 0.1
+    )
     sizes = loop.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
     assert sizes.tolist() == [6, 12, 6]
 
@@ -399,7 +474,9 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     loop = follow(method, label_skewed(), rounds=0)
     shared = loop.state.shared
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(12, loop.task.layout.size)))
-    message = Message(shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
+    message = Message(
+        shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12)
+    )
     merged = method.merge(ServerContext(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
     slots = simplex_layers.endpoint_slots(loop.task.layout)
     columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
@@ -408,7 +485,9 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
 
 def test_who_sent_no_update_keeps_the_whole_simplex():
     """Ten of twelve clients answered: the other two stand in the middle, with the radius 2 of the whole simplex."""
-    method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
+    method = SosicFl(
+        endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1
+    )
     loop = follow(method, label_skewed(), rounds=0)
     shared, ids = loop.state.shared, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 11])
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(10, loop.task.layout.size)))
@@ -440,7 +519,8 @@ def test_personal_simplexes():
     assert not before.state.memory.started.any()
     rnd = before._context(1, torch.arange(12), torch.arange(12))
     assert torch.equal(
-        method.served(rnd, before.state)[0], SosicFl(endpoints=2, regions=2).served(rnd, before.state)[0]
+        method.served(rnd, before.state)[0],
+        SosicFl(endpoints=2, regions=2).served(rnd, before.state)[0],
     )
     assert bool(after.state.memory.started.all())
     assert float((after.state.memory.model - before.state.shared.models).norm()) > 0
@@ -454,7 +534,9 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         loop = follow(method, label_skewed(), rounds=1)
         everybody = torch.arange(12)
         rnd = loop._context(1, everybody, everybody)
-        _, offer = method.ask(rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared)
+        _, offer = method.ask(
+            rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
+        )
         own = offer.field("center")[:, 0]
         expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
         assert not torch.allclose(own, torch.full_like(own, 0.5))
@@ -480,9 +562,13 @@ def test_engines_agree_on_simplex_models():
 
 def test_settings_are_checked():
     """One line each: what was found, what is possible."""
-    with pytest.raises(ConfigError, match=r"test_samples is 3; expected a divisor of endpoints = 4"):
+    with pytest.raises(
+        ConfigError, match=r"test_samples is 3; expected a divisor of endpoints = 4"
+    ):
         SosicFl(endpoints=4, test_samples=3)
-    with pytest.raises(ConfigError, match=r"warmup_rounds is 0; expected at least 1 with assignment = 'gradient'"):
+    with pytest.raises(
+        ConfigError, match=r"warmup_rounds is 0; expected at least 1 with assignment = 'gradient'"
+    ):
         SosicFl(assignment="gradient")
     with pytest.raises(ConfigError, match=r"sosicfl-all: test_samples is 2; expected 1"):
         SosicFlAll(test_samples=2)
@@ -504,7 +590,12 @@ def test_presets_are_the_paper_and_the_code():
         )
         assert (method.sampler, method.simplex_bias) == ("exact", True)
     code = SosicFl(preset="released")
-    assert (code.warmup_rounds, code.assignment, code.radius_rule, code.radius) == (250, "gradient", "absolute", 0.1)
+    assert (code.warmup_rounds, code.assignment, code.radius_rule, code.radius) == (
+        250,
+        "gradient",
+        "absolute",
+        0.1,
+    )
     assert (code.sampler, code.simplex_bias) == ("released", False)
 
 
@@ -512,17 +603,24 @@ def test_presets_are_the_paper_and_the_code():
 def test_the_bias_has_endpoints_or_is_shared():
     """4 x 5 + 5 features, three endpoints of 5 x 3, and three biases of 3 or one."""
     for bias, size in ((True, 25 + 3 * 15 + 3 * 3), (False, 25 + 3 * 15 + 3)):
-        assert task_of(SosicFl(endpoints=3, regions=2, simplex_bias=bias), sequential).layout.size == size
+        assert (
+            task_of(SosicFl(endpoints=3, regions=2, simplex_bias=bias), sequential).layout.size
+            == size
+        )
 
 
 @pytest.mark.option("SimplexMethod.sampler", "exact", "released")
 def test_mixtures_are_drawn_exactly_or_as_the_code_does():
     """Two endpoints: uniform on the interval of the region, or the center and a step up to 0.4 (L1) off the simplex."""
     for sampler in ("exact", "released"):
-        method = SosicFl(endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute")
+        method = SosicFl(
+            endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute"
+        )
         loop = follow(method, label_skewed(), rounds=0)
         rnd = loop._context(0, torch.arange(12), torch.arange(12))
-        _, offer = method.ask(rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared)
+        _, offer = method.ask(
+            rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
+        )
         found = method.draw(rnd, offer, "alpha", 5)
         centers = loop.state.shared.centers[loop.state.shared.region].numpy()
         for client in range(12):
@@ -563,7 +661,9 @@ def test_a_center_is_a_member_or_the_mean():
     """One region of all: the second client is nearest to the others together (0.378 + 0.8 + 1), or the mean."""
     points = COUNTS.double() / 1000
     torch.testing.assert_close(placed(regions=1, topics="classes")[1][0], points[1])
-    torch.testing.assert_close(placed(regions=1, topics="classes", center="mean")[1][0], points.mean(0))
+    torch.testing.assert_close(
+        placed(regions=1, topics="classes", center="mean")[1][0], points.mean(0)
+    )
 
 
 @pytest.mark.option("SimplexMethod.topics", "lda", "classes")
@@ -571,7 +671,10 @@ def test_clients_are_mixtures_of_topics_or_of_classes():
     """Four regions for four clients: the centers are the clients' points, by scikit-learn or by division."""
     seed = int(Rng(0).at(-1).generator("regions").integers(1 << 31))
     model = LatentDirichletAllocation(3, learning_method="online", random_state=seed)
-    points = {"lda": torch.from_numpy(model.fit_transform(COUNTS.numpy())), "classes": COUNTS.double() / 1000}
+    points = {
+        "lda": torch.from_numpy(model.fit_transform(COUNTS.numpy())),
+        "classes": COUNTS.double() / 1000,
+    }
     for topics, expected in points.items():
         region, centers = placed(regions=4, topics=topics)
         torch.testing.assert_close(centers[region], expected)
@@ -588,14 +691,18 @@ def test_a_mixture_is_drawn_for_each_batch_or_each_sample():
         endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
         returned = []
         for client in range(6):
-            first = Rng(3).at(0).generator("alpha", client).uniform(0.0, 1.0, 20 if per_sample else 1)
+            first = (
+                Rng(3).at(0).generator("alpha", client).uniform(0.0, 1.0, 20 if per_sample else 1)
+            )
             alpha = torch.from_numpy(np.stack([first, 1 - first], axis=1)).expand(20, 2)[:12]
             order = torch.from_numpy(Rng(3).at(0).generator("batches", client).permutation(12))
             x, y = federation.x[client, order], federation.y[client, order]
             w, b = endpoints.clone().requires_grad_(), bias.clone().requires_grad_()
             outputs = torch.einsum("nm,mij,nj->ni", alpha, w, x) + alpha @ b
             gw, gb = torch.autograd.grad(functional.cross_entropy(outputs, y), [w, b])
-            returned.append(torch.cat([(endpoints - 0.2 * gw).flatten(), (bias - 0.2 * gb).flatten()]))
+            returned.append(
+                torch.cat([(endpoints - 0.2 * gw).flatten(), (bias - 0.2 * gb).flatten()])
+            )
         expected = torch.stack(returned).mean(0)
         torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
 
@@ -608,11 +715,15 @@ def test_endpoints_start_by_xaviers_law_or_as_the_model_draws_its_head():
         task = task_of(method, lambda: nn.Linear(4, 3))
         views = task.layout.views(method.start(task, Rng(1)))
         own = [task.layout.views(row) for row in task.fresh(Rng(1), 10)]
-        weights, biases = (torch.stack([one[name][m] for m, one in enumerate(own)]) for name in ("weight", "bias"))
+        weights, biases = (
+            torch.stack([one[name][m] for m, one in enumerate(own)]) for name in ("weight", "bias")
+        )
         if start == "model":
             assert torch.equal(views["weight"], weights)
             assert torch.equal(views["bias"], biases)
         else:
             deviation = math.sqrt(2 / 7)
-            assert float(views["weight"].std()) == pytest.approx(deviation, abs=4 * deviation / math.sqrt(240))
+            assert float(views["weight"].std()) == pytest.approx(
+                deviation, abs=4 * deviation / math.sqrt(240)
+            )
             assert not views["bias"].any()

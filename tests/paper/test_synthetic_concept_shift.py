@@ -1,9 +1,10 @@
 """Linear regression in which clusters have coefficients of their own: the synthetic problem of the similarity paper.
 
-The error is known. A model fitted by least squares to the n samples of its cluster has the expected test error
-sigma^2 (1 + (d + 1) / n), with sigma = 3, d = 10 and a bias; three clients with 50 samples make n = 150, and so
-9 (1 + 11 / 150). Stochastic gradient descent with batches of 8 adds a little noise of its own, which grows with the
-learning rate. (Native programs train these small models four times faster; where there is no compiler, PyTorch does.)
+The error is known. A model fitted by least squares to the n samples of its cluster has the expected
+test error sigma^2 (1 + (d + 1) / n), with sigma = 3, d = 10 and a bias; three clients with 50
+samples make n = 150, and so 9 (1 + 11 / 150). Stochastic gradient descent with batches of 8 adds a
+little noise of its own, which grows with the learning rate. (Native programs train these small
+models four times faster; where there is no compiler, PyTorch does.)
 """
 
 from functools import cache
@@ -36,7 +37,9 @@ def federation(seed, sizes=(3, 3, 3)):
 def outcome(method, seed, lr, rounds=40, sizes=(3, 3, 3)):
     """Mean test error over clients, and the share of pulls within clusters after round 20."""
     data = federation(seed, sizes)
-    settings = Settings(rounds=rounds, local=LocalTraining(optimizer="sgd", lr=lr), engine="compiled")
+    settings = Settings(
+        rounds=rounds, local=LocalTraining(optimizer="sgd", lr=lr), engine="compiled"
+    )
     run = simulate(data, method, model="linear", settings=settings, seed=seed)
     rows = run.metrics
     error = float(rows[(rows.split == "test") & (rows.metric == "mse")].value.mean())
@@ -62,12 +65,15 @@ def test_oracle_reaches_the_least_squares_error_and_random_is_far_worse_than_loc
 def test_inverse_loss_finds_the_clusters():
     """Item 40 with inverse loss: far better than Random, and with FedSim at Oracle's level.
 
-    Chance reads within the cluster in a quarter of the pulls; DAC in more than half of them with every seed.
+    Chance reads within the cluster in a quarter of the pulls; DAC in more than half of them with
+    every seed.
     """
     random = mean([outcome(Random(num_peers=2), seed, lr=0.008)[0] for seed in SEEDS])
     oracle = mean([outcome(Oracle(num_peers=2), seed, lr=0.008)[0] for seed in SEEDS])
     loss = [outcome(Dac(num_peers=2, tau=300), seed, lr=0.008) for seed in SEEDS]
-    fedsim = [outcome(Dac(num_peers=2, tau=300, aggregation="fedsim"), seed, lr=0.008) for seed in SEEDS]
+    fedsim = [
+        outcome(Dac(num_peers=2, tau=300, aggregation="fedsim"), seed, lr=0.008) for seed in SEEDS
+    ]
     assert all(share > 0.5 for _, share in loss)
     assert mean([error for error, _ in loss]) < 0.7 * random
     assert mean([error for error, _ in fedsim]) < 1.05 * oracle

@@ -21,7 +21,12 @@ def draw(seed, *shape):
 
 
 @few
-@given(seed=seeds, clients=st.integers(1, 6), peers=st.integers(0, 5), kind=st.sampled_from(["avg", "sim", "prior"]))
+@given(
+    seed=seeds,
+    clients=st.integers(1, 6),
+    peers=st.integers(0, 5),
+    kind=st.sampled_from(["avg", "sim", "prior"]),
+)
 def test_mixing_weights_are_a_distribution_over_what_arrived(seed, clients, peers, kind):
     """Invariant 1: rows sum to 1, no entry is negative, what did not arrive weighs nothing."""
     mask = torch.from_numpy(stream(seed).random((clients, peers)) < 0.6)
@@ -56,9 +61,13 @@ def test_mix_is_the_product_with_the_mixing_matrix(seed, clients, params):
     """Invariant 2: merged = A W against a dense matrix; with equal models nothing changes."""
     w = draw(seed, clients, params)
     ids = torch.arange(clients)
-    peers = selection.uniform(Rng(seed).gumbel("peers", ids, clients), 3, selection.others(ids, clients))
+    peers = selection.uniform(
+        Rng(seed).gumbel("peers", ids, clients), 3, selection.others(ids, clients)
+    )
     inbox = read(Message(w, ids=ids), ids, peers, clients)
-    weights, own = aggregation.fedavg(draw(seed, *peers.shape).abs() + 1, torch.ones(clients).double(), inbox.mask)
+    weights, own = aggregation.fedavg(
+        draw(seed, *peers.shape).abs() + 1, torch.ones(clients).double(), inbox.mask
+    )
     matrix = torch.diag(own).scatter_add(1, peers, weights)
     torch.testing.assert_close(inbox.mix(weights, own=w, own_weight=own), matrix @ w)
     same = w[:1].expand_as(w)
@@ -67,12 +76,19 @@ def test_mix_is_the_product_with_the_mixing_matrix(seed, clients, params):
 
 
 @few
-@given(seed=seeds, population=st.integers(1, 9), tau=st.floats(0, 1e6), floor=st.sampled_from([0.0, 1e-6, 0.1]))
+@given(
+    seed=seeds,
+    population=st.integers(1, 9),
+    tau=st.floats(0, 1e6),
+    floor=st.sampled_from([0.0, 1e-6, 0.1]),
+)
 def test_probabilities_are_a_distribution_over_the_others(seed, population, tau, floor):
     """Rows sum to 1 (0 for a client that is alone), are finite, and nobody draws itself."""
     ids = torch.arange(population)
     considered = torch.from_numpy(stream(seed).random((population, population)) < 0.5)
-    p = selection.probabilities(draw(seed, population, population), tau, considered, ids, floor=floor)
+    p = selection.probabilities(
+        draw(seed, population, population), tau, considered, ids, floor=floor
+    )
     assert bool((p >= 0).all())
     assert not p.diagonal().any()
     torch.testing.assert_close(p.sum(1), torch.full((population,), float(population > 1)).double())

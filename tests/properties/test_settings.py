@@ -18,7 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coterie
-from coterie._util.settings import Configurable, Importable, dumps, parse, plain, required, settable, words
+from coterie._util.settings import (
+    Configurable,
+    Importable,
+    dumps,
+    parse,
+    plain,
+    required,
+    settable,
+    words,
+)
 from coterie.data.shifts import SHIFTS
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -26,7 +35,13 @@ from coterie.methods.dac import Dac
 from coterie.methods.fedgwc import FedGwc
 from coterie.studies import config
 
-NEEDED = {"concentration_total": 1.0, "groups": [[0]], "swaps": [[]], "column": "a", "concentration_per_client": 1.0}
+NEEDED = {
+    "concentration_total": 1.0,
+    "groups": [[0]],
+    "swaps": [[]],
+    "column": "a",
+    "concentration_per_client": 1.0,
+}
 NEEDED |= {"dataset": "digits", "name": "x", "function": "math:sqrt"}
 """What fields without a default are given, where another field is tried."""
 
@@ -34,14 +49,18 @@ NEEDED |= {"dataset": "digits", "name": "x", "function": "math:sqrt"}
 def classes() -> list[type[Any]]:
     """Return every class of the package that can be set, by its own name."""
     for module in pkgutil.walk_packages(coterie.__path__, "coterie."):
-        if module.name.startswith(("coterie.data", "coterie.studies", "coterie.net.nodefile", "coterie.papers")):
+        if module.name.startswith(
+            ("coterie.data", "coterie.studies", "coterie.net.nodefile", "coterie.papers")
+        ):
             importlib.import_module(module.name)
     found, rest = [], [Configurable]
     while rest:
         inner = rest.pop().__subclasses__()
         rest += inner
         found += [cls for cls in inner if not getattr(cls, "__abstractmethods__", ())]
-    return sorted({cls for cls in found if cls.__module__.startswith("coterie.") and settable(cls)}, key=str)
+    return sorted(
+        {cls for cls in found if cls.__module__.startswith("coterie.") and settable(cls)}, key=str
+    )
 
 
 def base(cls: type[Any], *leave: str) -> dict[str, Any]:
@@ -96,7 +115,11 @@ def beyond(hint: Any) -> list[Any]:
     origin = typing.get_origin(hint)
     if origin is not None and origin is not Literal:
         inner = [value for option in typing.get_args(hint) for value in beyond(option)]
-        out += [[value] for value in inner] if isinstance(origin, type) and issubclass(origin, Sequence) else inner
+        out += (
+            [[value] for value in inner]
+            if isinstance(origin, type) and issubclass(origin, Sequence)
+            else inner
+        )
     return out
 
 
@@ -118,7 +141,8 @@ def test_what_a_field_does_not_declare_is_refused_in_the_same_words_everywhere(c
     for name, hint in settable(cls).items():
         wrong = [value for value in [*WRONG, *beyond(hint)] if not fits(value, hint)]
         assert wrong, f"{name} accepts everything: it declares nothing"
-        if required(cls) - {*base(cls, name), name}:  # made of other settings: nothing that a table could hold
+        # made of other settings: nothing that a table could hold
+        if required(cls) - {*base(cls, name), name}:
             continue
         for value in wrong:
             table = {**base(cls, name), name: value}
@@ -133,7 +157,14 @@ def test_every_method_and_shift_and_table_of_a_file_is_among_them():
     names = {cls.__name__ for cls in classes()}
     assert names >= {method.__name__ for method in METHODS.values() if settable(method)}
     assert names >= {shift.__name__ for shift in SHIFTS.values() if settable(shift)}
-    assert names >= {"Settings", "LocalTraining", "DataConfig", "ModelConfig", "NodeFile", "DataSource"}
+    assert names >= {
+        "Settings",
+        "LocalTraining",
+        "DataConfig",
+        "ModelConfig",
+        "NodeFile",
+        "DataSource",
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,13 +175,27 @@ def test_every_method_and_shift_and_table_of_a_file_is_among_them():
             "[[methods]]\nkind='dac'\nlabel='DAC'\nnum_peers=2.5",
             "num_peers is 2.5; expected a whole number",
         ),
-        ("methods.fedgwc", "[[methods]]\nkind='fedgwc'\nupv_axis='x'", "upv_axis is 'x'; expected 'column' or 'row'"),
-        ("study", "buffers='avg'\n[[methods]]\nkind='dac'", "buffers is 'avg'; expected 'average', 'local' or 'reset'"),
-        ("local", "[local]\nlr=-1\n[[methods]]\nkind='dac'", "lr is -1; expected a number, 0 or more"),
+        (
+            "methods.fedgwc",
+            "[[methods]]\nkind='fedgwc'\nupv_axis='x'",
+            "upv_axis is 'x'; expected 'column' or 'row'",
+        ),
+        (
+            "study",
+            "buffers='avg'\n[[methods]]\nkind='dac'",
+            "buffers is 'avg'; expected 'average', 'local' or 'reset'",
+        ),
+        (
+            "local",
+            "[local]\nlr=-1\n[[methods]]\nkind='dac'",
+            "lr is -1; expected a number, 0 or more",
+        ),
     ],
 )
 def test_a_study_file_says_where_it_stands(where, text, said):
-    assert refusal(lambda: config.loads(f"data={{dataset='digits'}}\n{text}")).startswith(f"{where}: {said}")
+    assert refusal(lambda: config.loads(f"data={{dataset='digits'}}\n{text}")).startswith(
+        f"{where}: {said}"
+    )
 
 
 @settings(max_examples=10)
@@ -162,11 +207,22 @@ def test_numbers_of_numpy_are_numbers(value, kind):
 
 
 PRESETS = ("coterie", "paper", "released")
-GIVEN: dict[str, Any] = {"ddof": 0, "upv_axis": "column", "patience": 2, "explore": True, "min_pair_updates": 1.0}
+GIVEN: dict[str, Any] = {
+    "ddof": 0,
+    "upv_axis": "column",
+    "patience": 2,
+    "explore": True,
+    "min_pair_updates": 1.0,
+}
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(PRESETS), st.sampled_from(PRESETS), st.sets(st.sampled_from(sorted(GIVEN))), st.booleans())
+@given(
+    st.sampled_from(PRESETS),
+    st.sampled_from(PRESETS),
+    st.sets(st.sampled_from(sorted(GIVEN))),
+    st.booleans(),
+)
 def test_a_preset_can_be_changed_and_what_is_given_stays(first, second, names, later):
     """However the fields came: with the preset, before it, or in the same replacement."""
     fields = {name: GIVEN[name] for name in names}

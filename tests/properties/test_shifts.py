@@ -21,11 +21,18 @@ def toy(per_class: int = 40) -> Source:
     y = torch.arange(CLASSES).repeat_interleave(per_class)
     x = torch.arange(len(y) * 4).remainder(251).to(torch.uint8).reshape(len(y), 1, 2, 2)
     own = {"writer": torch.arange(len(y)) % 12}
-    return Source("toy", Samples(x, y, own), Samples(x[::3], y[::3], {"writer": own["writer"][::3]}), CLASSES)
+    return Source(
+        "toy", Samples(x, y, own), Samples(x[::3], y[::3], {"writer": own["writer"][::3]}), CLASSES
+    )
 
 
 def build(
-    shift: list[dict], seed: int, clients: int = 8, train: int = 9, validation: int = 3, **more: object
+    shift: list[dict],
+    seed: int,
+    clients: int = 8,
+    train: int = 9,
+    validation: int = 3,
+    **more: object,
 ) -> Federation:
     config = DataConfig("toy", clients, train, validation, shift, **more)  # type: ignore[arg-type]
     return build_from_sources(config, (toy(),), Rng(seed))
@@ -34,13 +41,25 @@ def build(
 concentrations = st.floats(1e-3, 1e3)
 KEEP_SIZES = st.one_of(
     st.just([]),
-    st.builds(lambda a: [{"kind": "rotation", "degrees": a}], st.lists(st.integers(-720, 720), min_size=1, max_size=8)),
-    st.builds(lambda r: [{"kind": "visual", "radius": r, "sigma": r}], st.floats(0, 3)),
-    st.builds(lambda c: [{"kind": "dirichlet-per-client", "concentration_total": c}], concentrations),
-    st.builds(lambda c: [{"kind": "dirichlet-per-client", "concentration_per_class": c}], concentrations),
-    st.builds(lambda f, p: [{"kind": "k-fold", "folds": f, "primary": p}], st.integers(1, CLASSES), st.floats(0, 1)),
     st.builds(
-        lambda a: [{"kind": "labels", "groups": ["0-2", "2-5"], "assign": a}], st.sampled_from(["blocks", "shuffled"])
+        lambda a: [{"kind": "rotation", "degrees": a}],
+        st.lists(st.integers(-720, 720), min_size=1, max_size=8),
+    ),
+    st.builds(lambda r: [{"kind": "visual", "radius": r, "sigma": r}], st.floats(0, 3)),
+    st.builds(
+        lambda c: [{"kind": "dirichlet-per-client", "concentration_total": c}], concentrations
+    ),
+    st.builds(
+        lambda c: [{"kind": "dirichlet-per-client", "concentration_per_class": c}], concentrations
+    ),
+    st.builds(
+        lambda f, p: [{"kind": "k-fold", "folds": f, "primary": p}],
+        st.integers(1, CLASSES),
+        st.floats(0, 1),
+    ),
+    st.builds(
+        lambda a: [{"kind": "labels", "groups": ["0-2", "2-5"], "assign": a}],
+        st.sampled_from(["blocks", "shuffled"]),
     ),
     st.just([{"kind": "label-swap", "swaps": [[[0, 5]], [[1, 2], [3, 4]]]}]),
     st.just([{"kind": "natural", "column": "writer"}]),
@@ -58,8 +77,11 @@ def own(federation: Federation) -> list[np.ndarray]:
 def test_sizes_are_kept_and_no_sample_serves_two_clients(first, second, seed):
     """Shifts that are not about quantity give every client exactly what it was promised, also two at a time."""
     kinds = [shift["kind"] for shift in [*first, *second]]
-    one_of_classes = sum(kind in ("k-fold", "dirichlet-per-client", "labels", "natural") for kind in kinds) <= 1
-    shift = [*first, *second] if one_of_classes else first  # two that choose classes may ask for the impossible
+    one_of_classes = (
+        sum(kind in ("k-fold", "dirichlet-per-client", "labels", "natural") for kind in kinds) <= 1
+    )
+    # two that choose classes may ask for the impossible
+    shift = [*first, *second] if one_of_classes else first
     federation = build(shift, seed)
     assert federation.counts("train").tolist() == [9] * 8
     assert federation.counts("validation").tolist() == [3] * 8
@@ -68,7 +90,9 @@ def test_sizes_are_kept_and_no_sample_serves_two_clients(first, second, seed):
 
 
 @few
-@given(st.sampled_from(["quantity", "dirichlet-per-class"]), concentrations, st.integers(2, 12), seeds)
+@given(
+    st.sampled_from(["quantity", "dirichlet-per-class"]), concentrations, st.integers(2, 12), seeds
+)
 def test_quantity_shifts_keep_the_total_and_the_minimum(kind, concentration, minimum, seed):
     shift = {"kind": kind, "concentration_per_client": concentration, "minimum": minimum}
     federation = build([shift], seed)
@@ -101,7 +125,9 @@ def test_a_shift_of_no_strength_changes_no_data(shift, seed):
 
 
 @few
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0), seeds)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0), seeds
+)
 def test_the_truth_has_the_clusters_asked_for(sizes, seed):
     degrees = [10 * place for place in range(len(sizes))]
     shift = [{"kind": "rotation", "degrees": degrees, "sizes": sizes, "assign": "shuffled"}]
@@ -128,9 +154,13 @@ def test_fingerprints_tell_seeds_apart(first, second):
 def test_an_allocation_ends_and_serves_exactly_or_says_that_it_cannot(data, seed):
     """Tiny pools, any wishes: everyone is served with samples of allowed classes, or it is impossible and said so."""
     labels = np.array(data.draw(st.lists(st.integers(0, 3), max_size=12)), dtype=np.int64)
-    group = st.none() | st.sets(st.integers(0, 3), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
+    group = st.none() | st.sets(st.integers(0, 3), min_size=1).map(
+        lambda chosen: tuple(sorted(chosen))
+    )
     mixture = st.none() | st.tuples(*[st.floats(0, 1)] * 4)
-    drawn = data.draw(st.lists(st.tuples(st.integers(0, 5), group, mixture), min_size=1, max_size=5))
+    drawn = data.draw(
+        st.lists(st.tuples(st.integers(0, 5), group, mixture), min_size=1, max_size=5)
+    )
     wishes = [Wish(*wish) for wish in drawn]
     try:
         parts = allocate(wishes, labels, np.random.Generator(np.random.Philox(seed)))
@@ -160,11 +190,15 @@ def test_folds_never_give_a_class_more_than_its_share(folds, primary, clients, t
     """Evenly over the clients of a fold and over all clients: no class has more than its share, rounded up twice."""
     if folds > clients:
         folds = clients
-    federation = build([{"kind": "k-fold", "folds": folds, "primary": primary}], seed, clients, train, 1)
+    federation = build(
+        [{"kind": "k-fold", "folds": folds, "primary": primary}], seed, clients, train, 1
+    )
     size, main = train + 1, round(primary * (train + 1))
     counts = np.zeros(CLASSES, dtype=int)
     for client in range(clients):
-        counts += np.bincount(federation.y[client][federation.split[client] >= 0].numpy(), minlength=CLASSES)
+        counts += np.bincount(
+            federation.y[client][federation.split[client] >= 0].numpy(), minlength=CLASSES
+        )
     for fold, block in enumerate(np.array_split(np.arange(CLASSES), folds)):
         members = len(range(fold, clients, folds))
         share = np.ceil(members * main / len(block)) + np.ceil(clients * (size - main) / CLASSES)

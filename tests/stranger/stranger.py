@@ -2,14 +2,14 @@
 
     python stranger.py run FOLDER NAME DATA.npz [START [DEADLINE]]
 
-takes part as the member NAME; START and DEADLINE are seconds to wait for the others, at the start and in a round. The
-folder holds roster.toml, roster.toml.sig, organizer.pub, ca.pem, NAME.key and NAME.pem; the data are x, y, x_validation
-and y_validation. What happens is told on standard output, one JSON object a line. Each part is named after the section
-of the page that it follows.
+takes part as the member NAME; START and DEADLINE are seconds to wait for the others, at the start
+and in a round. The folder holds roster.toml, roster.toml.sig, organizer.pub, ca.pem, NAME.key and
+NAME.pem; the data are x, y, x_validation and y_validation. What happens is told on standard output,
+one JSON object a line. Each part is named after the section of the page that it follows.
 
-It leaves out: more than one client a member, the server role, other methods than DAC and FedAvg and other settings of
-these than the defaults, other models than the linear one on the bundled digits, other training than plain
-gradient steps, frozen weights, `join`, and clients that stop.
+It leaves out: more than one client a member, the server role, other methods than DAC and FedAvg and
+other settings of these than the defaults, other models than the linear one on the bundled digits,
+other training than plain gradient steps, frozen weights, `join`, and clients that stop.
 """
 
 import hashlib
@@ -36,13 +36,18 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.asymmetric.utils import (
+    decode_dss_signature,
+    encode_dss_signature,
+)
 
 Params = np.ndarray
 Tensors = dict[str, np.ndarray]
-Expected = dict[str, tuple[str, tuple[int | None, ...]]]  # by name, type and shape; None: any length to the population
+# by name, type and shape; None: any length to the population
+Expected = dict[str, tuple[str, tuple[int | None, ...]]]
 
-HEAD_WAIT, PAUSE, DEADLINE, SERVER_WAIT, START, LINGER = 2.0, 0.5, 30.0, 600.0, 60.0, 120.0  # Limits and times
+# Limits and times
+HEAD_WAIT, PAUSE, DEADLINE, SERVER_WAIT, START, LINGER = 2.0, 0.5, 30.0, 600.0, 60.0, 120.0
 KEPT_ROUNDS, MAX_OPEN, CHUNK = 8, 8, 524288
 
 
@@ -63,7 +68,8 @@ class ErrorReply(Exception):
 
 
 def tell(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}) + "\n", end="", flush=True)  # one piece: threads tell, too
+    # one piece: threads tell, too
+    print(json.dumps({"event": event, **fields}) + "\n", end="", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- Words and notation
@@ -71,7 +77,9 @@ def tell(event: str, **fields: Any) -> None:
 
 def canonical(value: Any) -> bytes:
     """Canonical JSON. Python writes floats and escapes as the page asks for."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
 
 
 def parse(data: bytes, code: str) -> dict[str, Any]:
@@ -88,7 +96,9 @@ def parse(data: bytes, code: str) -> dict[str, Any]:
         return value
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number)
+        found = json.loads(
+            data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number
+        )
     except (ValueError, RecursionError) as error:
         raise Refused(code, error) from None
     if type(found) is not dict:
@@ -109,7 +119,9 @@ def require(found: dict[str, Any], types: dict[str, type], code: str) -> None:
 
 
 def key_text(key: ec.EllipticCurvePublicKey) -> str:
-    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint).hex()
+    return key.public_bytes(
+        serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
+    ).hex()
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
@@ -118,7 +130,9 @@ def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def sign(key: ec.EllipticCurvePrivateKey, what: str, data: bytes) -> bytes:
-    r, s = decode_dss_signature(key.sign(f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256())))
+    r, s = decode_dss_signature(
+        key.sign(f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256()))
+    )
     return r.to_bytes(32, "big") + s.to_bytes(32, "big")
 
 
@@ -126,7 +140,9 @@ def verify(key: str, what: str, signature: bytes, data: bytes) -> None:
     try:
         if len(signature) != 64:
             raise ValueError("not 64 bytes")
-        der = encode_dss_signature(int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big"))
+        der = encode_dss_signature(
+            int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+        )
         public = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), bytes.fromhex(key))
         public.verify(der, f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256()))
     except (ValueError, InvalidSignature) as error:
@@ -137,7 +153,9 @@ def request(name: str, host: str, folder: Path) -> None:
     """Make NAME.key (mode 0600) and the certificate request NAME.csr."""
     key = ec.generate_private_key(ec.SECP256R1())
     pem, private = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    with open(os.open(folder / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(
+        os.open(folder / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+    ) as file:
         file.write(key.private_bytes(pem, private, serialization.NoEncryption()))
     try:
         alternative: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
@@ -205,11 +223,15 @@ class Roster:
             raise Refused("roster", error) from None
         members = [fields(member, MEMBER) for member in top["members"]]
         ids = [client for member in members for client in member["clients"]] + top["removed"]
-        if any(type(client) is not int for client in ids) or sorted(ids) != list(range(top["population"])):
+        if any(type(client) is not int for client in ids) or sorted(ids) != list(
+            range(top["population"])
+        ):
             raise Refused("roster", "not every client once")
         if top["protocol"] != 1 or not 1 <= len(members) <= 1000:
             raise Refused("roster", "another protocol, or number of members")
-        if not all(NAME.fullmatch(name) for name in [top["run"], *(member["name"] for member in members)]):
+        if not all(
+            NAME.fullmatch(name) for name in [top["run"], *(member["name"] for member in members)]
+        ):
             raise Refused("roster", "a name")
         for unique in ("name", "address", "key"):
             if len({member[unique] for member in members}) < len(members):
@@ -233,7 +255,13 @@ def link_config(roster: Roster, me: str, folder: Path) -> str:
     answers = ["reply", "declare_queryable", "liveliness_token"]
 
     def rule(name: str, flow: str, messages: list[str], key: str) -> dict[str, Any]:
-        return {"id": name, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
+        return {
+            "id": name,
+            "permission": "allow",
+            "flows": [flow],
+            "messages": messages,
+            "key_exprs": [key],
+        }
 
     rules = [
         rule("watch", "ingress", watches, alive),
@@ -241,13 +269,20 @@ def link_config(roster: Roster, me: str, folder: Path) -> str:
         rule("out-watch", "egress", watches, alive),
     ]
     subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(common.values())}]
-    policies: list[dict[str, Any]] = [{"rules": ["watch", "out-mine", "out-watch"], "subjects": ["members"]}]
+    policies: list[dict[str, Any]] = [
+        {"rules": ["watch", "out-mine", "out-watch"], "subjects": ["members"]}
+    ]
     for name in names:
         rules.append(rule(f"own-{name}", "ingress", answers, f"coterie/1/{run}/{name}/**"))
         rules.append(rule(f"ask-{name}", "ingress", ["query"], f"{own}/*/{name}"))
         rules.append(rule(f"out-ask-{name}", "egress", ["query"], f"coterie/1/{run}/{name}/*/{me}"))
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common[name]]})
-        policies.append({"rules": [f"{kind}-{name}" for kind in ("own", "ask", "out-ask")], "subjects": [f"cn-{name}"]})
+        policies.append(
+            {
+                "rules": [f"{kind}-{name}" for kind in ("own", "ask", "out-ask")],
+                "subjects": [f"cn-{name}"],
+            }
+        )
     retry = {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5}
     dial = [f"tls/{roster.members[name]['address']}" for name in names[: names.index(me)]]
     key, certificate = str(folder / f"{me}.key"), str(folder / f"{me}.pem")
@@ -261,16 +296,30 @@ def link_config(roster: Roster, me: str, folder: Path) -> str:
         "verify_name_on_connect": True,
         "close_link_on_expiration": True,
     }
-    link = {"protocols": ["tls"], "rx": {"max_message_size": 8388608}, "tx": {"lease": 10000}, "tls": tls}
+    link = {
+        "protocols": ["tls"],
+        "rx": {"max_message_size": 8388608},
+        "tx": {"lease": 10000},
+        "tls": tls,
+    }
     cap = {"flows": ["ingress"], "key_exprs": ["coterie/**"]}
     return json.dumps(
         {
             "mode": "peer",
             "listen": {"endpoints": [f"tls/{roster.members[me]['address']}"]},
-            "connect": {"endpoints": dial, "timeout_ms": -1, "exit_on_failure": False, "retry": retry},
+            "connect": {
+                "endpoints": dial,
+                "timeout_ms": -1,
+                "exit_on_failure": False,
+                "retry": retry,
+            },
             "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
             "adminspace": {"enabled": False},
-            "transport": {"unicast": {"accept_pending": 1000}, "shared_memory": {"enabled": False}, "link": link},
+            "transport": {
+                "unicast": {"accept_pending": 1000},
+                "shared_memory": {"enabled": False},
+                "link": link,
+            },
             "low_pass_filter": [
                 {"id": "cap-query", "messages": ["query"], "size_limit": 65536, **cap},
                 {"id": "cap-reply", "messages": ["reply"], "size_limit": 1048576, **cap},
@@ -288,7 +337,15 @@ def link_config(roster: Roster, me: str, folder: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------------ The payload
 
-CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+CODES = {
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+    "BOOL": "?",
+}
 TYPES = {name: np.dtype(code) for name, code in CODES.items()}
 
 
@@ -298,7 +355,11 @@ def encode(tensors: Tensors) -> bytes:
         tensor = tensors[name]
         kind = next(kind for kind, dtype in TYPES.items() if dtype == tensor.dtype)
         data = tensor.astype(TYPES[kind]).tobytes()
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        header[name] = {
+            "dtype": kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [len(body), len(body) + len(data)],
+        }
         body += data
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -318,12 +379,16 @@ def decode(payload: bytes, expected: Expected, population: int) -> Tensors:
             raise Refused("header", name)
         require(entry, {"dtype": str, "shape": list, "data_offsets": list}, "header")
         shape, offsets = entry["shape"], entry["data_offsets"]
-        if len(offsets) != 2 or any(type(number) is not int or not 0 <= number < 2**40 for number in shape + offsets):
+        if len(offsets) != 2 or any(
+            type(number) is not int or not 0 <= number < 2**40 for number in shape + offsets
+        ):
             raise Refused("header", name)
         kind, want = expected[name]
         if entry["dtype"] != kind:
             raise Refused("dtype", f"{name} {entry['dtype']}")
-        fits = (n == w if w is not None else n <= population for n, w in zip(shape, want, strict=False))
+        fits = (
+            n == w if w is not None else n <= population for n, w in zip(shape, want, strict=False)
+        )
         if len(shape) != len(want) or not all(fits):
             raise Refused("shape", f"{name} {shape}")
         begin, end = offsets
@@ -388,7 +453,9 @@ class Address:
     client: int
 
 
-def seal(key: ec.EllipticCurvePrivateKey, manifest: dict[str, Any], payload: bytes, chunk: int = CHUNK) -> list[Part]:
+def seal(
+    key: ec.EllipticCurvePrivateKey, manifest: dict[str, Any], payload: bytes, chunk: int = CHUNK
+) -> list[Part]:
     digest = hashlib.sha256(payload).hexdigest()
     text = canonical({**manifest, "v": 1, "bytes": len(payload), "chunk": chunk, "sha256": digest})
     chunks = [payload[at : at + chunk] for at in range(0, len(payload), chunk)] or [b""]
@@ -410,10 +477,13 @@ class Reader:
     population: int
     newest: dict[str, int] = field(default_factory=dict)  # incarnation, by sender
 
-    def open(self, parts: Iterable[Part], sender: str, key: str, address: Address, expected: Expected) -> Tensors:
+    def open(
+        self, parts: Iterable[Part], sender: str, key: str, address: Address, expected: Expected
+    ) -> Tensors:
         replies = iter(parts)
         attachment, data = next(replies, (b"", b""))
-        if attachment[:4] != b"\0\0\0\0" or len(attachment) < 68 or len(attachment) > 68 + 4096:  # 1
+        # 1
+        if attachment[:4] != b"\0\0\0\0" or len(attachment) < 68 or len(attachment) > 68 + 4096:
             raise Refused("chunk", "the first")
         verify(key, "manifest", attachment[4:68], attachment[68:])  # 2
         manifest = parse(attachment[68:], "manifest")  # 3
@@ -431,7 +501,10 @@ class Reader:
             raise Refused("sender", manifest["peer"])
         if manifest["to"] != (self.me if address.kind == "reply" else ""):
             raise Refused("reader", manifest["to"])
-        if Address(manifest["kind"], manifest["round"], manifest["exchange"], manifest["client"]) != address:
+        if (
+            Address(manifest["kind"], manifest["round"], manifest["exchange"], manifest["client"])
+            != address
+        ):
             raise Refused("address", manifest)
         if manifest["inc"] < self.newest.get(sender, 0):
             raise Refused("replay", manifest["inc"])
@@ -440,10 +513,20 @@ class Reader:
         self.newest[sender] = manifest["inc"]
         if manifest["codec"] == "safetensors-f16":
             halves = expected.keys() & {"params", "table"}
-            expected = {name: ("F16" if name in halves else kind, shape) for name, (kind, shape) in expected.items()}
+            expected = {
+                name: ("F16" if name in halves else kind, shape)
+                for name, (kind, shape) in expected.items()
+            }
         size, chunk = manifest["bytes"], manifest["chunk"]
-        shapes = [(kind, [self.population if n is None else n for n in shape]) for kind, shape in expected.values()]
-        if size > sum(TYPES[kind].itemsize * math.prod(shape) for kind, shape in shapes) + 65536 + 8:  # 5
+        shapes = [
+            (kind, [self.population if n is None else n for n in shape])
+            for kind, shape in expected.values()
+        ]
+        # 5
+        if (
+            size
+            > sum(TYPES[kind].itemsize * math.prod(shape) for kind, shape in shapes) + 65536 + 8
+        ):
             raise Refused("size", size)
         payload = b""
         for number in range(max(1, -(-size // chunk))):  # 6
@@ -489,7 +572,10 @@ class Data:
     @staticmethod
     def load(path: Path) -> "Data":
         with np.load(path) as arrays:
-            x, x_validation = arrays["x"].astype(np.float32), arrays["x_validation"].astype(np.float32)
+            x, x_validation = (
+                arrays["x"].astype(np.float32),
+                arrays["x_validation"].astype(np.float32),
+            )
             return Data(x, arrays["y"], x_validation, arrays["y_validation"])
 
     @staticmethod
@@ -504,13 +590,19 @@ class Data:
         return float(1 / (1e-6 - np.log(of_label + 1e-12).mean()))
 
     def accuracy(self, params: Params) -> float:
-        return float((self.probabilities(params, self.x_validation).argmax(axis=1) == self.y_validation).mean())
+        return float(
+            (
+                self.probabilities(params, self.x_validation).argmax(axis=1) == self.y_validation
+            ).mean()
+        )
 
     def train(self, params: Params) -> Params:
         """Twenty steps down the slope of the whole data: how a member trains is its own business."""
         for _ in range(20):
             error = (self.probabilities(params, self.x) - np.eye(CLASSES)[self.y]) / len(self.y)
-            params = params - (0.1 * np.concatenate([(error.T @ self.x).ravel(), error.sum(axis=0)])).astype(np.float32)
+            params = params - (
+                0.1 * np.concatenate([(error.T @ self.x).ravel(), error.sum(axis=0)])
+            ).astype(np.float32)
         return params
 
 
@@ -518,11 +610,15 @@ class Data:
 
 
 def study_hash(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical({k: v for k, v in settings.items() if k != "model.frozen"})).hexdigest()
+    return hashlib.sha256(
+        canonical({k: v for k, v in settings.items() if k != "model.frozen"})
+    ).hexdigest()
 
 
 def schema_hash(slots: list[Any], dtype: str, trainable: int, frozen: str | None = None) -> str:
-    return hashlib.sha256(canonical([slots, dtype, trainable] + ([frozen] if frozen else []))).hexdigest()
+    return hashlib.sha256(
+        canonical([slots, dtype, trainable] + ([frozen] if frozen else []))
+    ).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- A head
@@ -556,7 +652,10 @@ def read_head(reply: bytes, key: str, run: str, peer: str, nonce: str) -> dict[s
         raise Refused("head", "state or round")
     if any(type(name) is not str for name in head["met"]):
         raise Refused("head", "met")
-    if any(value is not None and type(value) not in (str, int, float, bool) for value in head["settings"].values()):
+    if any(
+        value is not None and type(value) not in (str, int, float, bool)
+        for value in head["settings"].values()
+    ):
         raise Refused("head", "settings")
     return head
 
@@ -591,14 +690,17 @@ class Node:
         self.settings: dict[str, Any] = {}  # of the study: empty until some head has told them
         self.changed = threading.Condition()  # guards what follows
         self.newest = -2  # the newest round in which it has published
-        self.messages: dict[Address, tuple[str, list[Part] | None]] = {}  # for whom, and its chunks; None: withheld
+        # for whom, and its chunks; None: withheld
+        self.messages: dict[Address, tuple[str, list[Part] | None]] = {}
         self.open_questions: dict[str, dict[Address, object]] = {}
         self.closing = False
         self.alive: set[str] = set()
         self.left_out: set[str] = set()
         self.read_count = self.missed = 0
-        self.last_read = (0, time.monotonic())  # the last round in which it received a message, and when
-        self.began, self.pace = time.monotonic(), 0.0  # of the round that it is in; seconds of the one before
+        # the last round in which it received a message, and when
+        self.last_read = (0, time.monotonic())
+        # of the round that it is in; seconds of the one before
+        self.began, self.pace = time.monotonic(), 0.0
         self.token: zenoh.LivelinessToken | None = None
         self.open_session()
 
@@ -613,7 +715,9 @@ class Node:
         self.seen.write_text(str(roster.top["version"]))
 
     def open_session(self) -> None:
-        self.session = zenoh.open(zenoh.Config.from_json5(link_config(self.roster, self.me, self.folder)))
+        self.session = zenoh.open(
+            zenoh.Config.from_json5(link_config(self.roster, self.me, self.folder))
+        )
         base = f"coterie/1/{self.run}"
         self.session.declare_queryable(f"{base}/{self.me}/**", self.on_query)
         self.session.liveliness().declare_subscriber(f"{base}/*/alive", self.on_token, history=True)
@@ -628,7 +732,9 @@ class Node:
             self.alive.discard(name)
 
     def others(self) -> list[str]:
-        return [name for name in self.roster.members if name != self.me and name not in self.left_out]
+        return [
+            name for name in self.roster.members if name != self.me and name not in self.left_out
+        ]
 
     # Answers: a thread for each question, which waits until it can be answered.
 
@@ -657,7 +763,10 @@ class Node:
         elif kind == "roster":
             query.reply(query.key_expr, self.roster.signature + self.roster.data)
         elif kind in ("model", "request", "reply", "cohort", "probe", "join"):
-            pairs = {name: value for name, _, value in (part.partition("=") for part in parameters.split(";"))}
+            pairs = {
+                name: value
+                for name, _, value in (part.partition("=") for part in parameters.split(";"))
+            }
             integers = all(re.fullmatch(r"-?[0-9]{1,10}", pairs.get(name, "")) for name in "rxc")
             decimal = re.fullmatch(r"[0-9]{1,10}(\.[0-9]*)?", pairs.get("w", ""))
             if len(parameters) > 200 or not integers or not decimal:
@@ -701,14 +810,24 @@ class Node:
             if parts is None:
                 raise ErrorReply("withheld")
             return parts
-        if address.kind == "probe" and (address.exchange, address.client) == (0, -1) and address.round >= -1:
+        if (
+            address.kind == "probe"
+            and (address.exchange, address.client) == (0, -1)
+            and address.round >= -1
+        ):
             return self.sealed(address, "", {"probe": np.zeros(2**20, np.uint8)})
         if self.newest > address.round:
             raise ErrorReply("gone")
         return None
 
     def sealed(self, address: Address, to: str, tensors: Tensors) -> list[Part]:
-        manifest = {"run": self.run, "peer": self.me, "inc": self.inc, "to": to, "codec": "safetensors"}
+        manifest = {
+            "run": self.run,
+            "peer": self.me,
+            "inc": self.inc,
+            "to": to,
+            "codec": "safetensors",
+        }
         manifest |= {"schema": self.roster.top["schema"], **vars(address)}
         return seal(self.key, manifest, encode(tensors))
 
@@ -722,7 +841,9 @@ class Node:
                 del self.messages[old]
             self.changed.notify_all()
         if self.token is None:  # with the node's first message
-            self.token = self.session.liveliness().declare_token(f"coterie/1/{self.run}/{self.me}/alive")
+            self.token = self.session.liveliness().declare_token(
+                f"coterie/1/{self.run}/{self.me}/alive"
+            )
 
     def head(self, nonce: str) -> bytes:
         if not self.settings:
@@ -750,9 +871,13 @@ class Node:
 
     def ask(self, member: str, kind: str, parameters: str, wait: float) -> Iterable[Part]:
         """The replies to one question. An error reply is raised; so is an empty set."""
-        selector = f"coterie/1/{self.run}/{member}/{kind}/{self.me}" + (f"?{parameters}" if parameters else "")
+        selector = f"coterie/1/{self.run}/{member}/{kind}/{self.me}" + (
+            f"?{parameters}" if parameters else ""
+        )
         count = 0
-        for reply in self.session.get(selector, consolidation=zenoh.ConsolidationMode.NONE, timeout=wait):
+        for reply in self.session.get(
+            selector, consolidation=zenoh.ConsolidationMode.NONE, timeout=wait
+        ):
             answer = reply.result
             if isinstance(answer, zenoh.ReplyError):
                 try:
@@ -761,7 +886,10 @@ class Node:
                     code = "timeout"  # the engine's own
                 raise ErrorReply(str(code))
             count += 1
-            yield b"" if answer.attachment is None else answer.attachment.to_bytes(), answer.payload.to_bytes()
+            yield (
+                b"" if answer.attachment is None else answer.attachment.to_bytes(),
+                answer.payload.to_bytes(),
+            )
         if not count:
             raise ErrorReply("nothing")
 
@@ -769,7 +897,9 @@ class Node:
         parameters = f"r={address.round};x={address.exchange};c={address.client};w={0.8 * wait:.3f}"
         parts = self.ask(member, address.kind, parameters, wait)
         try:
-            tensors = self.reader.open(parts, member, self.roster.members[member]["key"], address, expected)
+            tensors = self.reader.open(
+                parts, member, self.roster.members[member]["key"], address, expected
+            )
         except Refused as error:
             tell("refused", peer=member, code=error.code, detail=str(error))
             raise
@@ -838,25 +968,33 @@ class Node:
             for head in heads.values():
                 if not self.settings and study_hash(head["settings"]) == self.roster.top["study"]:
                     self.settings = head["settings"]
-            if 2 * sum(head["state"] == "running" and head["round"] > 0 for head in heads.values()) > len(others):
+            if 2 * sum(
+                head["state"] == "running" and head["round"] > 0 for head in heads.values()
+            ) > len(others):
                 break
             time.sleep(max(0, asked + PAUSE - time.monotonic()))
         if not self.settings:
             raise SystemExit("nobody told the settings of the study")
         self.rounds: int = self.settings["rounds"]
         own = (self.roster.top["study"], self.roster.top["schema"])
-        self.left_out = {name for name, head in heads.items() if (head["study"], head["schema"]) != own}
+        self.left_out = {
+            name for name, head in heads.items() if (head["study"], head["schema"]) != own
+        }
         self.met = [name for name in heads if name not in self.left_out]
         self.alive |= set(self.met)
         self.state = "running"
         tell("met", met=self.met, left_out=sorted(self.left_out))
-        return any(head["state"] == "running" and self.me not in head["met"] for head in heads.values())
+        return any(
+            head["state"] == "running" and self.me not in head["met"] for head in heads.values()
+        )
 
     def stay(self) -> None:
         """Answer until nobody needs this node any more, and leave."""
         known, change = dict[str, tuple[str, int]](), time.monotonic()
         while time.monotonic() < change + LINGER:
-            heads = {name: (head["state"], head["round"]) for name, head in self.ask_heads().items()}
+            heads = {
+                name: (head["state"], head["round"]) for name, head in self.ask_heads().items()
+            }
             for name in set(known) - set(heads):
                 if name in self.alive:  # it was busy; otherwise it has left
                     heads[name] = known[name]
@@ -883,7 +1021,9 @@ class Node:
         target = reached[half] if len(reached) > half else round
         if self.pace:  # others are at most ten times as fast, and keep eight rounds
             last, when = self.last_read
-            target = min(target, last + KEPT_ROUNDS + int(10 * (time.monotonic() - when) / self.pace))
+            target = min(
+                target, last + KEPT_ROUNDS + int(10 * (time.monotonic() - when) / self.pace)
+            )
         target = max(round, min(target, self.rounds - 1))
         if target > round:
             tell("catch_up", round=round, to=target)
@@ -917,12 +1057,20 @@ def dac(node: Node, data: Data, late: bool) -> Params:
             },
         )
         present = [name for name in node.others() if name in node.alive]
-        hosts = {client: name for name in present for client in node.roster.members[name]["clients"]}
+        hosts = {
+            client: name for name in present for client in node.roster.members[name]["clients"]
+        }
         count = min(num_peers, len(hosts))
         peers = np.random.default_rng().choice(sorted(hosts), count, replace=False).tolist()
         with ThreadPoolExecutor(max(1, len(peers))) as pool:
             asked = {
-                peer: pool.submit(node.read, hosts[peer], Address("model", round, 0, peer), expected, node.deadline)
+                peer: pool.submit(
+                    node.read,
+                    hosts[peer],
+                    Address("model", round, 0, peer),
+                    expected,
+                    node.deadline,
+                )
                 for peer in peers
             }
         models, missing = [params], {}
@@ -935,7 +1083,13 @@ def dac(node: Node, data: Data, late: bool) -> Params:
         node.missed += num_peers - (len(models) - 1)
         mixed = np.average(models, axis=0, weights=[data.similarity(model) for model in models])
         params = data.train(mixed.astype(np.float32))
-        tell("round", round=round, read=len(models) - 1, missing=missing, accuracy=data.accuracy(params))
+        tell(
+            "round",
+            round=round,
+            read=len(models) - 1,
+            missing=missing,
+            accuracy=data.accuracy(params),
+        )
         round = node.catch_up(round + 1) if "gone" in missing.values() else round + 1
     return params
 
@@ -958,7 +1112,9 @@ def ask_server(node: Node, address: Address, expected: Expected) -> Tensors:
         head = node.ask_head(node.server)
         if head is not None:
             heard = time.monotonic()
-            if head["round"] > address.round or (code == "absent" and head["round"] == address.round):
+            if head["round"] > address.round or (
+                code == "absent" and head["round"] == address.round
+            ):
                 raise LeftOut(code)
         time.sleep(pause)
         pause = min(2 * pause, 5)
@@ -984,13 +1140,20 @@ def fedavg(node: Node, data: Data) -> Params:
     def learn(round: int) -> None:  # 1
         if round >= 0 and in_cohort(round, 0):
             trained = data.train(fetch(round, 0))
-            exchange(round, 1025, {"params": trained, "field.samples": np.array(len(data.y), np.float32)}, 0)
+            exchange(
+                round,
+                1025,
+                {"params": trained, "field.samples": np.array(len(data.y), np.float32)},
+                0,
+            )
 
     def measure(round: int) -> None:  # 2
         nonlocal params
         first, last = (0 if round == -1 else 1), round == node.rounds - 1
         validates = round == -1 or (round + 1) % node.settings["validate_every"] == 0 or last
-        for number in range(first, first + validates + (last and node.settings["evaluate"] == "final")):
+        for number in range(
+            first, first + validates + (last and node.settings["evaluate"] == "final")
+        ):
             if in_cohort(round, number):
                 params = fetch(round, number)
 
@@ -1006,7 +1169,13 @@ def fedavg(node: Node, data: Data) -> Params:
                 node.missed += 1
                 if left_out != "absent":  # otherwise it is in step again at the next cohort
                     break
-        tell("round", round=round, read=node.read_count - before, left_out=left_out, accuracy=data.accuracy(params))
+        tell(
+            "round",
+            round=round,
+            read=node.read_count - before,
+            left_out=left_out,
+            accuracy=data.accuracy(params),
+        )
         round = node.catch_up(round + 1) if left_out == "gone" else round + 1
     return params
 

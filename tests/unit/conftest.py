@@ -12,19 +12,50 @@ from coterie._util import manifest
 from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 
-def write_run(folder: Path, *, kind, label, seed, metrics, edges=(), rounds=2, study="small", done=True, **config):
+def write_run(
+    folder: Path,
+    *,
+    kind,
+    label,
+    seed,
+    metrics,
+    edges=(),
+    rounds=2,
+    study="small",
+    done=True,
+    **config,
+):
     """Write one run folder from rows of the two tables."""
     folder.mkdir(parents=True)
     head = {"name": study, "rounds": rounds, "seeds": [seed], **config}
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
-    lines += ["", "[data]", 'dataset = "digits"', "num_clients = 4", "", "[model]", 'kind = "cnn-b"']
-    lines += ["", "[[methods]]", f'kind = "{kind}"', f"label = {json.dumps(label, ensure_ascii=False)}"]
+    lines += [
+        "",
+        "[data]",
+        'dataset = "digits"',
+        "num_clients = 4",
+        "",
+        "[model]",
+        'kind = "cnn-b"',
+    ]
+    lines += [
+        "",
+        "[[methods]]",
+        f'kind = "{kind}"',
+        f"label = {json.dumps(label, ensure_ascii=False)}",
+    ]
     (folder / "config.toml").write_text("\n".join(lines) + "\n", "utf-8")
     pd.DataFrame(metrics, columns=METRIC_COLUMNS).to_parquet(folder / "metrics.parquet")
     pd.DataFrame(edges, columns=EDGE_COLUMNS).to_parquet(folder / "edges.parquet")
     timing = {"wall_s": 2.0 + seed, "train_s": 1.5, "train_samples": 960}
     packages = {"coterie": "0.1.0", "torch": "2.13.0"}
-    provenance = {"done": done, "seed": seed, "config_hash": "0123456789abcdef", "packages": packages, "timing": timing}
+    provenance = {
+        "done": done,
+        "seed": seed,
+        "config_hash": "0123456789abcdef",
+        "packages": packages,
+        "timing": timing,
+    }
     (folder / "provenance.json").write_text(json.dumps(provenance), "utf-8")
     return listed(folder)
 
@@ -47,7 +78,9 @@ def loss_table():
 
     def measure(task, table):
         clients = range(len(task))
-        return torch.stack([task.rows(torch.full((len(table),), i)).loss(table, "train") for i in clients])
+        return torch.stack(
+            [task.rows(torch.full((len(table),), i)).loss(table, "train") for i in clients]
+        )
 
     return measure
 
@@ -87,13 +120,31 @@ def small(tmp_path):
         ("dac", "DAC", 1): [0.6, 0.6, 0.6, 0.8],
     }
     for (kind, label, seed), accuracy in values.items():
-        metrics = final_rows(accuracy, clusters) + final_rows([1 - a for a in accuracy], clusters, metric="loss")
-        write_run(tmp_path / "small" / label / f"seed-{seed}", kind=kind, label=label, seed=seed, metrics=metrics)
+        metrics = final_rows(accuracy, clusters) + final_rows(
+            [1 - a for a in accuracy], clusters, metric="loss"
+        )
+        write_run(
+            tmp_path / "small" / label / f"seed-{seed}",
+            kind=kind,
+            label=label,
+            seed=seed,
+            metrics=metrics,
+        )
     return tmp_path / "small"
 
 
 def population_run(
-    folder, *, kind, label, seed, clusters, rounds, reads=3, lift=0.3, study="population", regression=False
+    folder,
+    *,
+    kind,
+    label,
+    seed,
+    clusters,
+    rounds,
+    reads=3,
+    lift=0.3,
+    study="population",
+    regression=False,
 ):
     """A made-up run of a population: learning curves that rise, and reads that drift towards the own cluster."""
     rng = np.random.default_rng([seed, len(label)])
@@ -109,13 +160,24 @@ def population_run(
     for split in ("train", "validation"):
         for metric, value in columns.items():
             if (split, metric) != ("train", "accuracy"):
-                frames.append(_long(steps, cluster, split, "current", metric, value - 0.02 * (split == "validation")))
+                frames.append(
+                    _long(
+                        steps,
+                        cluster,
+                        split,
+                        "current",
+                        metric,
+                        value - 0.02 * (split == "validation"),
+                    )
+                )
     for metric, value in columns.items():
         frames.append(_long(steps[-1:], cluster, "test", "best", metric, value[-1:]))
     edges = pd.DataFrame(columns=EDGE_COLUMNS)
     if reads:
         focus = {"dac": 6.0, "oracle": 99.0}.get(kind, 0.0) * steps / max(1, rounds - 1)
-        logits = (cluster[:, None] == cluster)[None] * focus[:, None, None] + rng.gumbel(size=(rounds, size, size))
+        logits = (cluster[:, None] == cluster)[None] * focus[:, None, None] + rng.gumbel(
+            size=(rounds, size, size)
+        )
         logits[:, np.arange(size), np.arange(size)] = -np.inf
         chosen = np.argpartition(-logits, reads, axis=2)[:, :, :reads]
         index, reader, _ = np.indices(chosen.shape)
@@ -126,7 +188,14 @@ def population_run(
             }
         )  # fmt: skip
     return write_run(
-        folder, kind=kind, label=label, seed=seed, metrics=pd.concat(frames), edges=edges, rounds=rounds, study=study
+        folder,
+        kind=kind,
+        label=label,
+        seed=seed,
+        metrics=pd.concat(frames),
+        edges=edges,
+        rounds=rounds,
+        study=study,
     )
 
 
@@ -140,7 +209,12 @@ def _long(rounds, cluster, split, model, metric, value):
     )  # fmt: skip
 
 
-METHODS = {"DAC": ("dac", 0.4), "Random": ("random", 0.25), "Local": ("local", 0.1), "Oracle": ("oracle", 0.45)}
+METHODS = {
+    "DAC": ("dac", 0.4),
+    "Random": ("random", 0.25),
+    "Local": ("local", 0.1),
+    "Oracle": ("oracle", 0.45),
+}
 
 
 def population_study(folder, *, clusters, rounds, seeds, study="population", reads=3):
@@ -170,6 +244,10 @@ def named(small):
     names = dict(enumerate(NAMES))
     for path in small.glob("*/seed-*/provenance.json"):
         stored = json.loads(path.read_text("utf-8"))
-        path.write_text(json.dumps({**stored, "client_names": {str(client): name for client, name in names.items()}}))
+        path.write_text(
+            json.dumps(
+                {**stored, "client_names": {str(client): name for client, name in names.items()}}
+            )
+        )
         listed(path.parent)
     return small, names

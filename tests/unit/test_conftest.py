@@ -153,8 +153,23 @@ def ended(tmp_path):
 
     def run(source: str, ci: str) -> tuple[int, str]:
         (tmp_path / "test_it.py").write_text(source)
-        environment = {**os.environ, "COTERIE_CI": ci, "COTERIE_DATA": str(tmp_path / "none"), "PYTHONPATH": ""}
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        environment = {
+            **os.environ,
+            "COTERIE_CI": ci,
+            "COTERIE_DATA": str(tmp_path / "none"),
+            "PYTHONPATH": "",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-ra",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ]
         done = subprocess.run(
             [*command, "--rootdir", str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True,
             check=False,
@@ -165,7 +180,9 @@ def ended(tmp_path):
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_is_there(ended, name):
+def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_is_there(
+    ended, name
+):
     status, said = ended(SKIPPING[name], "")
     assert status in (0, 5), said
     assert "1 skipped" in said
@@ -181,7 +198,11 @@ def test_extras_that_are_left_out_and_known_failures_do_not_fail_in_ci(ended, so
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_no_two_workers_of_a_run_have_a_port_in_common(workers):
-    firsts = [first for worker in range(workers) for first in islice(blocks_of_ports(worker, workers), 120 // workers)]
+    firsts = [
+        first
+        for worker in range(workers)
+        for first in islice(blocks_of_ports(worker, workers), 120 // workers)
+    ]
     taken = {port for first in firsts for port in range(first, first + 100)}
     assert len(taken) == 100 * len(firsts)
     assert max(taken) < 32768, "from where on systems give ports to outgoing connections"

@@ -28,7 +28,8 @@ IMPORTS = {name: imported(path.read_text()) for name, path in MODULES.items()}
 def circles(imports: Mapping[str, Collection[str]]) -> list[str]:
     """One circle of imports, as the names along it; a package and its own modules are one house."""
     inner = {
-        name: sorted(other for other in found if not name.startswith(f"{other}.")) for name, found in imports.items()
+        name: sorted(other for other in found if not name.startswith(f"{other}."))
+        for name, found in imports.items()
     }
     try:
         tuple(graphlib.TopologicalSorter(inner).static_order())
@@ -68,7 +69,12 @@ def test_the_order_names_what_is_there():
 
 def test_a_module_imports_only_from_its_own_entry_or_those_below():
     """What a module needs never needs the module."""
-    pairs = {(entry(name), entry(other), name) for name, found in IMPORTS.items() if entry(name) for other in found}
+    pairs = {
+        (entry(name), entry(other), name)
+        for name, found in IMPORTS.items()
+        if entry(name)
+        for other in found
+    }
     upward = {(name, other) for own, other, name in pairs if ORDER.index(other) > ORDER.index(own)}
     assert not upward
     assert not {name for own, other, name in pairs if (own, other) in BESIDE}
@@ -79,7 +85,8 @@ def test_a_module_with_an_underscore_is_imported_by_its_own_package_alone():
         (name, other)
         for name, found in IMPORTS.items()
         for other in found
-        if "._" in other.removeprefix("coterie._util") and not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")
+        if "._" in other.removeprefix("coterie._util")
+        and not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")
     }
     assert not private
 
@@ -93,8 +100,14 @@ def test_importing_the_package_loads_no_heavy_library():
 @pytest.mark.parametrize(
     ("words", "heavy"),
     [
-        (("--help",), ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh")),
-        (("run", "--help"), ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh")),
+        (
+            ("--help",),
+            ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh"),
+        ),
+        (
+            ("run", "--help"),
+            ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh"),
+        ),
         (("methods",), ("scipy", "sklearn", "matplotlib", "zenoh")),
         (("studies",), ("sklearn", "matplotlib", "zenoh")),
     ],
@@ -116,7 +129,9 @@ def test_every_public_name_exists(name):
 def test_type_checkers_and_the_program_find_the_same_objects():
     """Each name is re-exported under its own name, which type checkers require, from a module that has it."""
     stub = ast.parse((ROOT / "__init__.pyi").read_text())
-    aliases = [alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    aliases = [
+        alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
     assert all(alias.name == "*" or alias.asname == alias.name for alias in aliases)
     assert coterie.load_study is importlib.import_module("coterie.studies.config").load
     assert "isabstract" not in coterie.__all__

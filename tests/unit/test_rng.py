@@ -23,7 +23,9 @@ def test_what_a_client_draws_does_not_depend_on_who_is_hosted_beside_it():
     part = rng.gumbel("peers", torch.tensor([7, 2]), 10)
     assert torch.equal(part, whole[[7, 2]])
     assert torch.equal(rng.keys("k", torch.tensor([4])), rng.keys("k", torch.arange(6))[4:5])
-    assert torch.equal(rng.uniform("u", torch.tensor([4]), 3), rng.uniform("u", torch.arange(6), 3)[4:5])
+    assert torch.equal(
+        rng.uniform("u", torch.tensor([4]), 3), rng.uniform("u", torch.arange(6), 3)[4:5]
+    )
 
 
 def test_gumbel_draws_have_the_mean_and_variance_of_the_standard_gumbel_law():
@@ -54,7 +56,9 @@ def test_gumbel_draws_are_numpys():
     """Computed in one go, but from the same stream."""
     rng = Rng(4, 2)
     expected = np.stack([rng.generator("peers", client).gumbel(size=50) for client in (3, 0)])
-    np.testing.assert_allclose(rng.gumbel("peers", torch.tensor([3, 0]), 50).numpy(), expected, rtol=1e-14, atol=1e-15)
+    np.testing.assert_allclose(
+        rng.gumbel("peers", torch.tensor([3, 0]), 50).numpy(), expected, rtol=1e-14, atol=1e-15
+    )
 
 
 def test_every_client_has_keys_and_draws_of_its_own():

@@ -27,7 +27,8 @@ ELSEWHERE = {
     "report/data/reads": "unit/report/test_data.py",
     "simulation/checkpoint": "unit/simulation/test_loop.py",
     "studies/definition": "unit/studies/test_config.py",
-    # engines are tested by what a task computes with each of them; the native ones by what their programs compute
+    # engines are tested by what a task computes with each of them; the native ones by what their
+    # programs compute
     "engine/_base": "unit/engine/test_task.py",
     "engine/_choice": "unit/engine/test_task.py",
     "engine/_flat": "unit/engine/test_loop.py",
@@ -86,7 +87,11 @@ def public(path: Path) -> str:
 
 def modules(folder: Path) -> set[str]:
     """The modules below a folder by their paths, packages too."""
-    return {public(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".py" or path.is_dir()}
+    return {
+        public(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.suffix == ".py" or path.is_dir()
+    }
 
 
 def subjects(test: Path) -> set[str]:
@@ -110,7 +115,9 @@ def test_every_test_of_a_unit_names_what_is_there():
 def test_every_module_has_its_test_beside_its_name_or_is_listed_with_the_one_that_covers_it():
     """A module that gets its own test leaves the list."""
     own = set().union(*map(subjects, FOUND))
-    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    files = [
+        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
+    ]
     bare = {path.with_suffix("").as_posix() for path in files if public(path) not in own}
     assert bare == set(ELSEWHERE)
     assert [test for test in ELSEWHERE.values() if not (TESTS / test).exists()] == []

@@ -1,7 +1,7 @@
 """Claims: one process at a time works in a folder, and others are told which.
 
-The system gives a claim back when its process ends, however it ends: no claim outlives its owner, on this machine or,
-where the file system passes locks on, on another.
+The system gives a claim back when its process ends, however it ends: no claim outlives its owner,
+on this machine or, where the file system passes locks on, on another.
 """
 
 import errno
@@ -22,7 +22,8 @@ from coterie.errors import FolderInUse
 
 LOCK, OWNER = ".lock", ".owner.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_mine: dict[tuple[str, int], int] = {}  # how often each thread of this process has claimed each folder
+# how often each thread of this process has claimed each folder
+_mine: dict[tuple[str, int], int] = {}
 
 
 @contextmanager
@@ -75,11 +76,16 @@ def _locked(folder: Path, wait: float) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise FolderInUse(f"{folder} is in use by {_owner(folder)}; wait for it, or stop it first") from None
+        raise FolderInUse(
+            f"{folder} is in use by {_owner(folder)}; wait for it, or stop it first"
+        ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        warnings.warn(f"{folder}: this file system has no locks; start one process at a time on it", stacklevel=4)
+        warnings.warn(
+            f"{folder}: this file system has no locks; start one process at a time on it",
+            stacklevel=4,
+        )
     try:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         what = {"process": os.getpid(), "host": socket.gethostname(), "since": now}

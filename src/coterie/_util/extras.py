@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, requires
 def install(extra: str) -> str:
     """Return the command that installs what an extra adds, however Coterie itself was installed.
 
-    It names the packages of the extra, not `coterie[EXTRA]`: pip would look for that in an index, also where Coterie
-    came from a clone or a wheel.
+    It names the packages of the extra, not `coterie[EXTRA]`: pip would look for that in an index,
+    also where Coterie came from a clone or a wheel.
 
     Args:
         extra: its name in pyproject.toml, such as "net".
@@ -21,7 +21,12 @@ def install(extra: str) -> str:
         stated = [line.partition(";") for line in requires("coterie") or []]
     except PackageNotFoundError:
         stated = []
-    packages = [name.strip() for name, _, where in stated if where.replace('"', "'").strip() == f"extra == '{extra}'"]
-    if not packages:  # Coterie is a folder on Python's path, or was installed before it had this extra
+    packages = [
+        name.strip()
+        for name, _, where in stated
+        if where.replace('"', "'").strip() == f"extra == '{extra}'"
+    ]
+    # Coterie is a folder on Python's path, or was installed before it had this extra
+    if not packages:
         return f"pip install '.[{extra}]' in the folder of Coterie's pyproject.toml"
     return shlex.join(["pip", "install", *packages])

@@ -22,7 +22,10 @@ class Described(ABC):
 
     def _repr_html_(self) -> str:
         title, facts = self.facts()
-        rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+        rows = "".join(
+            f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>"
+            for k, v in facts.items()
+        )
         return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
 
 

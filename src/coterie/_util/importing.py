@@ -34,11 +34,15 @@ def imported(path: str, what: str, package: str = "") -> Any:
         advice = f"install {package or 'the package that has it'}, or add its folder to PYTHONPATH"
         raise ConfigError(f"{what}: there is no module {error.name!r}; {advice}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}; expected package.module:name, importable from here") from error
+        raise ConfigError(
+            f"{what}: {error}; expected package.module:name, importable from here"
+        ) from error
     return found
 
 
-def imported_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:
+def imported_class(
+    path: str, what: str, base: type[T], known_as: str, package: str = ""
+) -> type[T]:
     """Return the class that an import path names, which can be made and has a `kind`; see `imported`.
 
     Args:
@@ -56,7 +60,9 @@ def imported_class(path: str, what: str, base: type[T], known_as: str, package: 
         raise ConfigError(f"{what} is {found!r}; expected a subclass of {known_as}")
     if inspect.isabstract(found) or not hasattr(found, "kind"):
         lacking = sorted(getattr(found, "__abstractmethods__", ())) or ["kind"]
-        raise ConfigError(f"{what} lacks {', '.join(lacking)}; a {base.__name__.lower()} defines them all")
+        raise ConfigError(
+            f"{what} lacks {', '.join(lacking)}; a {base.__name__.lower()} defines them all"
+        )
     return found
 
 
@@ -73,7 +79,10 @@ def imported_function(path: str, what: str) -> Any:
 
 
 def kind_of(
-    given: str | Mapping[str, Any] | Callable[..., Any], known: Mapping[str, Any], what: str, where: str
+    given: str | Mapping[str, Any] | Callable[..., Any],
+    known: Mapping[str, Any],
+    what: str,
+    where: str,
 ) -> tuple[str, dict[str, Any]]:
     """Return the kind that a name, a table or a function says, and the other keys of the table; nothing is imported.
 
@@ -99,7 +108,9 @@ def kind_of(
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):
         found = "missing" if kind is None else repr(kind)
-        raise ConfigError(f"{where}: kind is {found}; valid: {', '.join(sorted(known))}; or package.module:name")
+        raise ConfigError(
+            f"{where}: kind is {found}; valid: {', '.join(sorted(known))}; or package.module:name"
+        )
     if kind not in known and ":" not in kind:
         raise ConfigError(f"{where}: {unknown(what, kind, known)}; or package.module:name")
     return kind, rest
@@ -119,5 +130,7 @@ def path_of(found: Any, what: str) -> str:
     path = f"{module}:{name}"
     reachable = module is not None and name is not None and "<" not in name
     if not reachable or imported(path, what) is not found:
-        raise ConfigError(f"{what} is {found!r}; expected one that is defined at the top of a module, with a name")
+        raise ConfigError(
+            f"{what} is {found!r}; expected one that is defined at the top of a module, with a name"
+        )
     return path

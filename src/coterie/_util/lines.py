@@ -68,7 +68,9 @@ class Lines:
         if start and b"\n" not in found:
             start, found = 0, os.pread(handle, size, 0)
         whole = len(found[: found.rfind(b"\n") + 1])
-        while (line := found[found.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]) and b"\0" in line:
+        while (
+            line := found[found.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]
+        ) and b"\0" in line:
             whole -= len(line)
         if found[whole:]:
             os.ftruncate(handle, start + whole)

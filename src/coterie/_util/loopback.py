@@ -6,8 +6,8 @@ HOST = "127.0.0.1"
 def ours(host: str, port: int) -> bool:
     """Return whether a request names this machine as its host.
 
-    A page of another site can bind its own name to 127.0.0.1 (DNS rebinding) and then read what is served here; its
-    requests name that site.
+    A page of another site can bind its own name to 127.0.0.1 (DNS rebinding) and then read what is
+    served here; its requests name that site.
 
     Args:
         host: the request's Host header.

@@ -1,8 +1,9 @@
 """Manifests: the digest of every file of a folder, kept beside them, so that no damage goes unseen.
 
-`B2SUMS` has a line "<BLAKE2b-256 in hexadecimal>  <name>" for each file, as `b2sum --check` reads it. The files of a
-folder are replaced together: first the manifest, with the old and the new digests, then the files, then the manifest
-with the new digests alone. So a folder is whole at every moment, also for a reader and after a kill.
+`B2SUMS` has a line "<BLAKE2b-256 in hexadecimal>  <name>" for each file, as `b2sum --check` reads
+it. The files of a folder are replaced together: first the manifest, with the old and the new
+digests, then the files, then the manifest with the new digests alone. So a folder is whole at every
+moment, also for a reader and after a kill.
 """
 
 import hashlib
@@ -22,7 +23,9 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 _Digests = dict[str, frozenset[str]]
 
 
-def replace_files(folder: Path, contents: Mapping[str, Content], rotate: Mapping[str, str] | None = None) -> None:
+def replace_files(
+    folder: Path, contents: Mapping[str, Content], rotate: Mapping[str, str] | None = None
+) -> None:
     """Replace files of a folder, and list their digests in its manifest.
 
     One process at a time may do so: its caller has claimed the folder (`claims.claimed`).
@@ -30,22 +33,28 @@ def replace_files(folder: Path, contents: Mapping[str, Content], rotate: Mapping
     Args:
         folder: an existing folder.
         contents: the new files, by name; they are put into place in this order.
-        rotate: other names for some of them, under which the file that was there before is kept, if it is whole.
+        rotate: other names for some of them, under which the file that was there before is kept, if
+            it is whole.
 
     Raises:
-        OSError: from the system; every file is then the old or the new one, and the manifest knows both.
+        OSError: from the system; every file is then the old or the new one, and the manifest knows
+            both.
     """
     before = _read(folder)
     kept = {name: older for name, older in (rotate or {}).items() if not fault(folder, name)}
     with ExitStack() as files:
         fresh: _Digests = {}
-        for name, content in reversed(list(contents.items())):  # the last to be opened is the first in place
+        # the last to be opened is the first in place
+        for name, content in reversed(list(contents.items())):
             temporary = files.enter_context(replacing(folder / name))
             temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
             fresh[name] = frozenset({_digest(temporary)})
         fresh |= {older: before[name] for name, older in kept.items()}
         nothing: frozenset[str] = frozenset()
-        _write(folder, before | {name: before.get(name, nothing) | digests for name, digests in fresh.items()})
+        _write(
+            folder,
+            before | {name: before.get(name, nothing) | digests for name, digests in fresh.items()},
+        )
         for name, older in kept.items():
             os.replace(folder / name, folder / older)
     _write(folder, before | fresh)
@@ -76,7 +85,9 @@ def fault(folder: Path, name: str) -> str:
 
 def digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file that the manifest of a folder lists; nobody may be writing there."""
-    return {name: next(iter(found)) for name, found in sorted(_read(folder).items()) if len(found) == 1}
+    return {
+        name: next(iter(found)) for name, found in sorted(_read(folder).items()) if len(found) == 1
+    }
 
 
 def _digest(path: Path) -> str:

@@ -22,7 +22,10 @@ def few(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
         ('0, 1, 2, ...', 'Oslo, Lima')
     """
     ids = list(clients)
-    told = [short(called(names, client), 40) if client in names else str(client) for client in ids[:most]]
+    told = [
+        short(called(names, client), 40) if client in names else str(client)
+        for client in ids[:most]
+    ]
     return ", ".join([*told, *(["..."] if len(ids) > most else [])])
 
 

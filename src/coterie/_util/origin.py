@@ -27,11 +27,15 @@ def code() -> dict[str, Any]:
     Returns:
         `commit` and `dirty`; both None where the package does not run from its own repository.
     """
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # a repository around it is not its own
+    # a repository around it is not its own
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return {"commit": None, "dirty": None}
     top = _git("rev-parse", "--show-toplevel") or str(PACKAGE)
     changed = _git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
-    return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changed is None else bool(changed),
+    }
 
 
 def _git(*words: str) -> str | None:
@@ -47,7 +51,8 @@ def _git(*words: str) -> str | None:
 def command() -> str:
     """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
     script = Path(sys.argv[0] or "python")
-    if script.name == "__main__.py":  # python -m PACKAGE; a worker process does not know its name, but where it is
+    # python -m PACKAGE; a worker process does not know its name, but where it is
+    if script.name == "__main__.py":
         names = [script.parent.name]
         for folder in script.parents[1:]:
             if not (folder / "__init__.py").exists():
@@ -65,8 +70,8 @@ def command() -> str:
 def hardware() -> dict[str, Any]:
     """Return the kind of machine: `processor`, `vectors`, `cores`, `machine` and `system`.
 
-    Processors of one name may have different vector instructions (`vectors`, as torch calls them), which add in another
-    order.
+    Processors of one name may have different vector instructions (`vectors`, as torch calls them),
+    which add in another order.
     """
     import torch  # late: commands that only read do without it
 
@@ -99,12 +104,17 @@ def machine(*more: str) -> dict[str, Any]:
 
 
 def head(
-    speaks_of: Sequence[str], *, config: Mapping[str, Any], seeds: Sequence[int], where: Mapping[str, Any]
+    speaks_of: Sequence[str],
+    *,
+    config: Mapping[str, Any],
+    seeds: Sequence[int],
+    where: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the head of a result that this process made and that is stored: all that it depends on.
 
     Args:
-        speaks_of: the parts of the package whose results they are, as paths below it: "net", "methods/dac.py".
+        speaks_of: the parts of the package whose results they are, as paths below it: "net",
+            "methods/dac.py".
         config: the settings.
         seeds: of all random streams.
         where: the machine; see `machine`.
@@ -142,7 +152,11 @@ def keep(
         where: the machine; what `machine` says when None.
         more: further entries.
     """
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    config = {
+        name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
+    }
     first = head(speaks_of, config=config, seeds=seeds, where=machine() if where is None else where)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode())
+    write_atomically(
+        path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode()
+    )

@@ -1,9 +1,10 @@
 """Large tensors on large memory pages, which are reused within a run.
 
-Matrices of a whole population are created in every round. Linux allocates memory in pages of 4 KiB, with a page fault
-at each first write, and a virtual machine may have to ask its host as well: for gigabytes that takes seconds. Here such
-memory is allocated in large pages, and during a run (`kept`) the memory of a freed tensor is kept for the next tensor
-of the same size. Where a system has no such pages, tensors are PyTorch's own. No value depends on it.
+Matrices of a whole population are created in every round. Linux allocates memory in pages of 4 KiB,
+with a page fault at each first write, and a virtual machine may have to ask its host as well: for
+gigabytes that takes seconds. Here such memory is allocated in large pages, and during a run
+(`kept`) the memory of a freed tensor is kept for the next tensor of the same size. Where a system
+has no such pages, tensors are PyTorch's own. No value depends on it.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 _LEAST = 1 << 22  # bytes from which on it pays
-_MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h, bytes
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h, bytes
+_MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}
 
 
 class _Store:
@@ -87,7 +89,8 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
         return torch.empty(*shape, dtype=dtype, device=device)
     block = _STORE.take(size)
     array = np.frombuffer(block, dtype=np.uint8)
-    weakref.finalize(array, _STORE.give, size, block).atexit = False  # when the tensor's storage dies
+    # when the tensor's storage dies
+    weakref.finalize(array, _STORE.give, size, block).atexit = False
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
@@ -100,8 +103,9 @@ def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
 def settle() -> None:
     """Let the C library keep the memory of freed tensors below 64 MiB for the next ones, in this process from now on.
 
-    Without this it gives the activations of each training step back to the system and takes fresh pages for the next
-    step: thousands of page faults a step. Only glibc has such settings; elsewhere nothing happens.
+    Without this it gives the activations of each training step back to the system and takes fresh
+    pages for the next step: thousands of page faults a step. Only glibc has such settings;
+    elsewhere nothing happens.
     """
     if sys.platform != "linux":
         return

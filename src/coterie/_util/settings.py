@@ -1,8 +1,9 @@
 """Everything that can be set: declared once, on the field of a frozen dataclass, and checked however it is made.
 
-A field's annotation says its type, its range (`annotated_types`: Ge, Gt, Le, Lt, MinLen) and its choices (`Literal`);
-the same words refuse a value from Python, from a file and from the command line. Lists become tuples and whole numbers
-become floats where a float is expected; nothing else is converted, so the text "false" is never a true value.
+A field's annotation says its type, its range (`annotated_types`: Ge, Gt, Le, Lt, MinLen) and its
+choices (`Literal`); the same words refuse a value from Python, from a file and from the command
+line. Lists become tuples and whole numbers become floats where a float is expected; nothing else is
+converted, so the text "false" is never a true value.
 """
 
 import functools
@@ -53,17 +54,22 @@ _BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     MinLen: (lambda value, bound: len(value) >= bound.min_length, "{0.min_length} or more of them"),
 }
 _LARGEST = 2**63  # what the libraries below hold as a whole number
-_WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("text", "texts")}
+_WORDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+}
 
 
 class Configurable:
     """The base of every frozen dataclass that can be set, in Python or in a file.
 
-    A value that its field does not accept is refused with one line: `dac: num_peers is 2.5; expected a whole number, 1
-    or more`.
+    A value that its field does not accept is refused with one line: `dac: num_peers is 2.5;
+    expected a whole number, 1 or more`.
     """
 
-    __no_type_check__ = True  # run-time type checkers would refuse a value first, in words of their own
+    # run-time type checkers would refuse a value first, in words of their own
+    __no_type_check__ = True
 
     def __post_init__(self) -> None:
         cls = type(self)
@@ -86,8 +92,9 @@ class Configurable:
 class WithPresets(Configurable):
     """Settings some of which follow a preset unless they are given.
 
-    A class has a field `preset`, and in `presets` the values that differ from its fields' defaults. What is given wins
-    over the preset, and `dataclasses.replace` keeps it: the others follow when the preset changes.
+    A class has a field `preset`, and in `presets` the values that differ from its fields' defaults.
+    What is given wins over the preset, and `dataclasses.replace` keeps it: the others follow when
+    the preset changes.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]]
@@ -97,7 +104,8 @@ class WithPresets(Configurable):
         made = object.__new__(cls)
         if args or kwargs:
             names = [*list(settable(cls))[: len(args)], *kwargs]
-            if "given" in kwargs:  # `replace` passes what it changes, then what it keeps: `given` and then the fields
+            # `replace` passes what it changes, then what it keeps: `given` and then the fields
+            if "given" in kwargs:
                 names = names[: names.index("given")]
             object.__setattr__(made, "_named", names)
         return made
@@ -111,7 +119,12 @@ class WithPresets(Configurable):
 
     def follows(self) -> set[str]:
         """Return the fields that follow the preset."""
-        return {name for values in self.presets.values() for name in values if name not in self.__dict__["given"]}
+        return {
+            name
+            for values in self.presets.values()
+            for name in values
+            if name not in self.__dict__["given"]
+        }
 
 
 @functools.cache
@@ -131,7 +144,11 @@ def brief(value: Configurable) -> str:
 
 def required(cls: type[Any]) -> set[str]:
     """Return the fields of a dataclass that have no default."""
-    return {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}
+    return {
+        f.name
+        for f in fields(cls)
+        if f.init and f.default is MISSING and f.default_factory is MISSING
+    }
 
 
 def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
@@ -143,7 +160,8 @@ def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
         where: how the user finds this table, such as "data.shift[0]"; it starts every message.
 
     Raises:
-        ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that does not fit.
+        ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that
+            does not fit.
     """
     known = settable(cls)
     for key in table:
@@ -168,8 +186,13 @@ def _accepted(name: str, found: Any, hint: Any) -> Any:
     """Return a value as it is kept, or refuse it."""
     fits, value = _fit(found, hint)
     if not fits:
-        large = any(isinstance(one, int) and abs(one) >= _LARGEST for one in (found if _is_list(found) else [found]))
-        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}{' and below 2^63' if large else ''}")
+        large = any(
+            isinstance(one, int) and abs(one) >= _LARGEST
+            for one in (found if _is_list(found) else [found])
+        )
+        raise ConfigError(
+            f"{name} is {found!r}; expected {words(hint)}{' and below 2^63' if large else ''}"
+        )
     return value
 
 
@@ -223,7 +246,11 @@ def own_functions(value: Configurable) -> dict[str, str]:
     """Return the import paths of the user's functions among some settings, by the name of the setting."""
     hints = {name: hint for name, hint in settable(type(value)).items() if _may_be_importable(hint)}
     found = {name: getattr(value, name) for name in hints}
-    return {name: path for name, path in found.items() if isinstance(path, str) and _IMPORT_PATH.fullmatch(path)}
+    return {
+        name: path
+        for name, path in found.items()
+        if isinstance(path, str) and _IMPORT_PATH.fullmatch(path)
+    }
 
 
 def _may_be_importable(hint: Any) -> bool:
@@ -289,8 +316,16 @@ def plain(value: Any, *, decided: bool = True) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
         left_out = value.follows() if isinstance(value, WithPresets) and not decided else ()
-        every = {f.name: getattr(value, f.name) for f in fields(value) if f.init and f.name not in left_out}
-        own = {name: plain(found, decided=decided) for name, found in every.items() if found is not None}
+        every = {
+            f.name: getattr(value, f.name)
+            for f in fields(value)
+            if f.init and f.name not in left_out
+        }
+        own = {
+            name: plain(found, decided=decided)
+            for name, found in every.items()
+            if found is not None
+        }
         return {"kind": kind, **own} if isinstance(kind, str) and "kind" not in own else own
     if isinstance(value, Mapping):
         return {str(k): plain(v, decided=decided) for k, v in value.items() if v is not None}
@@ -333,7 +368,11 @@ def _key(key: str) -> str:
 
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + " }"
+            if value
+            else "{}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_inline(v) for v in value) + "]"
     if isinstance(value, bool):

@@ -15,31 +15,51 @@ def add(app: typer.Typer) -> None:
 
 def audit_privacy(
     study: Annotated[
-        str, typer.Argument(metavar="STUDY", help="A study file, the name of a built-in study, or a folder of results.")
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="A study file, the name of a built-in study, or a folder of results.",
+        ),
     ] = "rotated-digits",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. rounds=5. Repeatable."),
+        typer.Option(
+            "--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. rounds=5. Repeatable."
+        ),
     ] = None,
-    shadows: Annotated[int, typer.Option(help="Runs of each method, an even number from 6 on.")] = 8,
-    clip: Annotated[float, typer.Option(help="With privacy: the largest norm of a sample's gradient.")] = 1.0,
+    shadows: Annotated[
+        int, typer.Option(help="Runs of each method, an even number from 6 on.")
+    ] = 8,
+    clip: Annotated[
+        float, typer.Option(help="With privacy: the largest norm of a sample's gradient.")
+    ] = 1.0,
     noise: Annotated[
-        float | None, typer.Option(help="With privacy: the noise multiplier; else only what the study sets.")
+        float | None,
+        typer.Option(help="With privacy: the noise multiplier; else only what the study sets."),
     ] = None,
     delta: Annotated[float, typer.Option(help="With privacy: the delta.")] = 1e-5,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
+        typer.Option(
+            "--data-dir",
+            envvar="COTERIE_DATA",
+            help="Folder with datasets, in the Hugging Face layout.",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result as JSON to this file too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the result as JSON to this file too.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, for programs.")
+    ] = False,
 ) -> None:
     """Measure what the published models of each method tell of their training data: membership inference.
 
-    Halves of each client's training samples are held out in turn. Two attacks guess from the newest model that a client
-    published which half it was trained on: by the loss (Yeom et al. 2018), and by likelihood ratios with the other runs
-    as shadow models (LiRA, Carlini et al. 2022). Guessing has an AUC of 0.5 and finds 1 % at 1 % false alarms.
+    Halves of each client's training samples are held out in turn. Two attacks guess from the newest
+    model that a client published which half it was trained on: by the loss (Yeom et al. 2018), and
+    by likelihood ratios with the other runs as shadow models (LiRA, Carlini et al. 2022). Guessing
+    has an AUC of 0.5 and finds 1 % at 1 % false alarms.
 
     [bold]Examples[/bold]
 
@@ -52,7 +72,9 @@ def audit_privacy(
     from coterie.studies.run import stored
 
     folder = Path(study).is_dir()
-    chosen = config.parse(config.table(stored(study, to_run=True)[0]), set_ or ()) if folder else None
+    chosen = (
+        config.parse(config.table(stored(study, to_run=True)[0]), set_ or ()) if folder else None
+    )
     chosen = chosen or config.load(study, set_ or ())
     private = None if noise is None else DPSGD(clip, noise, delta)
 
@@ -61,7 +83,9 @@ def audit_privacy(
             typer.echo(text, err=True)
 
     found = []
-    for one in leakage.audit(chosen, shadows=shadows, private=private, data_dir=data_dir, told=told):
+    for one in leakage.audit(
+        chosen, shadows=shadows, private=private, data_dir=data_dir, told=told
+    ):
         found.append(one)
     content = {"study": chosen.name, "shadows": shadows, "attacks": leakage.as_table(found)}
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -86,7 +110,9 @@ def _show(attacks: Sequence[Any]) -> None:
         epsilon = "–" if one.epsilon is None else f"{one.epsilon:.2f}"
         label = one.label + (" *" if one.target == "unpublished" else "")
         if one.target == "part":
-            table.add_row(label, noise, epsilon, "–", "only a part of the model is sent; not attacked", "")
+            table.add_row(
+                label, noise, epsilon, "–", "only a part of the model is sent; not attacked", ""
+            )
             continue
         area = f"{one.auc:.3f} ({one.auc_low:.3f} to {one.auc_high:.3f})"
         share = f"{100 * one.tpr:.1f} % ({100 * one.tpr_low:.1f} to {100 * one.tpr_high:.1f})"

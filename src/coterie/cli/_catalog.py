@@ -1,7 +1,7 @@
 """What can be chosen, in words: methods and their parameters, from classes and docstrings, and the built-in studies.
 
-catalog.json beside this file holds it for what is built in, so that it is listed without importing the classes; a test
-compares it with them, and `python scripts/reference.py` writes it.
+catalog.json beside this file holds it for what is built in, so that it is listed without importing
+the classes; a test compares it with them, and `python scripts/reference.py` writes it.
 """
 
 import inspect
@@ -69,7 +69,9 @@ def methods() -> dict[str, Entry]:
     found = {}
     for kind, one in _stored()["methods"].items():
         given = tuple(Parameter(**parameter) for parameter in one["parameters"])
-        found[kind] = Entry(kind, one["summary"], one["description"], given, tuple(one["references"]))
+        found[kind] = Entry(
+            kind, one["summary"], one["description"], given, tuple(one["references"])
+        )
     return found
 
 
@@ -91,7 +93,10 @@ def written() -> str:
     entries = {kind: asdict(entry(kind, cls)) for kind, cls in METHODS.items()}
     loaded = {name: config.load(name) for name in config.builtin()}
     sizes = {
-        name: (f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds", one.description)
+        name: (
+            f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds",
+            one.description,
+        )
         for name, one in loaded.items()
     }
     return json.dumps({"methods": entries, "studies": sizes}, indent=1, ensure_ascii=False) + "\n"
@@ -102,9 +107,17 @@ def parameters(cls: type[Any]) -> list[Parameter]:
     texts, must = {}, required(cls)
     for base in reversed(cls.__mro__):
         texts |= arguments(inspect.cleandoc(base.__doc__ or ""))
-    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    defaults = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(cls)
+    }
     return [
-        Parameter(name, words(hint), REQUIRED if name in must else _said(defaults[name]), texts.get(name, ""))
+        Parameter(
+            name,
+            words(hint),
+            REQUIRED if name in must else _said(defaults[name]),
+            texts.get(name, ""),
+        )
         for name, hint in settable(cls).items()
     ]
 

@@ -14,17 +14,27 @@ from coterie.errors import ConfigError
 On = Annotated[
     str,
     typer.Option(
-        "--on", metavar="PLACE", help="Where runs are computed: local, ray:auto, ray://HOST:10001, slurm:PARTITION."
+        "--on",
+        metavar="PLACE",
+        help="Where runs are computed: local, ray:auto, ray://HOST:10001, slurm:PARTITION.",
     ),
 ]
-Cpus = Annotated[int, typer.Option(min=1, help="With --on: processors of a run, which are its threads.")]
+Cpus = Annotated[
+    int, typer.Option(min=1, help="With --on: processors of a run, which are its threads.")
+]
 Gpus = Annotated[
     float | None,
-    typer.Option(min=0, help="With --on: GPUs of a run, such as 0.5; by default 1 where the study's device is one."),
+    typer.Option(
+        min=0,
+        help="With --on: GPUs of a run, such as 0.5; by default 1 where the study's device is one.",
+    ),
 ]
 Blocks = Annotated[
     int | None,
-    typer.Option(min=1, help="Host each run in so many blocks, over --on; by default on a Ray of this machine."),
+    typer.Option(
+        min=1,
+        help="Host each run in so many blocks, over --on; by default on a Ray of this machine.",
+    ),
 ]
 MANY = 1_000_000
 """Runs under way at most, where the cluster decides."""
@@ -38,7 +48,8 @@ class Where:
         on: the value of --on.
         cpus: processors of a run.
         gpus: GPUs of a run; None for what the study's device needs.
-        blocks: in how many blocks each run is hosted; None for one process. The others are then of a block.
+        blocks: in how many blocks each run is hosted; None for one process. The others are then of
+            a block.
     """
 
     on: str
@@ -70,10 +81,14 @@ class Where:
         """
         from coterie.cluster import place
 
-        found = place.read("ray:local" if self.on == "local" and self.blocks is not None else self.on)
+        found = place.read(
+            "ray:local" if self.on == "local" and self.blocks is not None else self.on
+        )
         if self.blocks is not None:
             if found.kind != "ray":
-                raise ConfigError(f"--blocks is {self.blocks}, with --on {self.on}; expected a place of Ray")
+                raise ConfigError(
+                    f"--blocks is {self.blocks}, with --on {self.on}; expected a place of Ray"
+                )
             from coterie.cluster import actors
 
             with actors.blocks_on(found, self.blocks, cpus=self.cpus, gpus=self.gpus) as over:
@@ -119,7 +134,9 @@ def examine(on: str) -> int:
     if wrong:
         typer.echo(f"WRONG  {count}: install the same on all")
     elif unequal:
-        typer.echo(f"ok     {count}: results agree within the tolerance of an engine; their bytes may differ")
+        typer.echo(
+            f"ok     {count}: results agree within the tolerance of an engine; their bytes may differ"
+        )
     else:
         typer.echo(f"ok     {count}, equal to this one: runs leave the same bytes")
     return int(bool(wrong))
@@ -131,7 +148,9 @@ def _machines(on: str) -> Any:
 
     found = place.read(on)
     if found.kind == "local":
-        raise ConfigError("--on local is this machine, which has nothing to differ from; expected ray:auto, ...")
+        raise ConfigError(
+            "--on local is this machine, which has nothing to differ from; expected ray:auto, ..."
+        )
     if found.kind == "slurm":
         from coterie.cluster import slurm
 
@@ -142,7 +161,9 @@ def _machines(on: str) -> Any:
 
 
 def status(
-    folder: Annotated[Path, typer.Argument(metavar="STUDY", help="Folder of a study, wherever its runs are made.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="STUDY", help="Folder of a study, wherever its runs are made.")
+    ],
 ) -> None:
     """Say of each run of a study whether it is queued, running, done or failed, and why.
 

@@ -28,14 +28,24 @@ def add(app: typer.Typer) -> None:
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
-    metric: Annotated[str | None, typer.Option(help="The metric; by default accuracy, else the loss.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")
+    ],
+    metric: Annotated[
+        str | None, typer.Option(help="The metric; by default accuracy, else the loss.")
+    ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="METHOD", help="Compare pairs with this method alone: fewer pairs, a smaller correction."),
+        typer.Option(
+            metavar="METHOD",
+            help="Compare pairs with this method alone: fewer pairs, a smaller correction.",
+        ),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(help="Pairs over the clients of a planted cluster, over all, or over clusters.")
+        str,
+        typer.Option(
+            help="Pairs over the clients of a planted cluster, over all, or over clusters."
+        ),
     ] = "all",
     test_share: Annotated[
         float,
@@ -52,21 +62,30 @@ def compare(
     ] = False,
     at_bytes: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="MB", help="As --equal-bytes, when each client has used so many megabytes."),
+        typer.Option(
+            min=0.0,
+            metavar="MB",
+            help="As --equal-bytes, when each client has used so many megabytes.",
+        ),
     ] = None,
     tuned: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The trials that `coterie tune` wrote, to compare the effort of tuning."),
+        typer.Option(
+            metavar="FILE",
+            help="The trials that `coterie tune` wrote, to compare the effort of tuning.",
+        ),
     ] = None,
     format_: Annotated[
-        Format | None, typer.Option("--format", help="Print tables for a paper or a page, with intervals.")
+        Format | None,
+        typer.Option("--format", help="Print tables for a paper or a page, with intervals."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
 ) -> None:
     """Compare the methods of a study in pairs, studies with each other or with published numbers.
 
-    A difference is established where it is unlikely to be chance: paired by seed and client, with Student's interval
-    over the seeds, and corrected for the number of pairs. Of a sweep over data or models, give the folder of one point.
+    A difference is established where it is unlikely to be chance: paired by seed and client, with
+    Student's interval over the seeds, and corrected for the number of pairs. Of a sweep over data
+    or models, give the folder of one point.
 
     [bold]Examples[/bold]
 
@@ -90,7 +109,10 @@ def compare(
         notes = [note for one in found for note in (one.reference, *one.notes)]
         missing = [note for one in found for note in one.missing]
     elif equal_bytes or at_bytes is not None:
-        found = [at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes) for folder in folders]
+        found = [
+            at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes)
+            for folder in folders
+        ]
         shown = [_tables.equal_bytes(one) for one in found]
         missing = [note for one in found for note in one.notes()]
     else:
@@ -98,14 +120,21 @@ def compare(
         missing = [*missing, *(line for folder in folders for line in _joined(folder))]
         tried = conditions.tried(tuned) if tuned is not None else None
         found = comparing.in_pairs(
-            results, metric=metric, baseline=baseline, cluster=cluster, share=test_share, tried=tried
+            results,
+            metric=metric,
+            baseline=baseline,
+            cluster=cluster,
+            share=test_share,
+            tried=tried,
         )
         shown = _tables.side_by_side(results, metric) if format_ is None else []
         for one in found:
             shown += _tables.of_study(one, whole=format_ is not None)
             notes += [note for note in one.verdicts if format_ is None]
     if json_:
-        typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
+        typer.echo(
+            json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False)
+        )
         return
     if format_ is not None:
         for note in missing:
@@ -129,7 +158,12 @@ def _print(console: Console, shown: Any) -> None:
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
     for i, row in enumerate(shown.rows):
         cells = [escape(cell) for cell in row]
-        table.add_row(*(f"[bold]{cell}[/bold]" if (i, j) in shown.strong else cell for j, cell in enumerate(cells)))
+        table.add_row(
+            *(
+                f"[bold]{cell}[/bold]" if (i, j) in shown.strong else cell
+                for j, cell in enumerate(cells)
+            )
+        )
     console.print(table)
     if shown.foot:
         console.print(shown.foot, markup=False, highlight=False)
@@ -137,8 +171,12 @@ def _print(console: Console, shown: Any) -> None:
 
 
 def analyze(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
-    what: Annotated[str, typer.Option("--what", help="The analysis: simplex, interaction or beta.")] = "",
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")
+    ],
+    what: Annotated[
+        str, typer.Option("--what", help="The analysis: simplex, interaction or beta.")
+    ] = "",
     points: Annotated[int, typer.Option(help="For simplex: the number of points.")] = 2000,
     clients: Annotated[str, typer.Option(help="For simplex: clients to test on, e.g. 0,7.")] = "",
     betas: Annotated[str, typer.Option(help="For beta: the values.")] = "0.1,0.5,1,2,4",
@@ -160,7 +198,9 @@ def analyze(
         for name, one in analyses.ANALYSES.items():
             typer.echo(f"{name:<14}{one.text}")
         return
-    options = analyses.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
+    options = analyses.Options(
+        points, _numbers("--clients", clients, int), _numbers("--betas", betas, float)
+    )
     for path in analyses.analyze(folder, what, options, data_dir=data_dir):
         typer.echo(f"Table: {path}")
 
@@ -176,7 +216,11 @@ def _joined(folder: Path) -> list[str]:
         return []
     content = summarize(out / study.name)
     names = [row["metric"] for row in content["rows"]]
-    return [f"{study.name}: {line}" for line in told_of_new_clients(content, REGISTRY.main(names))] if names else []
+    return (
+        [f"{study.name}: {line}" for line in told_of_new_clients(content, REGISTRY.main(names))]
+        if names
+        else []
+    )
 
 
 def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
@@ -188,28 +232,43 @@ def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
 
 
 def tune(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")],
+    study: Annotated[
+        str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")
+    ],
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", "-g", metavar="SETTING=VALUES", help="Values to try, e.g. lr=0.001,0.003. Repeatable."),
+        typer.Option(
+            "--grid",
+            "-g",
+            metavar="SETTING=VALUES",
+            help="Values to try, e.g. lr=0.001,0.003. Repeatable.",
+        ),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable."),
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="Seeds of the trials: their number (3), or a list (100,101); the study keeps its own."),
+        typer.Option(
+            help="Seeds of the trials: their number (3), or a list (100,101); the study keeps its own."
+        ),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the study file with the chosen values.")] = Path(
-        "tuned"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the study file with the chosen values.")
+    ] = Path("tuned"),
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
+        int | None,
+        typer.Option(
+            "--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU."
+        ),
     ] = None,
-    widenings: Annotated[int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")] = 3,
+    widenings: Annotated[
+        int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")
+    ] = 3,
     on: _cluster.On = "local",
     cpus: _cluster.Cpus = 1,
     gpus: _cluster.Gpus = None,
@@ -219,20 +278,24 @@ def tune(
 
     [bold]Examples[/bold]
 
-      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
-      coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 100,101,102
+      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003 coterie tune similarity/synthetic
+      --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 100,101,102
     """
     from coterie.studies import config
     from coterie.studies import tune as tuning
 
     chosen = config.load(study, set_ or ())
-    axes: dict[str, list[Any]] = tuning.read_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
+    axes: dict[str, list[Any]] = (
+        tuning.read_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
+    )
     if seeds is not None:
         axes["seeds"] = list(config.load(study, [f"seeds={config.read_seeds(seeds)}"]).seeds)
     elif "seeds" in chosen.tune:
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
     if not set(axes) - {"seeds"}:
-        raise ConfigError("there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file")
+        raise ConfigError(
+            "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"
+        )
     console = Console(stderr=True)
 
     def show(trial: tuning.Trial) -> None:

@@ -1,7 +1,7 @@
 """Terminal output: progress while runs go on, and the tables at the end.
 
-On a terminal, progress is one live line per method; in a pipe or a plain terminal, a plain line every few seconds.
-Everything fits 80 columns.
+On a terminal, progress is one live line per method; in a pipe or a plain terminal, a plain line
+every few seconds. Everything fits 80 columns.
 """
 
 import math
@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +46,12 @@ def lively(console: Console) -> bool:
 
     Not in a pipe, with TERM = "dumb", NO_COLOR or CI set, or in an old Windows console.
     """
-    plain = console.is_dumb_terminal or console.legacy_windows or console.no_color or bool(os.environ.get("CI"))
+    plain = (
+        console.is_dumb_terminal
+        or console.legacy_windows
+        or console.no_color
+        or bool(os.environ.get("CI"))
+    )
     return console.is_terminal and not plain
 
 
@@ -90,7 +102,10 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
         tasks: dict[str, TaskID] = {}
         latest: dict[tuple[str, int], int] = {}
         for entry in studies[0].methods:
-            rounds = sum((study.scaled(entry.label).settings.rounds + 1) * len(study.seeds) for study in studies)
+            rounds = sum(
+                (study.scaled(entry.label).settings.rounds + 1) * len(study.seeds)
+                for study in studies
+            )
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
 
         def observe(step: Step | Note) -> None:
@@ -119,7 +134,10 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - shown >= every:
             shown = now
-            parts = (f"{step.label}, seed {step.seed}: round {number}/{step.rounds}", _quality(step))
+            parts = (
+                f"{step.label}, seed {step.seed}: round {number}/{step.rounds}",
+                _quality(step),
+            )
             text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
@@ -159,12 +177,12 @@ def results(study: Study, console: Console) -> None:
         for line in told_of_new_clients(study.summary, metric.name):
             console.print(f"\n{line}", markup=False, highlight=False)
     for job, clients in study.diverged.items():
-        lost = (
-            f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
-        )
+        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
         console.print(lost, highlight=False, markup=False, style="bold red")
     if study.config.scale != 1:
-        console.print(f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant.")
+        console.print(
+            f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant."
+        )
 
 
 def metrics_of(study: Study) -> Metrics:
@@ -178,7 +196,11 @@ def number(metric: Metric, value: float, *, signed: bool = False) -> str:
 
 
 def _table_of(
-    rows: Sequence[Mapping[str, Any]], metric: Metric, labels: Sequence[str], width: int, compared: Sequence[Pair] = ()
+    rows: Sequence[Mapping[str, Any]],
+    metric: Metric,
+    labels: Sequence[str],
+    width: int,
+    compared: Sequence[Pair] = (),
 ) -> Group:
     """Methods x clusters, or clusters x methods where the clusters do not fit the width.
 
@@ -188,7 +210,9 @@ def _table_of(
     count = {row["label"]: row["seeds"] for row in rows}
     labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
     seeds = max(count.values())
-    cells = {(row["label"], row["cluster"]): (_number(row["mean"]), _number(row["std"])) for row in rows}
+    cells = {
+        (row["label"], row["cluster"]): (_number(row["mean"]), _number(row["std"])) for row in rows
+    }
     leading = {cluster: pairs.leaders(rows, compared, metric, cluster) for cluster in clusters}
     starred = any(len(first) > 1 for first in leading.values())
 
@@ -202,8 +226,14 @@ def _table_of(
         return text + (STAR if label in leading[cluster] else " ") * starred
 
     title = metric.heading("test")
-    title = title[0].upper() + title[1:] + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
-    across = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width or len(labels) > len(clusters)
+    title = (
+        title[0].upper()
+        + title[1:]
+        + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
+    )
+    across = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width or len(
+        labels
+    ) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
     table.add_column("", overflow="fold")
@@ -214,10 +244,18 @@ def _table_of(
     if not across:
         table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
-        values = [str(count[line]), *(cell(line, head) for head in heads)] if across else [cell(h, line) for h in heads]
+        values = (
+            [str(count[line]), *(cell(line, head) for head in heads)]
+            if across
+            else [cell(h, line) for h in heads]
+        )
         table.add_row(MEANS.get(line, line), *values)
     # a title of the table itself would wrap at the table's width
-    return Group(Text(title, style="italic"), table, *([Text(SAME if across else SAME_OF_ROW)] if starred else []))
+    return Group(
+        Text(title, style="italic"),
+        table,
+        *([Text(SAME if across else SAME_OF_ROW)] if starred else []),
+    )
 
 
 def _number(value: float | None) -> float:
@@ -245,7 +283,11 @@ def _between(metric: Metric, row: Mapping[str, Any], name: str) -> str:
     """A gain with the ends of its interval, where it has one."""
     text = number(metric, row[name], signed=True)
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return text if low is None or high is None else f"{text} ({number(metric, low)} to {number(metric, high)})"
+    return (
+        text
+        if low is None or high is None
+        else f"{text} ({number(metric, low)} to {number(metric, high)})"
+    )
 
 
 def rounds(study: Study, console: Console) -> None:
@@ -267,7 +309,9 @@ def rounds(study: Study, console: Console) -> None:
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
         console.print(_times(timed))
-        for text in dict.fromkeys(f"{row['label']}: {row['reason']}" for row in timed if row["reason"]):
+        for text in dict.fromkeys(
+            f"{row['label']}: {row['reason']}" for row in timed if row["reason"]
+        ):
             console.print(text, markup=False, highlight=False)
     console.print("\nTotal participation, client-rounds of training a run", style="italic")
     console.print(_participation(study.summary.get("participation", ())))
@@ -285,7 +329,10 @@ def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics 
         table.add_column("", overflow="fold")
         table.add_column("n", justify="right")
         for name in part:
-            table.add_column(shown[name].short + (f", {unit}" if (unit := shown[name].unit) else ""), justify="right")
+            table.add_column(
+                shown[name].short + (f", {unit}" if (unit := shown[name].unit) else ""),
+                justify="right",
+            )
         for label in dict.fromkeys(row["label"] for row in chosen):
             own = [row for row in chosen if row["label"] == label]
             cells = {row["metric"]: row["mean"] for row in own}
@@ -310,8 +357,14 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         kind = REGISTRY[row["metric"]].title
         time = "never" if not row["reached"] else f"{row['tta']:.0f}"
-        ratio = "undefined" if row["ratio"] is None or math.isnan(row["ratio"]) else f"{row['ratio']:.2f}"
-        table.add_row(row["label"], row["base"], kind, time, ratio, f"{row['reached']} of {row['seeds']}")
+        ratio = (
+            "undefined"
+            if row["ratio"] is None or math.isnan(row["ratio"])
+            else f"{row['ratio']:.2f}"
+        )
+        table.add_row(
+            row["label"], row["base"], kind, time, ratio, f"{row['reached']} of {row['seeds']}"
+        )
     return table
 
 

@@ -15,20 +15,34 @@ def add(app: typer.Typer) -> None:
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, a study, or a node.")],
-    client: Annotated[str | None, typer.Option("--client", "-c", help="Name or number of the client.")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="The models of all clients, into the folder --out.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file; by default the client's name. With --all a folder.")
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, a study, or a node.")
+    ],
+    client: Annotated[
+        str | None, typer.Option("--client", "-c", help="Name or number of the client.")
     ] = None,
-    format_: Annotated[str, typer.Option("--format", "-f", help="safetensors, pt or onnx.")] = "safetensors",
+    all_: Annotated[
+        bool, typer.Option("--all", help="The models of all clients, into the folder --out.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The file; by default the client's name. With --all a folder."
+        ),
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", "-f", help="safetensors, pt or onnx.")
+    ] = "safetensors",
     which: Annotated[
         str, typer.Option(help="evaluated (the model of the final test), best_val or final.")
     ] = "evaluated",
-    method: Annotated[str | None, typer.Option("--method", "-m", help="Of a study: the label of the method.")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="Of a study: the label of the method.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of a study: the seed.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Import path of the module, where it was given from Python; for ONNX.")
+        str | None,
+        typer.Option(help="Import path of the module, where it was given from Python; for ONNX."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
 ) -> None:
@@ -52,19 +66,37 @@ def export(
     require(not (all_ and client is not None), "--all", True, "to be given without --client")
     if len(clients) > 1 and not all_:
         few = ", ".join(map(str, clients[:8])) + ", ..." * (len(clients) > 8)
-        raise ConfigError(f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all")
-    _write(models, clients, _files(models, clients, out, all_, FORMATS[format_]), format_, which, run, force)
+        raise ConfigError(
+            f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all"
+        )
+    _write(
+        models,
+        clients,
+        _files(models, clients, out, all_, FORMATS[format_]),
+        format_,
+        which,
+        run,
+        force,
+    )
 
 
 def _write(
-    models: Any, clients: Sequence[str | int], files: Sequence[Path], format_: str, which: str, run: Path, force: bool
+    models: Any,
+    clients: Sequence[str | int],
+    files: Sequence[Path],
+    format_: str,
+    which: str,
+    run: Path,
+    force: bool,
 ) -> None:
     """Write every file, or none where one of them is in the way."""
     from coterie.results.export import export as write
 
     there = [path for path in files if path.exists()]
     if there and not force:
-        raise ConfigError(f"{there[0]} exists; choose another place with --out, or replace it with --force")
+        raise ConfigError(
+            f"{there[0]} exists; choose another place with --out, or replace it with --force"
+        )
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
     for name, path in zip(clients, files, strict=True):
@@ -79,7 +111,8 @@ def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.exists(folder):
         return folder
     found = {
-        (path.parent.parent.name, path.parent.name): path.parent for path in folder.glob(f"*/seed-*/{models.FILE}")
+        (path.parent.parent.name, path.parent.name): path.parent
+        for path in folder.glob(f"*/seed-*/{models.FILE}")
     }
     if not found:
         return folder  # which says what is missing
@@ -108,7 +141,9 @@ def _study(run: Path) -> str:
         return ""
 
 
-def _files(models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str) -> list[Path]:
+def _files(
+    models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str
+) -> list[Path]:
     """The file of each client: as it was asked for, or of the client's name."""
     if out is not None and not all_:
         return [out / f"{_file_name(clients[0])}{ending}" if out.is_dir() else out]

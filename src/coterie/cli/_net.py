@@ -16,12 +16,16 @@ from coterie.cli import _cluster
 from coterie.errors import ConfigError, TransportError
 
 net = typer.Typer(
-    no_args_is_help=True, help="Set up a run between machines: authority, members, roster; or run a demonstration."
+    no_args_is_help=True,
+    help="Set up a run between machines: authority, members, roster; or run a demonstration.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
 _SEND = "send it and roster.toml.sig to all members; running nodes take it within a round"
 Insecure = Annotated[
-    bool, typer.Option("--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False)
+    bool,
+    typer.Option(
+        "--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False
+    ),
 ]
 
 
@@ -36,7 +40,9 @@ def register(app: typer.Typer) -> None:
 def _need() -> None:
     for package in ("cryptography", "zenoh"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed; real peers need it: {extras.install('net')}")
+            raise ConfigError(
+                f"{package} is not installed; real peers need it: {extras.install('net')}"
+            )
 
 
 @net.command()
@@ -45,7 +51,11 @@ def init(
     run: Annotated[str, typer.Option(help="The run's id: a-z, 0-9 and -.")],
     members: Annotated[
         list[str] | None,
-        typer.Option("--member", metavar="NAME=HOST:PORT", help="Also create this member's key here; for tests."),
+        typer.Option(
+            "--member",
+            metavar="NAME=HOST:PORT",
+            help="Also create this member's key here; for tests.",
+        ),
     ] = None,
     days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
 ) -> None:
@@ -64,7 +74,9 @@ def init(
         request = identity.make_request(folder, name, address)
         identity.sign_request(folder, request, name, address)
         _note_member(folder, name, address)
-    typer.echo(f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub")
+    typer.echo(
+        f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub"
+    )
 
 
 @net.command()
@@ -91,10 +103,16 @@ def sign(
     folder: Folder,
     request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
     address: Annotated[
-        str, typer.Argument(help="host:port as agreed with the member; the request must name this host.")
+        str,
+        typer.Argument(
+            help="host:port as agreed with the member; the request must name this host."
+        ),
     ],
     name: Annotated[
-        str, typer.Option(help="The name as agreed with the member; the request must have it. Asked for if missing.")
+        str,
+        typer.Option(
+            help="The name as agreed with the member; the request must have it. Asked for if missing."
+        ),
     ] = "",
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
@@ -108,7 +126,9 @@ def sign(
     from coterie.net import identity, setup
 
     if not name and not sys.stdin.isatty():
-        raise ConfigError(f"say which member's request {request} is, as agreed with it: --name NAME")
+        raise ConfigError(
+            f"say which member's request {request} is, as agreed with it: --name NAME"
+        )
     name = name or typer.prompt("The member's name, as agreed with it")
     setup.check_member(folder, name)
     certificate = identity.sign_request(folder, request, name, address, days=days)
@@ -120,13 +140,12 @@ def sign(
 
 @net.command()
 def remove(
-    folder: Folder,
-    name: Annotated[str, typer.Argument(help="The member to remove.")],
+    folder: Folder, name: Annotated[str, typer.Argument(help="The member to remove.")]
 ) -> None:
     """Remove a member: write and sign the next version of the roster without it.
 
-    Running nodes take it within a round when they get the files, or from a member that has them. The removed member's
-    client keeps its number, which nobody else gets.
+    Running nodes take it within a round when they get the files, or from a member that has them.
+    The removed member's client keeps its number, which nobody else gets.
 
     [bold]Example[/bold]
 
@@ -148,8 +167,8 @@ def rekey(
 ) -> None:
     """Give a member a new key: sign its request, and write and sign the next version of the roster.
 
-    The old key and its certificate are refused by every node that has the new roster. The member itself starts its node
-    again with the new key.
+    The old key and its certificate are refused by every node that has the new roster. The member
+    itself starts its node again with the new key.
 
     [bold]Example[/bold]
 
@@ -166,15 +185,28 @@ def rekey(
 @net.command()
 def roster(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organizer's folder; with --check, a roster.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER|ROSTER", help="The organizer's folder; with --check, a roster."
+        ),
     ],
     study: Annotated[Path | None, typer.Option(help="The study file that all members run.")] = None,
     features: Annotated[str, typer.Option(help="Shape of one input, e.g. 1,8,8.")] = "",
-    classes: Annotated[int | None, typer.Option(min=0, help="Number of classes; 0 for regression.")] = None,
-    server: Annotated[str, typer.Option(help="The member in the server role, for methods that need one.")] = "",
-    check: Annotated[bool, typer.Option("--check", help="Check a roster and list its problems.")] = False,
-    organizer: Annotated[Path, typer.Option(help="The organizer's public key, with --check.")] = Path("organizer.pub"),
-    node_file: Annotated[Path | None, typer.Option("--node", help="With --check: also check this node.toml.")] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=0, help="Number of classes; 0 for regression.")
+    ] = None,
+    server: Annotated[
+        str, typer.Option(help="The member in the server role, for methods that need one.")
+    ] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Check a roster and list its problems.")
+    ] = False,
+    organizer: Annotated[
+        Path, typer.Option(help="The organizer's public key, with --check.")
+    ] = Path("organizer.pub"),
+    node_file: Annotated[
+        Path | None, typer.Option("--node", help="With --check: also check this node.toml.")
+    ] = None,
 ) -> None:
     """Write and sign the roster of all members that have a certificate, or check one.
 
@@ -200,27 +232,38 @@ def roster(
         raise ConfigError("a roster names its study; give --study, --features and --classes")
     parts = [part.strip() for part in features.split(",")]
     if not all(part.isdigit() for part in parts):
-        raise ConfigError(f"--features is {features!r}; expected whole numbers with commas between them, as in 1,8,8")
+        raise ConfigError(
+            f"--features is {features!r}; expected whole numbers with commas between them, as in 1,8,8"
+        )
     shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
-    typer.echo(f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to all members")
+    typer.echo(
+        f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to all members"
+    )
 
 
 @net.command()
 def audit(
     logs: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER|FILE...", help="Folders with an audit.log, or files of a log.")
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER|FILE...", help="Folders with an audit.log, or files of a log."
+        ),
     ],
     roster_: Annotated[
         list[Path] | None,
-        typer.Option("--roster", help="The organizer's roster: keys in the logs must be its. Repeatable."),
+        typer.Option(
+            "--roster", help="The organizer's roster: keys in the logs must be its. Repeatable."
+        ),
     ] = None,
-    organizer: Annotated[Path, typer.Option(help="The organizer's public key, with --roster.")] = Path("organizer.pub"),
+    organizer: Annotated[
+        Path, typer.Option(help="The organizer's public key, with --roster.")
+    ] = Path("organizer.pub"),
 ) -> None:
     """Check the audit logs of nodes, say what is in them, and compare each two of one run.
 
-    A node writes its log to `runs`/NAME. The exit status is 1 when a log was changed or is damaged, or when two
-    contradict each other.
+    A node writes its log to `runs`/NAME. The exit status is 1 when a log was changed or is damaged,
+    or when two contradict each other.
 
     [bold]Examples[/bold]
 
@@ -240,14 +283,20 @@ def audit(
     contradictions = 0
     for a, b in combinations(reports, 2):
         if a.run != b.run or a.node == b.node:
-            _wrapped(f"{a.path} and {b.path} are not compared: they are not of two members of one run")
+            _wrapped(
+                f"{a.path} and {b.path} are not compared: they are not of two members of one run"
+            )
         elif found := auditor.compare(a, b):
             contradictions += len(found)
             for text in found:
                 _wrapped(f"WRONG  {text}")
         else:
             lost = auditor.lost(a, b)
-            rest = f"; {lost} messages that one of them sent, the other did not receive" if lost else ""
+            rest = (
+                f"; {lost} messages that one of them sent, the other did not receive"
+                if lost
+                else ""
+            )
             _wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
     if contradictions or any(report.problems for report in reports):
         raise typer.Exit(1)
@@ -264,22 +313,33 @@ def _audited(report: Any) -> None:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
     def amount(of: Mapping[Any, Any], size: int) -> str:
-        unit, by = next((u, b) for u, b in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if size >= b or b == 1)
+        unit, by = next(
+            (u, b)
+            for u, b in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+            if size >= b or b == 1
+        )
         return f"{len(of)} ({size / by:.3g} {unit})" if of else "0"
 
     def counts(found: Mapping[str, int]) -> str:
         return ", ".join(f"{times} {reason}" for reason, times in sorted(found.items())) or "0"
 
     _wrapped(f"{report.node or '?'} in run {report.run or '?'}: {report.path}")
-    _wrapped(f"{report.lines} lines, {when(report.first)} to {when(report.last)} UTC; {report.heads} signatures", "  ")
+    _wrapped(
+        f"{report.lines} lines, {when(report.first)} to {when(report.last)} UTC; {report.heads} signatures",
+        "  ",
+    )
     if report.begins:
         _wrapped(f"begins with line {report.begins} of its chain; those before are not here", "  ")
     rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
     _wrapped(f"starts: {report.starts}{rest}", "  ")
-    versions, known = (", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed)))
+    versions, known = (
+        ", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed))
+    )
     trust = (
-        f"keys are those of the organizer's version {known}" if known else "keys are on the log's word: see --roster"
+        f"keys are those of the organizer's version {known}"
+        if known
+        else "keys are on the log's word: see --roster"
     )
     _wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
     _wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
@@ -290,7 +350,12 @@ def _audited(report: Any) -> None:
     for name, of in sorted(report.traffic.items()):
         sent, received = amount(of.sent, of.sent_bytes), amount(of.received, of.received_bytes)
         table.add_row(
-            f"  {name or 'unknown'}", sent, received, counts(of.declined), counts(of.missing), counts(of.refused)
+            f"  {name or 'unknown'}",
+            sent,
+            received,
+            counts(of.declined),
+            counts(of.missing),
+            counts(of.refused),
         )
     if report.traffic:
         Console(width=80, highlight=False).print(table)
@@ -307,7 +372,12 @@ def _wrapped(text: str, indent: str = "") -> None:
     later = indent + "       "
     typer.echo(
         textwrap.fill(
-            text, 80, initial_indent=indent, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+            text,
+            80,
+            initial_indent=indent,
+            subsequent_indent=later,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     )
 
@@ -317,7 +387,9 @@ def demo(
     clients: Annotated[int, typer.Option(min=3, max=20, help="The number of nodes.")] = 8,
     rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,
     port: Annotated[int, typer.Option(help="The first port on 127.0.0.1.")] = 21700,
-    folder: Annotated[Path | None, typer.Option(help="Its folder; a temporary one by default.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Its folder; a temporary one by default.")
+    ] = None,
 ) -> None:
     """Run nodes on this machine with mutual TLS, kill one during the run, and compare with the simulation.
 
@@ -333,7 +405,13 @@ def demo(
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} is not empty; choose another folder")
     place.mkdir(parents=True, exist_ok=True)
-    top = fleet.demo(place, clients=clients, rounds=rounds, port=port, say=lambda text: typer.echo(text, err=True))
+    top = fleet.demo(
+        place,
+        clients=clients,
+        rounds=rounds,
+        port=port,
+        say=lambda text: typer.echo(text, err=True),
+    )
     _results(read_study(top))
     typer.echo(f"Runs: {top}")
 
@@ -348,7 +426,9 @@ def _results(study: Any) -> None:
 
 def node(
     file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
-    role: Annotated[str | None, typer.Option(help="server, on the member with the server role.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="server, on the member with the server role.")
+    ] = None,
     insecure: Insecure = False,
 ) -> None:
     """Run one member's node; a node that was stopped continues from its checkpoint.
@@ -366,21 +446,33 @@ def node(
 
 
 def doctor(
-    file: Annotated[Path | None, typer.Argument(metavar="[NODE.toml]", help="The node file.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[NODE.toml]", help="The node file.")
+    ] = None,
     insecure: Insecure = False,
     model: Annotated[
-        str | None, typer.Option(help="Instead: which engine trains this model; a name, or package.module:Net.")
+        str | None,
+        typer.Option(
+            help="Instead: which engine trains this model; a name, or package.module:Net."
+        ),
     ] = None,
-    features: Annotated[str, typer.Option(help="With --model: the shape of one input.")] = "3,32,32",
+    features: Annotated[
+        str, typer.Option(help="With --model: the shape of one input.")
+    ] = "3,32,32",
     outputs: Annotated[int, typer.Option(help="With --model: classes.", min=1)] = 10,
     batch_size: Annotated[int, typer.Option(help="With --model: samples of a step.", min=1)] = 32,
-    samples: Annotated[float, typer.Option(help="With --model: training samples in all rounds.", min=0)] = 1e6,
-    on: Annotated[str | None, typer.Option(help="Instead: what differs on the machines of ray:auto, ...")] = None,
+    samples: Annotated[
+        float, typer.Option(help="With --model: training samples in all rounds.", min=0)
+    ] = 1e6,
+    on: Annotated[
+        str | None, typer.Option(help="Instead: what differs on the machines of ray:auto, ...")
+    ] = None,
 ) -> None:
     """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
 
-    With --model, say which engine trains a model on this machine, and what keeps a faster one from it. With --on, look
-    at all machines of a cluster, as `coterie run --on` does before its first run.
+    With --model, say which engine trains a model on this machine, and what keeps a faster one from
+    it. With --on, look at all machines of a cluster, as `coterie run --on` does before its first
+    run.
 
     [bold]Examples[/bold]
 
@@ -390,7 +482,9 @@ def doctor(
       coterie doctor --on ray:auto
     """
     if sum(one is not None for one in (file, model, on)) != 1:
-        raise ConfigError("doctor takes one of a node file, --model and --on; see `coterie doctor --help`")
+        raise ConfigError(
+            "doctor takes one of a node file, --model and --on; see `coterie doctor --help`"
+        )
     if on is not None:
         raise typer.Exit(_cluster.examine(on))
     if model is not None:
@@ -417,22 +511,29 @@ def _engine(model: str, features: str, outputs: int, batch_size: int, samples: f
 
     sizes = features.split(",")
     if not all(size.strip().isdigit() and int(size) for size in sizes):
-        raise ConfigError(f"--features is {features!r}; expected the shape of one input, as 3,32,32")
+        raise ConfigError(
+            f"--features is {features!r}; expected the shape of one input, as 3,32,32"
+        )
     shape = tuple(map(int, sizes))
     layout = Layout(template(source(model, shape, outputs)))
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason says the same
-        found = engine.make("auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size)
+        found = engine.make(
+            "auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size
+        )
     return found.reason
 
 
 def up(
     roster_file: Annotated[Path, typer.Argument(metavar="ROSTER.toml", help="The signed roster.")],
     nodes: Annotated[
-        Path | None, typer.Option(help="Folder with NAME.toml of each member; by default the roster's.")
+        Path | None,
+        typer.Option(help="Folder with NAME.toml of each member; by default the roster's."),
     ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder for logs; by default they go to standard error.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for logs; by default they go to standard error.")
+    ] = None,
 ) -> None:
     """Start the nodes of all members with a node file on this machine, and wait for them.
 
@@ -461,7 +562,10 @@ def up(
     bad = {name: status for name, status in statuses.items() if status}
     if bad:
         raise TransportError(f"some nodes failed: {bad}")
-    typer.echo(f"{len(files)} nodes finished: {', '.join(files)}" + (f"; their logs are in {logs}" if logs else ""))
+    typer.echo(
+        f"{len(files)} nodes finished: {', '.join(files)}"
+        + (f"; their logs are in {logs}" if logs else "")
+    )
 
 
 def _note_member(folder: Path, name: str, address: str) -> None:

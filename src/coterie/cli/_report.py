@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 Folders = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of studies, or of runs.", show_default=False)
+    list[Path],
+    typer.Argument(metavar="RUN...", help="Folders of studies, or of runs.", show_default=False),
 ]
 
 
@@ -21,7 +22,11 @@ def report(
     runs: Folders,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The file to write: of one RUN its report, of several the page with all."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="The file to write: of one RUN its report, of several the page with all.",
+        ),
     ] = None,
 ) -> None:
     """Write the report of stored runs: a page that opens from disk; of several studies also one page with all.
@@ -47,8 +52,12 @@ def report(
 
 
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")] = 0,
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")
+    ] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Serve the report on 127.0.0.1 and update it while a study or a node runs; Ctrl-C ends it.
@@ -73,19 +82,29 @@ def watch(
 def plot(
     runs: Folders,
     figure: Annotated[
-        str, typer.Option("--figure", "-f", help="A kind of figure, or a published figure: dac-3, ...")
+        str,
+        typer.Option("--figure", "-f", help="A kind of figure, or a published figure: dac-3, ..."),
     ] = "",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; by default the figure's name.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file; by default the figure's name.")
+    ] = None,
     format_: Annotated[str, typer.Option("--format", help="pdf, svg or png.")] = "pdf",
-    metric: Annotated[str | None, typer.Option(help="The metric; by default accuracy, else the loss.")] = None,
-    split: Annotated[str | None, typer.Option(help="For learning curves: validation, train or test.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="The metric; by default accuracy, else the loss.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="For learning curves: validation, train or test.")
+    ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Mean over all clients, over clusters, or a planted cluster's name.")
+        str | None,
+        typer.Option(help="Mean over all clients, over clusters, or a planted cluster's name."),
     ] = None,
     setting: Annotated[
         str | None, typer.Option(help="For sweeps: the setting; two, with a comma, make a grid.")
     ] = None,
-    methods: Annotated[str | None, typer.Option(help="Labels to show, with commas; * matches anything.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Labels to show, with commas; * matches anything.")
+    ] = None,
 ) -> None:
     """Draw a figure of stored runs for a paper, with its numbers as CSV; without --figure, list the figures.
 
@@ -107,7 +126,13 @@ def plot(
         for name, reason in figures.NOT_STORED.items():
             typer.echo(f"{name:<14}not from stored runs: {reason}")
         return
-    options = {"metric": metric, "split": split, "cluster": cluster, "setting": setting, "methods": methods}
+    options = {
+        "metric": metric,
+        "split": split,
+        "cluster": cluster,
+        "setting": setting,
+        "methods": methods,
+    }
     given = {name: value for name, value in options.items() if value is not None}
     path = figures.plot(runs, figure, out=out, format=format_, **given)
     typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")
@@ -115,8 +140,12 @@ def plot(
 
 def track(
     runs: Folders,
-    to: Annotated[str, typer.Option("--to", help="tensorboard, mlflow or wandb (offline); each is an extra.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the tracker's files.")] = Path("tracking"),
+    to: Annotated[
+        str, typer.Option("--to", help="tensorboard, mlflow or wandb (offline); each is an extra.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the tracker's files.")
+    ] = Path("tracking"),
 ) -> None:
     """Copy stored runs into local files of an experiment tracker; nothing is sent.
 

@@ -12,16 +12,33 @@ from coterie.results.pairs import leaders
 from coterie.results.summary import MEANS
 from coterie.results.tables import BEST, SAME, STAR, TextTable, latex, markdown, means, of_pairs
 
-__all__ = ["TextTable", "against_paper", "equal_bytes", "latex", "markdown", "of_study", "side_by_side"]
+__all__ = [
+    "TextTable",
+    "against_paper",
+    "equal_bytes",
+    "latex",
+    "markdown",
+    "of_study",
+    "side_by_side",
+]
 
 
 def against_paper(comparison: Comparison) -> list[TextTable]:
     """Return the numbers beside the paper's, the chain of roles, and the clear pairs."""
-    title, chosen = f"{comparison.study} beside the paper", [line for line in comparison.lines if line.chosen]
+    title, chosen = (
+        f"{comparison.study} beside the paper",
+        [line for line in comparison.lines if line.chosen],
+    )
     own = [line for line in comparison.lines if not line.chosen and not line.predicted]
     tables = [_numbers(comparison, own, title)]
     if chosen:
-        tables.append(_numbers(comparison, chosen, f"{comparison.study}: rows chosen here, beside the published ones"))
+        tables.append(
+            _numbers(
+                comparison,
+                chosen,
+                f"{comparison.study}: rows chosen here, beside the published ones",
+            )
+        )
     if ledger := [line for line in comparison.lines if line.predicted]:
         tables.append(costs(comparison.study, ledger))
     head = ("better", "worse", "paper", "here", "kept")
@@ -33,7 +50,11 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
         kept = len(comparison.pairs) - len(broken)
         said = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
         if broken:
-            tables.append(TextTable("Pairs clearly apart in the paper and not in its order here", head, broken, said))
+            tables.append(
+                TextTable(
+                    "Pairs clearly apart in the paper and not in its order here", head, broken, said
+                )
+            )
         else:
             tables[-1] = replace(tables[-1], foot=f"{tables[-1].foot} {said}".strip())
     return tables
@@ -67,7 +88,9 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
         (
             line.label,
             *([REGISTRY[line.metric].heading()] if several else []),
-            MEANS.get(line.cluster, line.cluster) if line.metric != STD_OVER_CLUSTERS.name else STD_OVER_CLUSTERS.title,
+            MEANS.get(line.cluster, line.cluster)
+            if line.metric != STD_OVER_CLUSTERS.name
+            else STD_OVER_CLUSTERS.title,
             _spread(REGISTRY[line.metric], line.ours, line.std),
             str(line.seeds),
             _spread(REGISTRY[line.metric], line.paper, line.paper_std),
@@ -76,7 +99,10 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
         )
         for line in lines
     ]
-    inside, untold = sum(line.within is True for line in lines), sum(line.within is None for line in lines)
+    inside, untold = (
+        sum(line.within is True for line in lines),
+        sum(line.within is None for line in lines),
+    )
     foot = (
         f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the deviation of the "
         "difference, or one point of accuracy; n is the number of seeds."
@@ -88,7 +114,16 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
     if comparison.scale != 1:
         foot += f" Rounds scaled by {comparison.scale:g}."
     unit = "" if several or not rows else f" ({REGISTRY[REGISTRY.main(names)].heading('test')})"
-    head = ("method", *(["metric"] if several else []), "cluster", "here", "n", "paper", "difference", "within")
+    head = (
+        "method",
+        *(["metric"] if several else []),
+        "cluster",
+        "here",
+        "n",
+        "paper",
+        "difference",
+        "within",
+    )
     return TextTable(f"{title}{unit}", head, rows, foot)
 
 
@@ -100,7 +135,9 @@ def _number(metric: Metric, value: float) -> str:
 
 
 def _spread(metric: Metric, mean: float, std: float | None) -> str:
-    return _number(metric, mean) + ("" if std is None or not math.isfinite(std) else f" ± {_number(metric, std)}")
+    return _number(metric, mean) + (
+        "" if std is None or not math.isfinite(std) else f" ± {_number(metric, std)}"
+    )
 
 
 def _signed(line: Line) -> str:
@@ -110,7 +147,9 @@ def _signed(line: Line) -> str:
 
 def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
     metric = REGISTRY[str(ranked(comparison.lines))]
-    paper, ours = (" / ".join(_number(metric, value) for value in pair) for pair in (one.paper, one.ours))
+    paper, ours = (
+        " / ".join(_number(metric, value) for value in pair) for pair in (one.paper, one.ours)
+    )
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
 
@@ -123,7 +162,9 @@ def side_by_side(results: Sequence[Result], metric: str | None = None) -> list[T
     """
     known = results[0].known
     main = known[metric or results[0].metric]
-    further = [one for one in known.values() if one.shown == "further" and one != main and metric is None]
+    further = [
+        one for one in known.values() if one.shown == "further" and one != main and metric is None
+    ]
     there = {row["metric"] for result in results for row in result.rows}
     return [_side_by_side(results, one) for one in (main, *further) if one.name in there]
 
@@ -146,7 +187,9 @@ def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
     title = metric.heading("test") + (f", {metric.better} is better" if metric.better else "")
     over = "" if metric.over == "run" else ", mean over clients"
     marks = [SAME] * any(len(first) > 1 for first in leading) + [BEST] * bool(strong)
-    return TextTable(title[0].upper() + title[1:] + over, ("method", *heads), rows, " ".join(marks), strong)
+    return TextTable(
+        title[0].upper() + title[1:] + over, ("method", *heads), rows, " ".join(marks), strong
+    )
 
 
 def of_study(one: InPairs, *, whole: bool) -> list[TextTable]:
@@ -154,7 +197,8 @@ def of_study(one: InPairs, *, whole: bool) -> list[TextTable]:
 
     Args:
         one: the study.
-        whole: with a table before it of the means of its methods, by clusters, with their intervals.
+        whole: with a table before it of the means of its methods, by clusters, with their
+            intervals.
     """
     tables = []
     if whole:
@@ -174,8 +218,16 @@ def equal_bytes(ranking: EqualBytes) -> TextTable:
     """Return a ranking at equal bytes."""
     metric = REGISTRY[ranking.metric]
     rows = [
-        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _spread(metric, row.value, row.std), str(row.seeds))
+        (
+            row.label,
+            f"{row.rounds:.0f}",
+            f"{row.used / 1e6:.2f}",
+            _spread(metric, row.value, row.std),
+            str(row.seeds),
+        )
         for row in ranking.rows
     ]
-    title = f"{ranking.study}: {ranking.heading}, when a client has used {ranking.budget / 1e6:.2f} MB"
+    title = (
+        f"{ranking.study}: {ranking.heading}, when a client has used {ranking.budget / 1e6:.2f} MB"
+    )
     return TextTable(title, ("method", "rounds", "MB used", metric.heading(), "n"), rows)

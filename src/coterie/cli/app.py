@@ -1,8 +1,8 @@
 """The command line. Heavy libraries are imported inside the commands, so that help is quick.
 
-Exit status: 0; 2 for bad input, with one line on standard error; 75 when there is no more room to write, with one line,
-too: the same command continues later; 130 after Ctrl-C. Results go to standard output, progress and messages to
-standard error.
+Exit status: 0; 2 for bad input, with one line on standard error; 75 when there is no more room to
+write, with one line, too: the same command continues later; 130 after Ctrl-C. Results go to
+standard output, progress and messages to standard error.
 """
 
 import io
@@ -36,25 +36,44 @@ app = typer.Typer(
 )
 NO_ROOM = 75
 """The exit status when there is no more room to write: a temporary failure (EX_TEMPFAIL of sysexits.h)."""
-# Every mistake in how a command was called: click's ClickException, wherever this version of typer keeps it.
+# Every mistake in how a command was called: click's ClickException, wherever this version of typer
+# keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
 
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
+    typer.Option(
+        "--data-dir",
+        envvar="COTERIE_DATA",
+        help="Folder with datasets, in the Hugging Face layout.",
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")
+]
 Workers = Annotated[
-    int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
+    int | None,
+    typer.Option(
+        "--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")]
+StudyName = Annotated[
+    str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="PATH=VALUE",
+        help="Change a setting, e.g. methods.dac.tau=30. Repeatable.",
+    ),
 ]
-Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7); 7, is seed 7 alone.")]
+Seeds = Annotated[
+    str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7); 7, is seed 7 alone.")
+]
 On = _cluster.On
 Cpus = _cluster.Cpus
 Gpus = _cluster.Gpus
@@ -71,7 +90,10 @@ def _version(asked: bool) -> bool:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and stop."
+        ),
     ] = False,
 ) -> None:
     """Personalized decentralized and clustered federated learning: simulate, compare, run between machines.
@@ -93,10 +115,18 @@ def run(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
     workers: Workers = None,
-    engine: Annotated[str | None, typer.Option(help="The engine that trains: auto, loop, vmap, ...")] = None,
-    scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick test.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the study's folder first.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, continue the others.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="The engine that trains: auto, loop, vmap, ...")
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick test.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the study's folder first.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep finished runs, continue the others.")
+    ] = False,
     on: On = "local",
     cpus: Cpus = 1,
     gpus: Gpus = None,
@@ -128,12 +158,24 @@ def run(
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
     chosen = config.load(study, changes)
     where = _cluster.Where(on, cpus, gpus, blocks)
-    _run(chosen, out, data_dir, workers, where, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
+    _run(
+        chosen,
+        out,
+        data_dir,
+        workers,
+        where,
+        overwrite=overwrite,
+        resume=resume,
+        quiet=quiet,
+        as_json=json_,
+    )
 
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")
+    ],
     data_dir: DataDir = None,
     workers: Workers = None,
     on: On = "local",
@@ -153,11 +195,23 @@ def resume(
 
     study, out = stored(folder, to_run=True)
     where = _cluster.Where(on, cpus, gpus, blocks)
-    _run(study, out, data_dir, workers, where, overwrite=False, resume=True, quiet=quiet, as_json=json_)
+    _run(
+        study,
+        out,
+        data_dir,
+        workers,
+        where,
+        overwrite=False,
+        resume=True,
+        quiet=quiet,
+        as_json=json_,
+    )
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None,
+) -> None:
     """List the methods with their parameters, defaults and papers; with a name, describe one.
 
     [bold]Examples[/bold]
@@ -172,12 +226,16 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
         for kind in sorted({*known, *_offered(known)}):
             try:
                 method = known[kind] if kind in known else _found(kind)
-            except ConfigError as error:  # of another package: the rest of the list is wanted all the same
+            except (
+                ConfigError
+            ) as error:  # of another package: the rest of the list is wanted all the same
                 console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
                 continue
             settings = ", ".join(f"{p.name} = {p.default}" for p in method.parameters)
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
-            console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
+            console.print(
+                f"    {escape(settings or 'no parameters')}", style="dim", highlight=False
+            )
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
@@ -198,7 +256,9 @@ def _offered(known: Container[str]) -> set[str]:
     """The methods that installed packages offer, which are imported only if there are any."""
     from importlib.metadata import entry_points
 
-    return {point.name for point in entry_points(group="coterie.methods") if point.name not in known}
+    return {
+        point.name for point in entry_points(group="coterie.methods") if point.name not in known
+    }
 
 
 def _found(kind: str) -> Any:
@@ -212,7 +272,9 @@ def _found(kind: str) -> Any:
 @app.command()
 def studies(
     name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
-    resolved: Annotated[bool, typer.Option("--resolved", help="With all it extends and every default.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="With all it extends and every default.")
+    ] = False,
 ) -> None:
     """List the built-in studies; with a name, print that study's file, to copy and change.
 
@@ -227,7 +289,9 @@ def studies(
         found = named.builtin(bases=not resolved)
         if name not in found:
             raise ConfigError(unknown("study", name, found))
-        typer.echo(_resolved(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False)
+        typer.echo(
+            _resolved(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False
+        )
         return
     console = Console()
     for title, (size, description) in _catalog.studies().items():
@@ -243,7 +307,9 @@ def _resolved(name: str) -> str:
 
 @app.command("list")
 def list_(
-    folder: Annotated[Path | None, typer.Argument(help="The folder to search; by default that of --out.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="The folder to search; by default that of --out.")
+    ] = None,
     out: Out = Path("runs"),
 ) -> None:
     """List the studies in a folder with the state of their runs: finished, unfinished, damaged or missing."""
@@ -263,13 +329,18 @@ def list_(
             continue
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
-        for line in (f"{place}  {study.name}: {state}", *(f"  {text}" for text in coverage.lines(runs))):
+        for line in (
+            f"{place}  {study.name}: {state}",
+            *(f"  {text}" for text in coverage.lines(runs)),
+        ):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")
+    ],
     json_: AsJson = False,
 ) -> None:
     """Print the results of a stored study."""
@@ -295,7 +366,12 @@ def _run(
     from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
-    again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
+    again = [
+        "coterie",
+        "resume",
+        str(out / study.name),
+        *(["--data-dir", str(data_dir)] if data_dir else []),
+    ]
     with (
         _resumable(out / study.name, shlex.join([*again, *where.words])),
         where.fan_out(study.settings.device, workers) as (over, crew),
@@ -316,7 +392,9 @@ def _run(
     _show(done, as_json)
     for one in done:
         for job, who in one.elsewhere.items():
-            console.print(f"{job}: {who} works on it; not in these results yet", markup=False, highlight=False)
+            console.print(
+                f"{job}: {who} works on it; not in these results yet", markup=False, highlight=False
+            )
     if not as_json:
         for one, report in zip(done, reports, strict=True):
             typer.echo(f"Runs:   {one.folder}\nReport: {report}")
@@ -346,7 +424,9 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         there = (folder / CONFIG).exists()
-        text = f"stopped; continue with: {command}" if there else "stopped before anything was written"
+        text = (
+            f"stopped; continue with: {command}" if there else "stopped before anything was written"
+        )
         typer.echo(f"\n{text}", err=True)
         raise
     except Exception as error:
@@ -356,7 +436,9 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         if not (folder / CONFIG).exists() or OutOfMemory.is_said_by(error):
             raise
         kind = DiskFull if full else ConfigError
-        raise kind(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
+        raise kind(
+            f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -371,7 +453,9 @@ def _end(error: Exception) -> NoReturn:
     if DiskFull.is_said_by(error):
         status = NO_ROOM
         text = (
-            text if isinstance(error, DiskFull) else f"cannot write: {_reason(error)}; when there is room, start again"
+            text
+            if isinstance(error, DiskFull)
+            else f"cannot write: {_reason(error)}; when there is room, start again"
         )
     elif isinstance(error, CoterieError):
         pass
@@ -399,13 +483,15 @@ def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
     warnings.formatwarning = _one_line_warning
-    for stream in (sys.stdout, sys.stderr):  # names may have letters that a terminal's encoding lacks
+    # names may have letters that a terminal's encoding lacks
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         status = app(standalone_mode=False)
     except _Usage as error:
-        if text := error.format_message().rstrip("."):  # empty when a group of commands has shown its help
+        # empty when a group of commands has shown its help
+        if text := error.format_message().rstrip("."):
             typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
     except Exception as error:

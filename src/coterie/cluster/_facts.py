@@ -16,7 +16,9 @@ def facts() -> dict[str, str]:
 
     def said(*words: str) -> str:
         try:
-            return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout
+            return subprocess.run(
+                words, capture_output=True, text=True, timeout=60, check=False
+            ).stdout
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
@@ -44,7 +46,9 @@ def facts() -> dict[str, str]:
         found["vectors"] = torch.backends.cpu.get_cpu_capability()
         cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         found["gpus"] = ", ".join(f"{cards.count(card)} x {card}" for card in sorted({*cards}))
-    compilers = (shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name)
+    compilers = (
+        shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name
+    )
     compiler = next(filter(None, compilers), None)
     if compiler is not None:
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"

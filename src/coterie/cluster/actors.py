@@ -1,7 +1,7 @@
 """Blocks as actors of Ray: one process each, on whichever of its machines has room.
 
-What a block tells another one is an argument of a call, which Ray carries: small ones with the call itself, larger ones
-through the object stores of the two machines. Nobody stands in between.
+What a block tells another one is an argument of a call, which Ray carries: small ones with the call
+itself, larger ones through the object stores of the two machines. Nobody stands in between.
 """
 
 import dataclasses
@@ -40,7 +40,11 @@ def packed(part: Part) -> Any:
     if isinstance(part, Tensor):
         return part.cpu().numpy()
     assert part.ids is not None
-    return part.params.cpu().numpy(), {k: v.cpu().numpy() for k, v in part.fields.items()}, part.ids.numpy()
+    return (
+        part.params.cpu().numpy(),
+        {k: v.cpu().numpy() for k, v in part.fields.items()},
+        part.ids.numpy(),
+    )
 
 
 def unpacked(part: Any) -> Part:
@@ -50,7 +54,11 @@ def unpacked(part: Any) -> Part:
     if isinstance(part, np.ndarray):
         return torch.from_numpy(part)
     params, fields, ids = part
-    return Message(torch.from_numpy(params), {k: torch.from_numpy(v) for k, v in fields.items()}, torch.from_numpy(ids))
+    return Message(
+        torch.from_numpy(params),
+        {k: torch.from_numpy(v) for k, v in fields.items()},
+        torch.from_numpy(ids),
+    )
 
 
 class Host:
@@ -101,7 +109,8 @@ class Host:
 
 
 def _send(host: Any, address: Address, sender: int, part: Part) -> None:
-    # Sent again where the connection breaks and the block lives: nobody would say that it did not come.
+    # Sent again where the connection breaks and the block lives: nobody would say that it did not
+    # come.
     post = host.receive.options(concurrency_group="post", num_returns=0, max_task_retries=-1)
     post.remote(address, sender, packed(part))
 
@@ -123,17 +132,22 @@ class Actors:
 
     Args:
         hosts: their handles.
-        fewer: whether machines have gone since room for the blocks was counted: some might wait for ever.
+        fewer: whether machines have gone since room for the blocks was counted: some might wait for
+            ever.
     """
 
     def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
         self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
-        self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)  # the driver has warned already
+        # the driver has warned already
+        self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)
         self._fewer = lambda: False  # all have a place: Ray says when one dies
 
     def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `blocks.Crew`."""
-        calls = [host.call.remote(name, *(one[row] for one in arguments)) for row, host in enumerate(self.hosts)]
+        calls = [
+            host.call.remote(name, *(one[row] for one in arguments))
+            for row, host in enumerate(self.hosts)
+        ]
         return self.wait(calls)
 
     def wait(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
@@ -190,7 +204,11 @@ def share(machines: Sequence[float], blocks: int, most: float) -> float:
         (1, 0.5, 1.0)
     """
     sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
-    fits = [one for one in sizes if 0 < one <= most and sum(int(size / one + 1e-9) for size in machines) >= blocks]
+    fits = [
+        one
+        for one in sizes
+        if 0 < one <= most and sum(int(size / one + 1e-9) for size in machines) >= blocks
+    ]
     return max(fits, default=0)
 
 
@@ -200,7 +218,8 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
 
     Args:
         given: what each is made of.
-        cpus: processors of each, which are threads of the compiled engine; less where the machines have fewer in all.
+        cpus: processors of each, which are threads of the compiled engine; less where the machines
+            have fewer in all.
         gpus: GPUs of each; all are shared evenly when None and the run is on one.
     """
     import ray
@@ -215,12 +234,18 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     alive = machines()
-    options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
+    options: dict[str, Any] = {
+        "num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))
+    }
     if gpus is None and device.startswith("cuda"):
         gpus = _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
     if gpus:
         options["num_gpus"] = gpus
-    options |= {"concurrency_groups": {"post": 1}, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    options |= {
+        "concurrency_groups": {"post": 1},
+        "max_restarts": 0,
+        "scheduling_strategy": "SPREAD",
+    }
     actor: Any = ray.remote(**options)(Host)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]
     del refs
@@ -234,7 +259,11 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
 
 def _modules_of(plan: Plan) -> set[str]:
     """The modules that the method, the model and the settings of a run come from."""
-    parts = [dataclasses.asdict(plan.method), dataclasses.asdict(plan.settings), {"model": plan.model}]
+    parts = [
+        dataclasses.asdict(plan.method),
+        dataclasses.asdict(plan.settings),
+        {"model": plan.model},
+    ]
     names = set[str]().union(*map(packing.named_in, parts))
     return names | packing.behind(plan.method) | packing.behind(plan.model)
 
@@ -278,7 +307,9 @@ class BlockRuns(FanOut):
     start: Start
     far: bool = False
 
-    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+    def __call__(
+        self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
+    ) -> Iterator[tuple[Any, Any]]:
         """Do every job and yield (job, result).
 
         Args:
@@ -287,7 +318,9 @@ class BlockRuns(FanOut):
             workers: not used: the blocks of a run share the machines.
             emit: receives what jobs emit.
         """
-        hosted = replace(work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start))
+        hosted = replace(
+            work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start)
+        )
         with one_thread():
             for job in jobs:
                 yield job, hosted(job, emit)

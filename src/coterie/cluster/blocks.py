@@ -1,12 +1,13 @@
 """One population in blocks: each block hosts some clients and runs their rounds; here is who drives them.
 
-`simulate_in_blocks` ends with the parameters, tables and checkpoints of `simulate`, to the byte, however many blocks
-there are: the loop of a block is that of every run (`simulation.loop`), and only its exchange differs. The driver is a
-`Loop` too, of the whole population: it steps the blocks, puts together what they report, and is what is written to
-checkpoints and read from them. So a run in three blocks can be continued by one process, and the reverse.
+`simulate_in_blocks` ends with the parameters, tables and checkpoints of `simulate`, to the byte,
+however many blocks there are: the loop of a block is that of every run (`simulation.loop`), and
+only its exchange differs. The driver is a `Loop` too, of the whole population: it steps the blocks,
+puts together what they report, and is what is written to checkpoints and read from them. So a run
+in three blocks can be continued by one process, and the reverse.
 
-What ends a block ends them all. They are started anew from the last checkpoint, which is one round of the whole
-population and of which two generations are kept; without a folder, from the beginning.
+What ends a block ends them all. They are started anew from the last checkpoint, which is one round
+of the whole population and of which two generations are kept; without a folder, from the beginning.
 """
 
 import dataclasses
@@ -141,7 +142,9 @@ class BlockLoop(Loop):
     def outcome(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the found clusters, where they are known, and the metrics of the final test."""
         label, tested = self._final
-        return None if label is None else label.cpu(), {name: value.cpu() for name, value in tested.items()}
+        return None if label is None else label.cpu(), {
+            name: value.cpu() for name, value in tested.items()
+        }
 
 
 class Block:
@@ -173,7 +176,13 @@ class Block:
         loop = self.loop
         snapshot = getattr(loop.exchange, "snapshot")()  # noqa: B009
         tracker = map_tensors(loop.tracker, lambda t: t.cpu())
-        return Kept(_moved(loop.state, "cpu"), tracker, loop.validation, loop.task.spent.snapshot(), snapshot)
+        return Kept(
+            _moved(loop.state, "cpu"),
+            tracker,
+            loop.validation,
+            loop.task.spent.snapshot(),
+            snapshot,
+        )
 
     def restore(self, kept: Kept) -> None:
         """Go on from the state of a checkpoint."""
@@ -194,7 +203,8 @@ class Block:
 
 def _moved(state: State, device: str) -> State:
     memory, shared, moments = (
-        map_tensors(part, lambda t: t.to(device)) for part in (state.memory, state.shared, state.moments)
+        map_tensors(part, lambda t: t.to(device))
+        for part in (state.memory, state.shared, state.moments)
     )
     return State(state.params.to(device), memory, shared, moments, state.reputation)
 
@@ -237,7 +247,9 @@ class Threads:
         with warnings.catch_warnings():  # the driver has said it already
             warnings.simplefilter("ignore")
             sends = [partial(_copied_into, box) for box in self.boxes]
-            self.blocks = [Block(one, Links(one.number, sends, self.boxes[one.number])) for one in given]
+            self.blocks = [
+                Block(one, Links(one.number, sends, self.boxes[one.number])) for one in given
+            ]
 
     def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `Crew`."""
@@ -302,8 +314,8 @@ class _Held(InMemory):
 class Whole(Loop):
     """The rounds of a population that is hosted in blocks.
 
-    Its state is that of one client until it is gathered, so that the driver holds all models only while they are
-    written.
+    Its state is that of one client until it is gathered, so that the driver holds all models only
+    while they are written.
 
     Args:
         plan: of the run.
@@ -313,7 +325,9 @@ class Whole(Loop):
         rows: the clients of each block.
     """
 
-    def __init__(self, plan: Plan, task: Task, record: Record, crew: Crew, rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, task: Task, record: Record, crew: Crew, rows: Sequence[Tensor]
+    ) -> None:
         self.crew, self.blocks = crew, rows
         self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
         self.sent = 0
@@ -327,13 +341,18 @@ class Whole(Loop):
     @property
     def finished(self) -> bool:
         """Whether all rounds are done, or every client has stopped."""
-        return self.next_round >= self.settings.rounds or (self.next_round >= 0 and self._all_stopped)
+        return self.next_round >= self.settings.rounds or (
+            self.next_round >= 0 and self._all_stopped
+        )
 
     def step(self) -> None:
         """Let every block do the warm-up or one round."""
         if self._gathered:
             self._gathered, one = False, torch.arange(1)
-            self.state, self.tracker = self.state.take(one), map_tensors(self.tracker, lambda t: t[:1])
+            self.state, self.tracker = (
+                self.state.take(one),
+                map_tensors(self.tracker, lambda t: t[:1]),
+            )
         self._take(self.crew.each("step", [self.next_round] * len(self.blocks)))
         self.next_round += 1
 
@@ -341,22 +360,38 @@ class Whole(Loop):
         """Put together what the blocks report."""
         for entry in merged([one.entries for one in found]):
             if entry.kind == "metrics":
-                self.record.add_metrics(entry.round, entry.ids, entry.split, entry.model, entry.values)
+                self.record.add_metrics(
+                    entry.round, entry.ids, entry.split, entry.model, entry.values
+                )
                 if (entry.split, entry.model) == ("validation", "current"):
                     self.validation = dict(entry.values)
                 if entry.split == "train":
                     seen = torch.ones(len(entry.ids), dtype=torch.bool)
                     seen = seen if self.attackers is None else ~self.attackers[entry.ids]
-                    kept = {name: value[seen] for name, value in entry.values.items() if name in self.recorded}
-                    self.reported |= {name: float(value.double().nanmean()) for name, value in kept.items()}
+                    kept = {
+                        name: value[seen]
+                        for name, value in entry.values.items()
+                        if name in self.recorded
+                    }
+                    self.reported |= {
+                        name: float(value.double().nanmean()) for name, value in kept.items()
+                    }
             elif entry.kind == "drop":
                 self.record.drop_metrics(entry.round, entry.split, entry.model)
             elif entry.kind == "edges":
                 self.record.add_edges(entry.round, entry.ids, entry.values)
             else:
                 number = len(self.task)
-                gaps = {name: torch.isin(self.task.ids, entry.ids[lost]) for name, lost in entry.values.items()}
-                self._explain({n: torch.zeros(number).masked_fill(lost, torch.nan) for n, lost in gaps.items()})
+                gaps = {
+                    name: torch.isin(self.task.ids, entry.ids[lost])
+                    for name, lost in entry.values.items()
+                }
+                self._explain(
+                    {
+                        n: torch.zeros(number).masked_fill(lost, torch.nan)
+                        for n, lost in gaps.items()
+                    }
+                )
         self.train_samples += sum(one.samples for one in found)
         self._train_seconds += max(one.seconds for one in found)
         self._all_stopped = all(one.stopped for one in found)
@@ -381,9 +416,13 @@ class Whole(Loop):
             _stacked([one.reputation for one in states]),
         )
         self.tracker = _stacked([one.tracker for one in found])
-        self.validation = {name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation}
+        self.validation = {
+            name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
+        }
         spent = [one.spent for one in found if one.spent]
-        self.task.spent.restore({n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {})
+        self.task.spent.restore(
+            {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
+        )
         self.held.restore(merged_snapshots([one.exchange for one in found]))
         self._gathered = True
 
@@ -430,7 +469,9 @@ def _stacked(parts: Sequence[Any]) -> Any:
     if parts[0] is None:
         return None
     names = [one.name for one in dataclasses.fields(parts[0])]
-    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    return replace(
+        parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    )
 
 
 # ---------------------------------------------------------------- the run
@@ -488,7 +529,9 @@ def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
         part = federation.host(federation.ids[mine])
         if not every_test:
             kept, test_of = part.test_of.unique(return_inverse=True)
-            part = replace(part, tests=tuple(part.tests[one] for one in kept.tolist()), test_of=test_of)
+            part = replace(
+                part, tests=tuple(part.tests[one] for one in kept.tolist()), test_of=test_of
+            )
         if federation.truth is not None and "truth" in plan.method.needs:
             part = replace(part, truth=Truth(federation.truth.cluster[mine], (), ()))
         yield Given(number, replace(plan, federation=part), owner, pool)
@@ -512,8 +555,8 @@ def simulate_in_blocks(
 ) -> Run:
     """Run a method over a federation that is hosted in blocks; `simulate` ends with the same bytes.
 
-    A block that dies costs the rounds since the last checkpoint: all blocks are started again from it, at most three
-    times in a row without a new one.
+    A block that dies costs the rounds since the last checkpoint: all blocks are started again from
+    it, at most three times in a row without a new one.
 
     Args:
         federation: the data.
@@ -546,7 +589,8 @@ def simulate_in_blocks(
                 )  # fmt: skip
         except BlockDied as died:
             done = None if where is None else checkpoint.rounds_done(where)
-            if not isinstance(died, MachineGone):  # that ends by itself: each time there is one less
+            # that ends by itself: each time there is one less
+            if not isinstance(died, MachineGone):
                 failed.append(done)
             if failed[-_TRIES:].count(done) == _TRIES:
                 raise
@@ -557,7 +601,9 @@ def simulate_in_blocks(
 
 
 @contextmanager
-def _hosting(blocks: int | Sequence[int], start: Start) -> Iterator[Callable[[Plan, Task, Record], Whole]]:
+def _hosting(
+    blocks: int | Sequence[int], start: Start
+) -> Iterator[Callable[[Plan, Task, Record], Whole]]:
     """Yield what hosts a run in blocks, which end with the context."""
     with ExitStack() as stack:
 

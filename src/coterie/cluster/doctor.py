@@ -1,7 +1,8 @@
 """A look at the machines of a cluster before the first run: what differs from this one, and whether bytes may.
 
-Another Coterie, torch or Python is refused: the same run would be another one. Other processors, compilers or numpy
-give results that agree within an engine's tolerance; that bytes may differ is said.
+Another Coterie, torch or Python is refused: the same run would be another one. Other processors,
+compilers or numpy give results that agree within an engine's tolerance; that bytes may differ is
+said.
 """
 
 import platform
@@ -29,7 +30,8 @@ NAMES = {
     "gpus": "GPUs",
 }
 """What is compared, and how it is called."""
-_SECONDS = 300.0  # for the machines to answer: the first import of torch from a network file system is slow
+# for the machines to answer: the first import of torch from a network file system is slow
+_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Machine:
 
     Args:
         name: its host.
-        facts: what there is, by the keys of `NAMES`; "" where there is none. Empty where it did not answer.
+        facts: what there is, by the keys of `NAMES`; "" where there is none. Empty where it did not
+            answer.
     """
 
     name: str
@@ -82,7 +85,9 @@ def look_at_all() -> list[Machine]:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[task.options(scheduling_strategy=where).remote()] = node["NodeManagerHostname"]
     if not asked:
-        raise ConfigError("no machine of the Ray cluster has processors for tasks; `ray status` tells what it has")
+        raise ConfigError(
+            "no machine of the Ray cluster has processors for tasks; `ray status` tells what it has"
+        )
     ray.wait([*asked], num_returns=len(asked), timeout=_SECONDS)
     found = []
     for answer, name in asked.items():
@@ -90,11 +95,15 @@ def look_at_all() -> list[Machine]:
             found.append(Machine(name, ray.get(answer, timeout=1)))
         except Exception as error:  # Ray's, and whatever its worker could not do
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ConfigError(f"{name}, a machine of the cluster, does not answer as it should: {reason}") from error
+            raise ConfigError(
+                f"{name}, a machine of the cluster, does not answer as it should: {reason}"
+            ) from error
     return found
 
 
-def differences(machines: Iterable[Machine], own: Machine, keys: Sequence[str] = tuple(NAMES)) -> list[str]:
+def differences(
+    machines: Iterable[Machine], own: Machine, keys: Sequence[str] = tuple(NAMES)
+) -> list[str]:
     """Say in which facts machines differ from this one, a line for each; machines that differ alike share it.
 
     Example:
@@ -111,9 +120,13 @@ def differences(machines: Iterable[Machine], own: Machine, keys: Sequence[str] =
         for value, names in others.items():
             names = list(dict.fromkeys(names))
             listed = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
-            who = " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else listed[0]
+            who = (
+                " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else listed[0]
+            )
             has = "has" if len(names) == 1 else "have"
-            out.append(f"{NAMES[key]}: {who} {has} {value or 'none'}, this machine has {own.facts.get(key) or 'none'}")
+            out.append(
+                f"{NAMES[key]}: {who} {has} {value or 'none'}, this machine has {own.facts.get(key) or 'none'}"
+            )
     return out
 
 
@@ -125,7 +138,9 @@ def require_equal(machines: Sequence[Machine], own: Machine | None = None) -> No
     """
     own = here() if own is None else own
     if wrong := differences(machines, own, REFUSED):
-        raise ConfigError(f"the cluster has other software ({'; '.join(wrong)}); install the same on all machines")
+        raise ConfigError(
+            f"the cluster has other software ({'; '.join(wrong)}); install the same on all machines"
+        )
     rest = [key for key in NAMES if key not in REFUSED]
     if unequal := differences(machines, own, rest):
         warnings.warn(
@@ -142,6 +157,8 @@ def require_same(wanted: Facts) -> None:
         ConfigError: when it has.
     """
     own = Machine(platform.node(), _facts.facts())
-    if wrong := differences([own], Machine("here", wanted), [key for key in REFUSED if key in wanted]):
+    if wrong := differences(
+        [own], Machine("here", wanted), [key for key in REFUSED if key in wanted]
+    ):
         text = "; ".join(wrong).replace("this machine has", "the one that asked has")
         raise ConfigError(f"other software ({text}); install the same on all machines")

@@ -1,9 +1,10 @@
 """BlockExchange: the exchange between the blocks of one population.
 
-Each block hosts some of the clients. In a pull it tells every other block which of that one's clients it reads, and
-gets their messages alone; so a block holds its own rows and what its clients read. In an exchange with a server every
-block gathers the messages of the cohort and applies the method's pure rule itself: all end with the same bytes, and
-nobody has the server role. All blocks take part in every exchange, also those of which no client does.
+Each block hosts some of the clients. In a pull it tells every other block which of that one's
+clients it reads, and gets their messages alone; so a block holds its own rows and what its clients
+read. In an exchange with a server every block gathers the messages of the cohort and applies the
+method's pure rule itself: all end with the same bytes, and nobody has the server role. All blocks
+take part in every exchange, also those of which no client does.
 """
 
 from collections import deque
@@ -17,7 +18,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.exchange.base import Inbox, Message, Rule, check_peers, check_reply, from_tensors, read, to_tensors
+from coterie.exchange.base import (
+    Inbox,
+    Message,
+    Rule,
+    check_peers,
+    check_reply,
+    from_tensors,
+    read,
+    to_tensors,
+)
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
@@ -63,7 +73,9 @@ class Postbox:
             Interrupted: when the postbox was closed.
         """
         with self._change:
-            self._change.wait_for(lambda: self._closed or len(self.parts.get(address, ())) == self.blocks)
+            self._change.wait_for(
+                lambda: self._closed or len(self.parts.get(address, ())) == self.blocks
+            )
             if self._closed:
                 raise Interrupted("another block of the population has ended")
             found = self.parts.pop(address)
@@ -139,7 +151,8 @@ def joined(parts: Sequence[Part], like: Message) -> Message | None:
         return None
     ids = torch.cat([part.ids for part in found if part.ids is not None])
     fields = {
-        name: torch.cat([part.fields[name].to(value.device) for part in found]) for name, value in like.fields.items()
+        name: torch.cat([part.fields[name].to(value.device) for part in found])
+        for name, value in like.fields.items()
     }
     return Message(torch.cat([part.params.to(like.params.device) for part in found]), fields, ids)
 
@@ -155,13 +168,19 @@ class BlockExchange:
     """
 
     def __init__(
-        self, links: Links, ids: Int[Tensor, " clients"], owner: Int[Tensor, " population"], *, server: bool
+        self,
+        links: Links,
+        ids: Int[Tensor, " clients"],
+        owner: Int[Tensor, " population"],
+        *,
+        server: bool,
     ) -> None:
         self.links, self.owner, self.server = links, owner, server
         self.population = len(owner)
         self.own = InMemory(ids, self.population)
         self._round, self._number, self._gathers = -1, 0, 0
-        self._taking: dict[int, int] = {}  # by exchange: how many rows of the last board are no stopped clients
+        # by exchange: how many rows of the last board are no stopped clients
+        self._taking: dict[int, int] = {}
 
     def begin(self, rng: Rng) -> None:
         """Start a round."""
@@ -201,7 +220,9 @@ class BlockExchange:
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Gather the messages of the cohort, and apply the rule to them as every block does: see `Exchange.serve`."""
         message = replace(message, ids=self.own.active)
-        whole = joined(self.links.swap(self._address("cohort"), [message] * len(self.links)), message)
+        whole = joined(
+            self.links.swap(self._address("cohort"), [message] * len(self.links)), message
+        )
         self._number += 1
         assert whole is not None
         assert whole.ids is not None
@@ -217,7 +238,9 @@ class BlockExchange:
         """
         own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
         self._gathers += 1
-        whole = joined(self.links.swap(address, [own if len(rows) else None] * len(self.links)), own)
+        whole = joined(
+            self.links.swap(address, [own if len(rows) else None] * len(self.links)), own
+        )
         if whole is None:
             return rows
         assert whole.ids is not None
@@ -231,7 +254,13 @@ class BlockExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore this block's part of what `InMemory.snapshot` returned for the whole population."""
         here = self.owner == self.links.number
-        self.own.restore({k: v for k, v in tensors.items() if k.startswith("stopped.") and here[int(k.split(".")[1])]})
+        self.own.restore(
+            {
+                k: v
+                for k, v in tensors.items()
+                if k.startswith("stopped.") and here[int(k.split(".")[1])]
+            }
+        )
         for number, board in from_tensors("last", tensors).items():
             assert board.ids is not None
             falls = (board.ids[1:] < board.ids[:-1]).nonzero().flatten()
@@ -250,7 +279,9 @@ class BlockExchange:
     def _swapped(self, board: Message | None, wanted: Int[Tensor, " wanted"]) -> list[Part]:
         """Tell all blocks whose messages are wanted here, and swap the messages that are wanted anywhere."""
         owner = self.owner[wanted]
-        asked = self.links.swap(self._address("wanted"), [wanted[owner == one] for one in range(len(self.links))])
+        asked = self.links.swap(
+            self._address("wanted"), [wanted[owner == one] for one in range(len(self.links))]
+        )
         parts = [chosen(board, ids) if isinstance(ids, Tensor) else None for ids in asked]
         came = self.links.swap(self._address("messages"), parts)
         self._number += 1
@@ -259,7 +290,12 @@ class BlockExchange:
 
 def merged_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return what `InMemory.snapshot` returns of the whole population, from the snapshots of the blocks in order."""
-    out = {name: value for part in parts for name, value in part.items() if not name.startswith(("last.", "taking."))}
+    out = {
+        name: value
+        for part in parts
+        for name, value in part.items()
+        if not name.startswith(("last.", "taking."))
+    }
     if not any(name.startswith("stopped.") for name in out):
         return out
     boards = [from_tensors("last", part) for part in parts]

@@ -25,7 +25,8 @@ class Parcel:
 
     Args:
         files: the bytes of new files, by name, in the order in which they are put into place.
-        kept: other names under which files that the receiver has are kept: the checkpoint before the new one.
+        kept: other names under which files that the receiver has are kept: the checkpoint before
+            the new one.
     """
 
     files: Mapping[str, bytes]
@@ -36,7 +37,9 @@ def everything(folder: Path) -> dict[str, bytes]:
     """Return the files of a run's folder as they are, with the manifest; without what belongs to this machine alone."""
     if not folder.exists():
         return {}
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    paths = sorted(
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )
     return {path.name: path.read_bytes() for path in paths}
 
 
@@ -60,9 +63,15 @@ def news(folder: Path, known: Mapping[str, str]) -> tuple[Parcel, dict[str, str]
     rotated = before in changed and now[before] == known.get(newest) and newest in changed
     order = [name for name in changed if not (rotated and name == before)]
     order.sort(
-        key=lambda name: (name not in _FIRST, name in _LAST, (_FIRST + _LAST).index(name) if name in _LAST else 0)
+        key=lambda name: (
+            name not in _FIRST,
+            name in _LAST,
+            (_FIRST + _LAST).index(name) if name in _LAST else 0,
+        )
     )
-    return Parcel({name: (folder / name).read_bytes() for name in order}, {newest: before} if rotated else {}), now
+    return Parcel(
+        {name: (folder / name).read_bytes() for name in order}, {newest: before} if rotated else {}
+    ), now
 
 
 def put_away(parcel: Parcel, folder: Path) -> None:
@@ -77,7 +86,11 @@ def temporary() -> Iterator[Path]:
     base = Path(tempfile.gettempdir())
     for old in base.glob(f"{_TEMPORARY}*"):
         with suppress(OSError):
-            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > _YOUNG and not in_use(old):
+            if (
+                old.stat().st_uid == os.getuid()
+                and time.time() - old.stat().st_mtime > _YOUNG
+                and not in_use(old)
+            ):
                 shutil.rmtree(old)
     made = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:

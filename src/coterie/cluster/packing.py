@@ -1,8 +1,9 @@
 """What goes to a worker: objects as bytes and arrays, and the user's own modules.
 
-Arrays and tensors are kept apart from the other bytes (pickle's protocol 5), so that Ray holds each once a machine and
-every worker there reads it where it lies. Everything here is sent between processes of one user's own cluster, over
-connections that Ray makes; nothing is unpickled that a stranger could have sent.
+Arrays and tensors are kept apart from the other bytes (pickle's protocol 5), so that Ray holds each
+once a machine and every worker there reads it where it lies. Everything here is sent between
+processes of one user's own cluster, over connections that Ray makes; nothing is unpickled that a
+stranger could have sent.
 """
 
 import ast
@@ -49,7 +50,8 @@ class Packed:
 def pack(value: Any) -> Packed:
     """Return an object as bytes; its arrays are not copied.
 
-    Functions and classes of a script or a notebook go along; those of a module are found by its name.
+    Functions and classes of a script or a notebook go along; those of a module are found by its
+    name.
     """
     from ray import cloudpickle
 
@@ -73,7 +75,12 @@ def unpack(packed: Packed) -> Any:
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether numpy can hold a tensor where it is."""
     known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
-    return known and tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+    return (
+        known
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+    )
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -96,7 +103,11 @@ def named_in(settings: Any) -> set[str]:
     if not isinstance(settings, str):
         return set()
     module, colon, name = settings.partition(":")
-    return {module} if colon and all(part.isidentifier() for part in f"{module}.{name}".split(".")) else set()
+    return (
+        {module}
+        if colon and all(part.isidentifier() for part in f"{module}.{name}".split("."))
+        else set()
+    )
 
 
 def behind(value: Any) -> set[str]:
@@ -112,8 +123,8 @@ def behind(value: Any) -> set[str]:
 def modules(names: Iterable[str]) -> dict[str, bytes]:
     """Return the files of modules that are not installed, and of those that they import, by their path from the root.
 
-    What lies in the folders of installed packages must be installed on every machine; what lies elsewhere, such as a
-    method file beside a study, is sent.
+    What lies in the folders of installed packages must be installed on every machine; what lies
+    elsewhere, such as a method file beside a study, is sent.
 
     Args:
         names: modules that this process has imported.
@@ -129,7 +140,9 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
             continue
         seen.add(name)
         module = sys.modules.get(name)
-        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
+        place = getattr(module, "__file__", None) or next(
+            iter(getattr(module, "__path__", [])), None
+        )
         if place is None or _installed(Path(place)):
             continue
         path = Path(place)
@@ -167,7 +180,9 @@ def _installed(path: Path) -> bool:
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
     real = Path(os.path.realpath(path))
-    return real.is_relative_to(PACKAGE) or any(real.is_relative_to(os.path.realpath(place)) for place in places)
+    return real.is_relative_to(PACKAGE) or any(
+        real.is_relative_to(os.path.realpath(place)) for place in places
+    )
 
 
 def _imports(source: bytes) -> set[str]:

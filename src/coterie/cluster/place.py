@@ -24,7 +24,9 @@ from coterie._util import extras
 from coterie.errors import ConfigError
 
 Kind = Literal["local", "ray", "slurm"]
-PLACES = "local, ray:auto, ray:local, ray:HOST:PORT, ray://HOST:PORT, slurm:PARTITION or slurm:local"
+PLACES = (
+    "local, ray:auto, ray:local, ray:HOST:PORT, ray://HOST:PORT, slurm:PARTITION or slurm:local"
+)
 _HOST = re.compile(r"[^\s/:@]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 _PARTITION = re.compile(r"[\w.,-]+(:\w+=[^\s,=]+(,\w+=[^\s,=]+)*)?")
 _SECONDS = 10.0  # for a connection
@@ -37,8 +39,8 @@ class Place:
 
     Args:
         kind: "local": this process and its workers; "ray"; or "slurm".
-        address: of Ray, as `ray.init` takes it: "auto", "local", "HOST:PORT" or "ray://HOST:PORT"; of Slurm a
-            partition, with settings after a colon, or "local"; empty for "local".
+        address: of Ray, as `ray.init` takes it: "auto", "local", "HOST:PORT" or "ray://HOST:PORT";
+            of Slurm a partition, with settings after a colon, or "local"; empty for "local".
     """
 
     kind: Kind = "local"
@@ -67,7 +69,9 @@ def read(text: str) -> Place:
     if place.kind != "local":
         module = _MODULES[place.kind]
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"--on {text} needs {module}, which is not installed; {extras.install('cluster')}")
+            raise ConfigError(
+                f"--on {text} needs {module}, which is not installed; {extras.install('cluster')}"
+            )
     return place
 
 
@@ -88,20 +92,25 @@ def _parsed(text: str) -> Place:
 def connect(place: Place, **started: Any) -> Iterator[None]:
     """Be connected to Ray for the block, and say nothing about it.
 
-    At its end the connection is closed, with which Ray ends every task and every actor of this process, however it
-    ends; a Ray that was started here is stopped. A connection that the process had before is used, and left as it is.
+    At its end the connection is closed, with which Ray ends every task and every actor of this
+    process, however it ends; a Ray that was started here is stopped. A connection that the process
+    had before is used, and left as it is.
 
     Args:
         place: a place of Ray.
-        started: for "ray:local": further arguments of `ray.init`, such as num_cpus, num_gpus or object_store_memory.
+        started: for "ray:local": further arguments of `ray.init`, such as num_cpus, num_gpus or
+            object_store_memory.
 
     Raises:
         ConfigError: when nobody answers, or the place is none of Ray.
     """
     if place.kind != "ray":
-        raise ConfigError(f"--on is {place}; expected a place of Ray: ray:auto, ray:HOST:PORT or ray://HOST:PORT")
+        raise ConfigError(
+            f"--on is {place}; expected a place of Ray: ray:auto, ray:HOST:PORT or ray://HOST:PORT"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # workers use their own environment as it is
+    # workers use their own environment as it is
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
     from ray.exceptions import RayError
 
@@ -111,8 +120,10 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     _reach(place)
     if place.address == "local":
-        with suppress(OSError, RuntimeError):  # nobody's home, or read-only: then Ray leaves no token either
-            (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)  # where Ray puts a token that all may read
+        # nobody's home, or read-only: then Ray leaves no token either
+        with suppress(OSError, RuntimeError):
+            # where Ray puts a token that all may read
+            (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)
     own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
         ray.init(
@@ -122,7 +133,9 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
             **(own if place.address == "local" else {}),
         )
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(f"--on {place}: no Ray answers there ({_first(error)}); {_advice()}") from None
+        raise ConfigError(
+            f"--on {place}: no Ray answers there ({_first(error)}); {_advice()}"
+        ) from None
     except ImportError as error:  # of what only Ray's client needs
         raise ConfigError(f"--on {place}: {_first(error)}; {extras.install('cluster')}") from None
     try:
@@ -158,7 +171,9 @@ def _reach(place: Place) -> None:
     if address == "auto":
         from ray._private.services import get_ray_address_from_environment
 
-        none = f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one"
+        none = (
+            f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one"
+        )
         try:
             address = get_ray_address_from_environment(address, None)
         except ConnectionError:

@@ -3,9 +3,10 @@
     with runs_on("ray:auto") as over:
         run_study("study.toml", over=over)
 
-Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. Its folder stays claimed
-by this process, which sends what is there, and writes what comes back with each checkpoint: no folder is shared. When a
-worker dies, its run starts again from the last checkpoint that came home. The data of a seed are held once a machine.
+Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. Its
+folder stays claimed by this process, which sends what is there, and writes what comes back with
+each checkpoint: no folder is shared. When a worker dies, its run starts again from the last
+checkpoint that came home. The data of a seed are held once a machine.
 """
 
 import atexit
@@ -85,14 +86,20 @@ def runs_on(
         cpus: processors of a run, which are its threads.
         gpus: GPUs of a run; below 1, several runs share one.
         retries: how often a run starts again after its worker died.
-        check: whether the machines are compared with this one first; None where they are not this machine.
+        check: whether the machines are compared with this one first; None where they are not this
+            machine.
         started: further arguments of `ray.init` for "ray:local".
 
     Raises:
         ConfigError: when nobody answers, or a machine has another Coterie or torch.
     """
     require(cpus > 0, "cpus", cpus, "more than 0")
-    require(gpus >= 0 and (gpus < 1 or gpus == int(gpus)), "gpus", gpus, "a share of one below 1, or a whole number")
+    require(
+        gpus >= 0 and (gpus < 1 or gpus == int(gpus)),
+        "gpus",
+        gpus,
+        "a share of one below 1, or a whole number",
+    )
     require(retries >= 0, "retries", retries, "0 or more")
     where = place.read(where) if isinstance(where, str) else where
     with connect(where, **started):
@@ -130,18 +137,23 @@ class RayRuns(FanOut):
     far: bool = True
     sent: Sent = field(default_factory=Sent)
 
-    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+    def __call__(
+        self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
+    ) -> Iterator[tuple[Any, Any]]:
         """Do every job and yield (job, result) as they finish.
 
         Args:
-            work: as that of `fan_out`; with `folder`, `folder_of` and `moved` its jobs write folders, which come home.
+            work: as that of `fan_out`; with `folder`, `folder_of` and `moved` its jobs write
+                folders, which come home.
             jobs: the jobs. One whose folder another process has claimed gives False.
-            workers: runs under way at most; there are also no more than the cluster has room for, and two that wait.
+            workers: runs under way at most; there are also no more than the cluster has room for,
+                and two that wait.
             emit: receives the values that jobs emit.
 
         Raises:
             CoterieError, OSError, MemoryError: the error of a job.
-            WorkerDied: when a worker died more often than `retries`, or failed by an error that is none of these.
+            WorkerDied: when a worker died more often than `retries`, or failed by an error that is
+                none of these.
         """
         import ray
         from ray.exceptions import RayError
@@ -193,7 +205,9 @@ class RayRuns(FanOut):
                             raise self._given_up(run, value)
                         run.tries += 1
                         why = value if kind == "lost" else "its machine has no more memory"
-                        warnings.warn(f"{run.job}: {why}; try {run.tries} goes on where it was", stacklevel=2)
+                        warnings.warn(
+                            f"{run.job}: {why}; try {run.tries} goes on where it was", stacklevel=2
+                        )
                         del under_way[key]
                         under_way[(number := number + 1)] = run
                         self._start(tasks, number, run, common)
@@ -202,7 +216,9 @@ class RayRuns(FanOut):
                             note_failure(run.folder, value)
                         raise value
         except (RayError, ConnectionError) as error:
-            raise WorkerDied(f"the connection to Ray is lost: {_first(error)}; resume goes on") from None
+            raise WorkerDied(
+                f"the connection to Ray is lost: {_first(error)}; resume goes on"
+            ) from None
         finally:
             tasks.stop()
             for run in under_way.values():
@@ -233,7 +249,9 @@ class RayRuns(FanOut):
         """Start a run, or start it again, from what is in its folder."""
         there = {} if run.folder is None else folders.everything(run.folder)
         self._count(data=sum(map(len, there.values())))
-        tasks.start(number, common, run.payload, there, "" if run.folder is None else str(run.folder))
+        tasks.start(
+            number, common, run.payload, there, "" if run.folder is None else str(run.folder)
+        )
 
     def _room(self, ray: Any) -> int:
         """How many runs the cluster has room for now."""
@@ -241,7 +259,9 @@ class RayRuns(FanOut):
         room = have.get("CPU", 0.0) / self.cpus
         if self.gpus:
             cards = have.get("GPU", 0.0)
-            room = min(room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus)
+            room = min(
+                room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus
+            )
         return max(1, int(room))
 
     def _count(self, *, data: int = 0, home: int = 0, lost: int = 0) -> None:
@@ -284,7 +304,11 @@ class _Store:
         """
         data = getattr(job, "federation", None)
         used = {id(ref) for _, refs in others for ref in refs}
-        self._held = {key: (value, ref) for key, (value, ref) in self._held.items() if id(ref) in used or value is data}
+        self._held = {
+            key: (value, ref)
+            for key, (value, ref) in self._held.items()
+            if id(ref) in used or value is data
+        }
         if not isinstance(data, Federation):
             return packing.pack(job), []
         if id(data) not in self._held:
@@ -306,7 +330,9 @@ def _put(value: Any) -> Any:
     try:
         return ray.put(value)
     except (RayError, ConnectionError) as error:
-        raise WorkerDied(f"Ray does not take the data of a run: {_first(error)}; resume goes on") from None
+        raise WorkerDied(
+            f"Ray does not take the data of a run: {_first(error)}; resume goes on"
+        ) from None
 
 
 def _first(error: BaseException) -> str:
@@ -344,10 +370,12 @@ class Tasks:
     def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
         """Return what tasks said, as (number, kind, value); nothing when none has spoken after so many seconds.
 
-        Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died, with the reason.
-        After the last three, nothing comes from that task.
+        Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died,
+        with the reason. After the last three, nothing comes from that task.
         """
-        ready, _ = self._ray.wait([*self._numbers], num_returns=1, timeout=seconds, fetch_local=False)
+        ready, _ = self._ray.wait(
+            [*self._numbers], num_returns=1, timeout=seconds, fetch_local=False
+        )
         heard: list[tuple[int, str, Any]] = []
         for stream in ready:
             number = self._numbers[stream]
@@ -356,7 +384,9 @@ class Tasks:
             except StopIteration:
                 batch = [("lost", "its worker ended without a result")]
             except self._ray.exceptions.RayTaskError as error:
-                batch = [("failed", WorkerDied(f"a worker failed: {' '.join(str(error.cause).split())}"))]
+                batch = [
+                    ("failed", WorkerDied(f"a worker failed: {' '.join(str(error.cause).split())}"))
+                ]
             except self._ray.exceptions.RayError as error:
                 batch = [("lost", _reason(error))]
             heard += [(number, kind, value) for kind, value in batch]
@@ -381,7 +411,11 @@ class _Relay:
 
     def start(self, number: int, *arguments: Any) -> None:
         # references inside a list are passed on as they are
-        self._ray.get(self._actor.start.remote(number, *([one] if _is_reference(one) else one for one in arguments)))
+        self._ray.get(
+            self._actor.start.remote(
+                number, *([one] if _is_reference(one) else one for one in arguments)
+            )
+        )
 
     def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
         return self._ray.get(self._actor.wait.remote(seconds))
@@ -421,7 +455,8 @@ def work_on(
         common: the work and the user's modules, or a list with a reference to them.
         payload: the job, and references to its data.
         there: the files of its folder.
-        home: the folder on the machine that sent it, as messages shall name it; empty where the job has none.
+        home: the folder on the machine that sent it, as messages shall name it; empty where the job
+            has none.
     """
     import ray
 
@@ -434,7 +469,10 @@ def work_on(
         while not ended:
             batch = [heard.get()]
             until = time.monotonic() + _TOGETHER
-            while batch[-1][0] not in ("done", "failed", "files") and (left := until - time.monotonic()) > 0:
+            while (
+                batch[-1][0] not in ("done", "failed", "files")
+                and (left := until - time.monotonic()) > 0
+            ):
                 with suppress(queue.Empty):
                     batch.append(heard.get(timeout=left))
             ended = batch[-1][0] in ("done", "failed")
@@ -493,7 +531,9 @@ def _do(
         heard.put(("failed", told(error)))
     except BaseException as error:
         traceback.print_exc()
-        heard.put(("failed", WorkerDied(f"a worker failed: {''.join(traceback.format_exception(error))}")))
+        heard.put(
+            ("failed", WorkerDied(f"a worker failed: {''.join(traceback.format_exception(error))}"))
+        )
 
 
 _kept = ExitStack()

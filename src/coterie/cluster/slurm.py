@@ -1,8 +1,9 @@
 """Runs as jobs of Slurm, through submitit: an array of them, into a folder that all its machines see.
 
-submitit writes and hands in the jobs, hears of their states, and hands a job in again that ran out of its time. What it
-keeps lies in the study's folder `.jobs`, with what was asked for (`asked.json`), by which `coterie status` finds it.
-A run goes on from its checkpoint, whoever made that.
+submitit writes and hands in the jobs, hears of their states, and hands a job in again that ran out
+of its time. What it keeps lies in the study's folder `.jobs`, with what was asked for
+(`asked.json`), by which `coterie status` finds it. A run goes on from its checkpoint, whoever made
+that.
 """
 
 import json
@@ -37,7 +38,9 @@ MINUTES = 24 * 60
 HAND_INS = 20
 """How often a job that runs out of its time is handed in again."""
 _TURN = 5.0  # seconds between two looks at the jobs
-_ENDED = re.compile(r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED|.*NO .*")
+_ENDED = re.compile(
+    r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED|.*NO .*"
+)
 
 
 @dataclass
@@ -58,9 +61,13 @@ class SlurmRuns(FanOut):
 
     def __post_init__(self) -> None:
         if self.gpus != int(self.gpus):
-            raise ConfigError(f"--gpus is {self.gpus:g}; expected a whole number: Slurm gives a job whole GPUs")
+            raise ConfigError(
+                f"--gpus is {self.gpus:g}; expected a whole number: Slurm gives a job whole GPUs"
+            )
 
-    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+    def __call__(
+        self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
+    ) -> Iterator[tuple[Any, Any]]:
         """Hand in all jobs, and yield (job, result) as they end.
 
         A job that fails does not stop the others; the first error is raised when all have ended.
@@ -73,14 +80,21 @@ class SlurmRuns(FanOut):
 
         Raises:
             CoterieError, OSError, MemoryError: the error of a job.
-            WorkerDied: when a job ended without a result: killed, out of time, or by an error that its log has.
+            WorkerDied: when a job ended without a result: killed, out of time, or by an error that
+                its log has.
         """
         if not hasattr(work, "folder_of"):
-            raise ConfigError(f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on Ray")
+            raise ConfigError(
+                f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on Ray"
+            )
         asked, failed = list(jobs), list[BaseException]()
         batch, place = uuid.uuid4().hex, work.folder / FOLDER
-        with _executor(self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder) as executor:
-            turns_of = [_Turn(work, job, batch, list(sys.argv), self._wanted(), self.cpus) for job in asked]
+        with _executor(
+            self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder
+        ) as executor:
+            turns_of = [
+                _Turn(work, job, batch, list(sys.argv), self._wanted(), self.cpus) for job in asked
+            ]
             _note(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
             waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
@@ -95,7 +109,9 @@ class SlurmRuns(FanOut):
                             with executor.batch():
                                 new = [executor.submit(one) for _, one in now]
                     handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
-                    ids = {_key(work, asked[number]): job.job_id for number, job in handed_in.items()}
+                    ids = {
+                        _key(work, asked[number]): job.job_id for number, job in handed_in.items()
+                    }
                     _note(place, batch, self.place, _asked(place).get("jobs", {}) | ids)
                 for number, job in [*handed_in.items()]:
                     _follow(work.folder_of(asked[number]), asked[number], rounds, number, emit)
@@ -107,7 +123,9 @@ class SlurmRuns(FanOut):
                     except (CoterieError, OSError, MemoryError) as error:
                         failed.append(error)
                         if waiting or handed_in:
-                            warnings.warn(f"{asked[number]} failed: {error}; the others go on", stacklevel=2)
+                            warnings.warn(
+                                f"{asked[number]} failed: {error}; the others go on", stacklevel=2
+                            )
                 if handed_in:
                     time.sleep(0.2 if local else _TURN)
         if failed:
@@ -158,14 +176,17 @@ def asked(place: Place, question: Callable[[], Any]) -> Any:
     Raises:
         ConfigError: when it fails.
     """
-    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))  # where all machines see it
+    # where all machines see it
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))
     try:
         with _executor(place, folder, 1, 0, 1, Path("doctor")) as executor, _quiet():
             return executor.submit(question).result()
     except CoterieError:
         raise
     except Exception as error:  # submitit's, or the job's own
-        raise ConfigError(f"a job on {place} failed: {' '.join(str(error).split())[-300:]}") from error
+        raise ConfigError(
+            f"a job on {place} failed: {' '.join(str(error).split())[-300:]}"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -213,7 +234,11 @@ def over(job: str) -> bool:
     try:
         import submitit
 
-        return bool(_ENDED.fullmatch(submitit.SlurmJob(Path.cwd(), job).watcher.get_state(job, mode="force").upper()))
+        return bool(
+            _ENDED.fullmatch(
+                submitit.SlurmJob(Path.cwd(), job).watcher.get_state(job, mode="force").upper()
+            )
+        )
     except Exception:  # no submitit here, or Slurm does not answer
         return False
 
@@ -231,7 +256,9 @@ def _ignore(message: object) -> None:
 
 
 @contextmanager
-def _executor(place: Place, folder: Path, cpus: int, gpus: int, at_once: int, study: Path) -> Iterator[Any]:
+def _executor(
+    place: Place, folder: Path, cpus: int, gpus: int, at_once: int, study: Path
+) -> Iterator[Any]:
     """Submitit's executor of a place."""
     import submitit
 
@@ -239,13 +266,20 @@ def _executor(place: Place, folder: Path, cpus: int, gpus: int, at_once: int, st
     partition, settings = _settings(place)
     try:
         kind = "local" if partition == "local" else "slurm"
-        executor = submitit.AutoExecutor(folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": HAND_INS})
+        executor = submitit.AutoExecutor(
+            folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": HAND_INS}
+        )
         time_ = int(settings.pop("time", MINUTES))
-        executor.update_parameters(name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus)
+        executor.update_parameters(
+            name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus
+        )
         if partition != "local":
             more = {f"slurm_{key}": value for key, value in settings.items()}
             executor.update_parameters(
-                slurm_partition=partition, slurm_array_parallelism=max(1, at_once), gpus_per_node=gpus, **more
+                slurm_partition=partition,
+                slurm_array_parallelism=max(1, at_once),
+                gpus_per_node=gpus,
+                **more,
             )
     except (RuntimeError, ValueError, NameError) as error:
         raise ConfigError(f"--on {place}: {' '.join(str(error).split())[:300]}") from error
@@ -276,7 +310,9 @@ def _result(job: Any) -> Any:
     try:
         kind, value = job.result()
     except Exception:  # submitit's: killed, out of time, or an error that nobody expected
-        raise WorkerDied(f"job {job.job_id} ended without a result: {_why(job)}; resume goes on") from None
+        raise WorkerDied(
+            f"job {job.job_id} ended without a result: {_why(job)}; resume goes on"
+        ) from None
     if kind == "failed":
         raise value
     return value
@@ -318,4 +354,8 @@ def _follow(folder: Path, job: Any, rounds: dict[int, int], number: int, emit: E
         return
     rounds[number] = now
     run, nothing = getattr(job, "job", job), float("nan")
-    emit(Progress(run.label, run.seed, now - 1, now + (not checkpoint.done(folder)), nothing, nothing, 0.0))
+    emit(
+        Progress(
+            run.label, run.seed, now - 1, now + (not checkpoint.done(folder)), nothing, nothing, 0.0
+        )
+    )

@@ -24,7 +24,8 @@ class Stand:
     Args:
         job: the run.
         state: its state.
-        reason: who works on it, how far it has come, or why it failed; "" where there is nothing to say.
+        reason: who works on it, how far it has come, or why it failed; "" where there is nothing to
+            say.
     """
 
     job: Job
@@ -45,13 +46,18 @@ def look(folder: str | Path) -> list[Stand]:
     place = out / study.name
     if study.sweep and not (place / "federation.json").exists():
         inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
-        raise ConfigError(f"{folder} is a sweep of several studies; give one of them: {inside or 'none has begun'}")
+        raise ConfigError(
+            f"{folder} is a sweep of several studies; give one of them: {inside or 'none has begun'}"
+        )
     known = {Job(one.label, one.seed): one for one in study_standings(place)}
     handed_in = slurm.states(place)
     found = []
     for job in jobs_of(study):
         run = run_folder(place, job)
-        stood, (word, why) = known.get(job), handed_in.get(run.relative_to(place).as_posix(), ("", ""))
+        stood, (word, why) = (
+            known.get(job),
+            handed_in.get(run.relative_to(place).as_posix(), ("", "")),
+        )
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
         number, owner = turns.holder(run)
         by_job = turns.said(owner) if number and owner and not slurm.over(owner["job"]) else ""
@@ -89,14 +95,19 @@ def lines(stands: Sequence[Stand], width: int = 80) -> list[str]:
         failed   DAC: seed 1 (no memory)
     """
     counts = {state: sum(one.state == state for one in stands) for state in STATES}
-    out = [f"{len(stands)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.items() if number)]
+    out = [
+        f"{len(stands)} runs: "
+        + ", ".join(f"{number} {state}" for state, number in counts.items() if number)
+    ]
     for state in STATES:
         groups: dict[tuple[str, str], list[int]] = {}
         for one in stands:
             if one.state == state:
                 groups.setdefault((one.job.label, one.reason), []).append(one.job.seed)
         for (label, reason), seeds in groups.items():
-            text = f"{label}: seed{'s' * (len(seeds) > 1)} {ranges(seeds)}" + (f" ({reason})" if reason else "")
+            text = f"{label}: seed{'s' * (len(seeds) > 1)} {ranges(seeds)}" + (
+                f" ({reason})" if reason else ""
+            )
             first, *rest = wrap(text, width - 9, break_on_hyphens=False)
             out += [f"{state:<9}{first}", *(f"{'':<9}{line}" for line in rest)]
     return out

@@ -1,7 +1,8 @@
 """What the blocks of a population report, put together to the tables that one process would have written.
 
-A block notes what it would write into the tables, in the order of its calls. The process that drives the blocks makes
-each call anew with the rows of all blocks, so that even the order of the names in the files is that of one process.
+A block notes what it would write into the tables, in the order of its calls. The process that
+drives the blocks makes each call anew with the rows of all blocks, so that even the order of the
+names in the files is that of one process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,12 @@ class Told(Record):
         self._entries: list[Entry] = []
 
     def add_metrics(
-        self, round: int, ids: Int[Tensor, " clients"], split: str, model: str, values: Mapping[str, Tensor]
+        self,
+        round: int,
+        ids: Int[Tensor, " clients"],
+        split: str,
+        model: str,
+        values: Mapping[str, Tensor],
     ) -> None:
         """Note values of metrics."""
         if values:
@@ -67,7 +73,9 @@ class Told(Record):
         """Note that values are measured again."""
         self._entries.append(Entry("drop", round, split, model))
 
-    def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
+    def add_edges(
+        self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
+    ) -> None:
         """Note who was read."""
         values = {name: info[name].cpu() for name in _OF_EDGES if name in info}
         if "peers" in values:
@@ -75,7 +83,9 @@ class Told(Record):
 
     def add_undefined(self, ids: Int[Tensor, " clients"], values: Mapping[str, Tensor]) -> None:
         """Note which clients have no value of a metric."""
-        values = {name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())}
+        values = {
+            name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())
+        }
         if values:
             self._entries.append(Entry("undefined", 0, ids=ids, values=values))
 
@@ -100,16 +110,30 @@ def merged(blocks: Sequence[Sequence[Entry]]) -> list[Entry]:
         behind = {entry.key for entries in left for entry in entries[1:]}
         key = next((one for one in heads if one not in behind), None)
         if key is None:
-            raise CoterieError(f"the blocks of a population report {heads} in different orders; expected the same one")
-        out.append(_together([entries.pop(0) for entries in left if entries and entries[0].key == key]))
+            raise CoterieError(
+                f"the blocks of a population report {heads} in different orders; expected the same one"
+            )
+        out.append(
+            _together([entries.pop(0) for entries in left if entries and entries[0].key == key])
+        )
     return out
 
 
 def _together(entries: Sequence[Entry]) -> Entry:
     first = entries[0]
     names = dict.fromkeys(name for entry in entries for name in entry.values)
-    values = {name: _stacked(name, [entry.values.get(name) for entry in entries], entries) for name in names}
-    return Entry(first.kind, first.round, first.split, first.model, torch.cat([e.ids for e in entries]), values)
+    values = {
+        name: _stacked(name, [entry.values.get(name) for entry in entries], entries)
+        for name in names
+    }
+    return Entry(
+        first.kind,
+        first.round,
+        first.split,
+        first.model,
+        torch.cat([e.ids for e in entries]),
+        values,
+    )
 
 
 def _stacked(name: str, parts: Sequence[Tensor | None], entries: Sequence[Entry]) -> Tensor:
@@ -122,5 +146,7 @@ def _stacked(name: str, parts: Sequence[Tensor | None], entries: Sequence[Entry]
     if entries[0].kind == "edges" and known.ndim > 1:
         width = max(part.shape[1] for part in found)
         fill = _OF_EDGES[name]
-        found = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in found]
+        found = [
+            torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in found
+        ]
     return torch.cat(found)

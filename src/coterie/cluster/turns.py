@@ -1,8 +1,8 @@
 """Turns: one job of a batch system at a time works on a run, also where the file system passes no locks on.
 
-A claim is a file `.turn-N.json` that is made by a hard link, which is atomic on every file system that machines share.
-The highest N has the run. The next job may take the turn after it when that job is over, as the batch system says; of
-two that try, one gets the link.
+A claim is a file `.turn-N.json` that is made by a hard link, which is atomic on every file system
+that machines share. The highest N has the run. The next job may take the turn after it when that
+job is over, as the batch system says; of two that try, one gets the link.
 """
 
 import json
@@ -27,7 +27,8 @@ def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
 
     Args:
         folder: the folder; it is made if missing.
-        job: the id of this job of the batch system. A job that was requeued has the same, and goes on.
+        job: the id of this job of the batch system. A job that was requeued has the same, and goes
+            on.
         over: whether another job has ended, however it did.
 
     Raises:
@@ -47,13 +48,16 @@ def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
             os.fsync(file.fileno())
         os.link(name, mine)
     except FileExistsError:
-        raise FolderInUse(f"{folder} is in use by {said(holder(folder)[1])}; wait for it, or cancel it first") from None
+        raise FolderInUse(
+            f"{folder} is in use by {said(holder(folder)[1])}; wait for it, or cancel it first"
+        ) from None
     finally:
         Path(name).unlink(missing_ok=True)
     try:
         yield
     finally:
-        for _, path in sorted(_turns(folder)):  # the highest last: at no moment does a lower one seem to have the run
+        # the highest last: at no moment does a lower one seem to have the run
+        for _, path in sorted(_turns(folder)):
             path.unlink(missing_ok=True)
 
 
@@ -75,10 +79,14 @@ def holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
 
 def said(owner: Mapping[str, Any]) -> str:
     """Return who has a turn, in words."""
-    return f"job {owner['job']} on {owner['host']} since {owner['since']}" if owner else "another job"
+    return (
+        f"job {owner['job']} on {owner['host']} since {owner['since']}" if owner else "another job"
+    )
 
 
 def _turns(folder: Path) -> list[tuple[int, Path]]:
     if not folder.exists():
         return []
-    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [
+        (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
+    ]

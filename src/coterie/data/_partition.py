@@ -1,8 +1,9 @@
 """Assignment of samples to clients: disjoint draws from one pool, without rejection loops.
 
-A client's wish is turned into a number of samples per class, and those are taken from the shuffled samples of each
-class. No sample goes to two clients, and impossible wishes are reported before any draw. Only wishes that allow it
-(`reuse`) start again with a class's first samples when none are left.
+A client's wish is turned into a number of samples per class, and those are taken from the shuffled
+samples of each class. No sample goes to two clients, and impossible wishes are reported before any
+draw. Only wishes that allow it (`reuse`) start again with a class's first samples when none are
+left.
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ class Wish:
     Args:
         size: number of samples.
         labels: the classes it may hold; None for all.
-        mixture: wanted share of each class; classes that run out are replaced by the others in proportion.
-            None: every sample of the allowed classes is equally likely.
+        mixture: wanted share of each class; classes that run out are replaced by the others in
+            proportion. None: every sample of the allowed classes is equally likely.
         counts: the exact number of each class, instead of a mixture.
-        reuse: with `counts`: samples may go to several clients when a class runs out. The same for all wishes.
+        reuse: with `counts`: samples may go to several clients when a class runs out. The same for
+            all wishes.
     """
 
     size: int
@@ -63,7 +65,10 @@ def allocate(
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
     places = [
-        [start + np.arange(b - n, b) % max(size, 1) for start, size, b, n in zip(first, present, *own, strict=True)]
+        [
+            start + np.arange(b - n, b) % max(size, 1)
+            for start, size, b, n in zip(first, present, *own, strict=True)
+        ]
         for own in zip(stops, counts, strict=True)
     ]
     return [by_class[np.concatenate(own)] for own in places]
@@ -76,17 +81,31 @@ def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> 
         DataError: with the first shortage found.
     """
     if any(wish.reuse for wish in wishes):
-        empty = [k for k, n in enumerate(present) if not n and any((wish.counts or present)[k] for wish in wishes)]
+        empty = [
+            k
+            for k, n in enumerate(present)
+            if not n and any((wish.counts or present)[k] for wish in wishes)
+        ]
         if empty:
             raise DataError(f"class {empty[0]}: samples are asked for; the pool has none of it")
         return
     total, pool = sum(wish.size for wish in wishes), int(present.sum())
     if total > pool:
         sizes = {wish.size for wish in wishes}
-        asked = f"x {sizes.pop()} samples = {total:,}" if len(sizes) == 1 else f"ask for {total:,} samples"
-        raise DataError(f"{len(wishes)} client{'s' * (len(wishes) != 1)} {asked}; the pool has {pool:,}: {LOWER}")
+        asked = (
+            f"x {sizes.pop()} samples = {total:,}"
+            if len(sizes) == 1
+            else f"ask for {total:,} samples"
+        )
+        raise DataError(
+            f"{len(wishes)} client{'s' * (len(wishes) != 1)} {asked}; the pool has {pool:,}: {LOWER}"
+        )
     excess = (
-        sum((np.array(wish.counts) for wish in wishes if wish.counts is not None), np.zeros_like(present)) - present
+        sum(
+            (np.array(wish.counts) for wish in wishes if wish.counts is not None),
+            np.zeros_like(present),
+        )
+        - present
     )
     if (excess > 0).any():
         worst = int(excess.argmax())
@@ -96,7 +115,9 @@ def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> 
         room = int(present[list(group)].sum())
         if demand > room:
             names = ", ".join(map(str, group))
-            raise DataError(f"labels {names}: {demand:,} samples are asked for; the pool has {room:,} of them: {LOWER}")
+            raise DataError(
+                f"labels {names}: {demand:,} samples are asked for; the pool has {room:,} of them: {LOWER}"
+            )
 
 
 def count(
@@ -104,9 +125,10 @@ def count(
 ) -> Int[np.ndarray, "clients classes"]:
     """Decide how many samples of each class every client gets.
 
-    Exact counts are assigned first, then mixtures in random order, then the rest, the most restricted first. If that
-    order leaves a client short (overlapping label groups in a small pool), a maximum flow first divides the classes
-    between the groups; it finds a division if there is one.
+    Exact counts are assigned first, then mixtures in random order, then the rest, the most
+    restricted first. If that order leaves a client short (overlapping label groups in a small
+    pool), a maximum flow first divides the classes between the groups; it finds a division if there
+    is one.
 
     Raises:
         DataError: when overlapping label groups cannot all be satisfied.
@@ -115,20 +137,28 @@ def count(
     for row, wish in enumerate(wishes):
         if wish.counts is not None:
             fixed[row] = wish.counts
-    mixed = [row for row in generator.permutation(len(wishes)).tolist() if wishes[row].mixture is not None]
+    mixed = [
+        row
+        for row in generator.permutation(len(wishes)).tolist()
+        if wishes[row].mixture is not None
+    ]
     plain = [row for row, wish in enumerate(wishes) if wish.mixture is None and wish.counts is None]
     plain.sort(key=lambda row: len(_allowed(wishes[row], present)))
     counts, left = fixed.copy(), present - fixed.sum(0)
     for row in [*mixed, *plain]:
         room = _within(left, _allowed(wishes[row], present))
         if room.sum() < wishes[row].size:
-            return fixed + _count_by_flow(wishes, [*mixed, *plain], present - fixed.sum(0), generator)
+            return fixed + _count_by_flow(
+                wishes, [*mixed, *plain], present - fixed.sum(0), generator
+            )
         counts[row] = _draw(wishes[row], room, generator)
         left = left - counts[row]
     return counts
 
 
-def _draw(wish: Wish, room: Int[np.ndarray, " classes"], generator: np.random.Generator) -> Int[np.ndarray, " classes"]:
+def _draw(
+    wish: Wish, room: Int[np.ndarray, " classes"], generator: np.random.Generator
+) -> Int[np.ndarray, " classes"]:
     """Draw a client's class counts, never more than there is room for."""
     drawn = np.zeros_like(room)
     mixture = np.zeros(len(room))
@@ -146,11 +176,17 @@ def _draw(wish: Wish, room: Int[np.ndarray, " classes"], generator: np.random.Ge
 
 
 def _count_by_flow(
-    wishes: Sequence[Wish], rows: Sequence[int], left: Int[np.ndarray, " classes"], generator: np.random.Generator
+    wishes: Sequence[Wish],
+    rows: Sequence[int],
+    left: Int[np.ndarray, " classes"],
+    generator: np.random.Generator,
 ) -> Int[np.ndarray, "clients classes"]:
     """Divide the classes between label groups by a maximum flow, then draw within each group."""
     groups = sorted({_allowed(wishes[row], left) for row in rows})
-    demand = {group: sum(wishes[row].size for row in rows if _allowed(wishes[row], left) == group) for group in groups}
+    demand = {
+        group: sum(wishes[row].size for row in rows if _allowed(wishes[row], left) == group)
+        for group in groups
+    }
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
     graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
     for place, group in enumerate(groups, start=1):
@@ -177,7 +213,9 @@ def _allowed(wish: Wish, present: Int[np.ndarray, " classes"]) -> tuple[int, ...
     return tuple(range(len(present))) if wish.labels is None else tuple(sorted(set(wish.labels)))
 
 
-def _within(left: Int[np.ndarray, " classes"], labels: tuple[int, ...]) -> Int[np.ndarray, " classes"]:
+def _within(
+    left: Int[np.ndarray, " classes"], labels: tuple[int, ...]
+) -> Int[np.ndarray, " classes"]:
     room = np.zeros_like(left)
     room[list(labels)] = left[list(labels)]
     return room
@@ -193,7 +231,9 @@ def _groups(wishes: Sequence[Wish]) -> dict[tuple[int, ...], int]:
     return demand
 
 
-def share(total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0) -> Int[np.ndarray, " parts"]:
+def share(
+    total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0
+) -> Int[np.ndarray, " parts"]:
     """Divide a number by weights after giving each part a minimum (largest remainders, ties to the first).
 
     Example:
@@ -205,7 +245,9 @@ def share(total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0) ->
     """
     rest = total - minimum * len(weights)
     if rest < 0:
-        asked = f"{len(weights)} clients x a minimum of {minimum} = {minimum * len(weights):,} samples"
+        asked = (
+            f"{len(weights)} clients x a minimum of {minimum} = {minimum * len(weights):,} samples"
+        )
         raise DataError(f"{asked}; there are {total:,}: lower num_clients or the minimum")
     exact = rest * weights / weights.sum()
     out = np.floor(exact).astype(np.int64)

@@ -42,30 +42,36 @@ def from_arrays(
     """Make a federation from arrays or tensors.
 
     Args:
-        x: uint8 images (channels first), or numbers of any shape; integers are kept, up to 16,777,216. A tuple or a
-            table of arrays where an input is several tensors: the arguments of the module's `forward`, in order or by
-            name; images among them are normalized at once.
+        x: uint8 images (channels first), or numbers of any shape; integers are kept, up to
+            16,777,216. A tuple or a table of arrays where an input is several tensors: the
+            arguments of the module's `forward`, in order or by name; images among them are
+            normalized at once.
         y: one class a sample, as integers or text; or targets of any shape, as integers or floats.
-        clients: client id of each sample, of any sortable type. The clients are numbered in sorted order, and keep
-            their ids as names unless these are the numbers from 0.
+        clients: client id of each sample, of any sortable type. The clients are numbered in sorted
+            order, and keep their ids as names unless these are the numbers from 0.
         num_clients: instead of `clients`: divide the samples among this many clients.
-        test: (x, y) of a test set for all clients; without it, each client holds out `test_fraction`.
+        test: (x, y) of a test set for all clients; without it, each client holds out
+            `test_fraction`.
         shift: distribution shifts to add, as in a study file.
-        clusters: the known cluster of each client, in the order of the clients or by client id; for Oracle,
-            metrics and reports.
-        classes: number of classes; one more than the largest label by default, 0 where a target is not one class.
-        class_names: a name for each class; where labels are text, all of them in order (sorted by default).
+        clusters: the known cluster of each client, in the order of the clients or by client id; for
+            Oracle, metrics and reports.
+        classes: number of classes; one more than the largest label by default, 0 where a target is
+            not one class.
+        class_names: a name for each class; where labels are text, all of them in order (sorted by
+            default).
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
         test_fraction: share held out for testing, when `test` is not given.
         normalize: normalization of images: "half", "standard" or "none".
-        seed: seed of the split into clients and of the splits into training, validation and test sets.
+        seed: seed of the split into clients and of the splits into training, validation and test
+            sets.
         name: a name for the data.
 
     Raises:
         ConfigError: when the arguments contradict each other.
-        DataError: on data that cannot be used: NaN, labels out of range, wrong shapes, too few samples.
+        DataError: on data that cannot be used: NaN, labels out of range, wrong shapes, too few
+            samples.
 
     Example:
         >>> x, y = torch.rand(40, 3), torch.arange(40) % 2
@@ -74,7 +80,9 @@ def from_arrays(
         ([10, 16], [3, 5])
     """
     if (clients is None) == (num_clients is None):
-        raise ConfigError("give either clients (the client id of each sample) or num_clients (how many to make)")
+        raise ConfigError(
+            "give either clients (the client id of each sample) or num_clients (how many to make)"
+        )
     if clients is None and clusters is not None:
         raise ConfigError("clusters is given without clients; planted clusters come from shift")
     source = Source.of(
@@ -90,7 +98,9 @@ def from_arrays(
 def _divided(source: Source, *, seed: int, **settings: Any) -> Federation:
     """Divide a source among its clients."""
     test = "cluster" if len(source.test) else "client"
-    return build_from_sources(DataConfig(dataset=source.name, test=test, **settings), (source,), Rng(seed))
+    return build_from_sources(
+        DataConfig(dataset=source.name, test=test, **settings), (source,), Rng(seed)
+    )
 
 
 def from_table(
@@ -119,32 +129,36 @@ def from_table(
 ) -> Federation:
     """Make a federation from a table.
 
-    Columns of numbers, of true and false, and of text or categories can be inputs. The categories and the classes are
-    those of the whole table: where each machine reads a table of its own, give `categories` and `class_names`, so that
-    an entry and a class mean the same on all.
+    Columns of numbers, of true and false, and of text or categories can be inputs. The categories
+    and the classes are those of the whole table: where each machine reads a table of its own, give
+    `categories` and `class_names`, so that an entry and a class mean the same on all.
 
     Args:
         table: of pandas, polars or arrow, or the path of a CSV or parquet file.
-        target: the column to learn. Text and categories, and whole numbers, are classes; other numbers are a
-            regression. Several columns of numbers are a regression with several outputs.
+        target: the column to learn. Text and categories, and whole numbers, are classes; other
+            numbers are a regression. Several columns of numbers are a regression with several
+            outputs.
         client: the column that says whose a row is.
         num_clients: instead of `client`: divide the rows among this many clients.
         features: the columns of the inputs; all others by default.
-        encode: what becomes of a column of text or categories: "one-hot" (an entry for each category), or "codes" (its
-            number, for an embedding); for all columns, or a table by column. Codes next to numbers make an input of
-            two tensors: the module's `forward` takes the numbers and the codes, whole numbers.
-        impute: what fills empty entries: "mean", "median", "most-frequent" or a number, for all columns or a table by
-            column. Each client takes it from its own training rows; text is filled with the most frequent category, or
-            in a table by column with the one named. A column without any value in a client's training rows gets 0.
-        indicate: columns of numbers that get a further entry, such as "age is empty": 1 where the column is empty, 0
-            elsewhere.
-        scale: "standard" for columns of numbers: less the mean, divided by the standard deviation, of the client's own
-            training rows (after filling).
+        encode: what becomes of a column of text or categories: "one-hot" (an entry for each
+            category), or "codes" (its number, for an embedding); for all columns, or a table by
+            column. Codes next to numbers make an input of two tensors: the module's `forward` takes
+            the numbers and the codes, whole numbers.
+        impute: what fills empty entries: "mean", "median", "most-frequent" or a number, for all
+            columns or a table by column. Each client takes it from its own training rows; text is
+            filled with the most frequent category, or in a table by column with the one named. A
+            column without any value in a client's training rows gets 0.
+        indicate: columns of numbers that get a further entry, such as "age is empty": 1 where the
+            column is empty, 0 elsewhere.
+        scale: "standard" for columns of numbers: less the mean, divided by the standard deviation,
+            of the client's own training rows (after filling).
         categories: all values of a column of text or categories, in order, by column.
         class_names: all values of a target of text, in order.
-        classes: number of classes of a target of whole numbers; one more than the largest by default, 0 makes it a
-            regression.
-        test: a table that is the test set of all clients; each client fills and scales it by its own rows.
+        classes: number of classes of a target of whole numbers; one more than the largest by
+            default, 0 makes it a regression.
+        test: a table that is the test set of all clients; each client fills and scales it by its
+            own rows.
         shift: distribution shifts to add, as in a study file.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
@@ -168,7 +182,9 @@ def from_table(
         (('age', 'color=blue', 'color=red'), ('no', 'yes'), ('é',))
     """
     if (client is None) == (num_clients is None):
-        raise ConfigError("give either client (the column that says whose a row is) or num_clients (how many to make)")
+        raise ConfigError(
+            "give either client (the column that says whose a row is) or num_clients (how many to make)"
+        )
     said = {
         "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
         "features": None if features is None else list(features), "impute": impute, "indicate": list(indicate),
@@ -200,14 +216,17 @@ def from_folder(
 ) -> Federation:
     """Make a federation from a folder of images: `path/CLIENT/CLASS/picture.png`.
 
-    The folders of clients and classes name them; a client may lack classes. Every format that Pillow reads will do.
+    The folders of clients and classes name them; a client may lack classes. Every format that
+    Pillow reads will do.
 
     Args:
         path: the folder.
-        transform: makes the input from a picture of Pillow: a picture, an array or a tensor; all of one shape.
-        size: height and width, or one number for both, to which pictures are resized; needed where they differ and no
-            transform makes them equal.
-        class_names: all classes, in order; those that have a folder at any client, sorted, by default.
+        transform: makes the input from a picture of Pillow: a picture, an array or a tensor; all of
+            one shape.
+        size: height and width, or one number for both, to which pictures are resized; needed where
+            they differ and no transform makes them equal.
+        class_names: all classes, in order; those that have a folder at any client, sorted, by
+            default.
         shift: distribution shifts to add, as in a study file.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
@@ -223,7 +242,11 @@ def from_folder(
     """
     if size is not None and transform is not None:
         raise ConfigError("from_folder: size and transform are both given; resize in the transform")
-    settings = parse(Pictures, {"size": size, "class_names": list(class_names), "clusters": clusters}, "from_folder")
+    settings = parse(
+        Pictures,
+        {"size": size, "class_names": list(class_names), "clusters": clusters},
+        "from_folder",
+    )
     source = read_pictures(path, settings, transform=transform, name=name)
     return _divided(
         source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,
@@ -251,9 +274,10 @@ def from_dataset(
 ) -> Federation:
     """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
 
-    The dataset is map-style or iterable; an input is an array, a picture of Pillow, or a tuple or table of several.
-    `transform` is applied to each input while it is read, as to make pictures one size. `clients` has the client id of
-    each sample; the other arguments are those of `from_arrays`.
+    The dataset is map-style or iterable; an input is an array, a picture of Pillow, or a tuple or
+    table of several. `transform` is applied to each input while it is read, as to make pictures one
+    size. `clients` has the client id of each sample; the other arguments are those of
+    `from_arrays`.
 
     Raises:
         DataError: when its items are not pairs, or differ in shape.
@@ -311,25 +335,45 @@ _Items = tuple[dict[Any, list[Any]], list[Any]]
 def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
     """Read all pairs of a dataset."""
     if isinstance(dataset, DataLoader):
-        raise DataError(f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset")
+        raise DataError(
+            f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset"
+        )
     inputs: dict[Any, list[Any]] = {}
     targets: list[Any] = []
     for place, item in enumerate(_items(dataset, what)):
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DataError(f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)")
+            raise DataError(
+                f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)"
+            )
         found = item[0] if transform is None else transform(item[0])
-        parts = found if isinstance(found, Mapping) else dict(enumerate(found)) if isinstance(found, tuple) else None
+        parts = (
+            found
+            if isinstance(found, Mapping)
+            else dict(enumerate(found))
+            if isinstance(found, tuple)
+            else None
+        )
         values = {None: found} if parts is None else parts
         if inputs and list(values) != list(inputs):
-            raise DataError(f"{what}: the input of item {place} has other parts than the first; make them equal")
+            raise DataError(
+                f"{what}: the input of item {place} has other parts than the first; make them equal"
+            )
         for key, value in values.items():
-            inputs.setdefault(key, []).append(_as_tensor(value, f"{what}: the input of item {place}"))
+            inputs.setdefault(key, []).append(
+                _as_tensor(value, f"{what}: the input of item {place}")
+            )
         target = item[1]
-        targets.append(target if isinstance(target, str) else _as_tensor(target, f"{what}: the target of item {place}"))
+        targets.append(
+            target
+            if isinstance(target, str)
+            else _as_tensor(target, f"{what}: the target of item {place}")
+        )
     if not targets:
         raise DataError(f"{what} is empty; every client needs data")
     for key, values in inputs.items():
-        _require_one_shape(values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input")
+        _require_one_shape(
+            values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input"
+        )
     if not _are_words(targets):
         _require_one_shape(targets, f"{what} has targets", "target")
     return inputs, targets
@@ -350,7 +394,9 @@ def _items(dataset: Any, what: str) -> Iterable[Any]:
     if isinstance(dataset, Iterable):
         return dataset
     found = type(dataset).__name__
-    raise DataError(f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__")
+    raise DataError(
+        f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__"
+    )
 
 
 def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
@@ -359,7 +405,9 @@ def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
         advice = ""
         if kind == "input":
             advice = "; make them equal with transform=, such as transform=lambda image: image.resize((64, 64))"
-        raise DataError(f"{what} of different shapes: {shapes[0]} and {shapes[1]}{advice or '; make them equal'}")
+        raise DataError(
+            f"{what} of different shapes: {shapes[0]} and {shapes[1]}{advice or '; make them equal'}"
+        )
 
 
 def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
@@ -367,7 +415,12 @@ def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
     parts = {}
     for key in read[0][0]:
         stacks = [torch.stack(inputs[key]) if key in inputs else None for inputs, _ in read]
-        kinds = sorted({(str(one.dtype), tuple(one.shape[1:])) if one is not None else ("none", ()) for one in stacks})
+        kinds = sorted(
+            {
+                (str(one.dtype), tuple(one.shape[1:])) if one is not None else ("none", ())
+                for one in stacks
+            }
+        )
         if len(kinds) > 1:
             raise DataError(
                 f"the datasets have inputs of different types or shapes: {kinds[0]} and {kinds[1]}; make them equal"
@@ -388,5 +441,9 @@ def _as_tensor(value: Any, what: str) -> Tensor:
         return torch.from_numpy(as_pixels(value))
     array = np.array(value)
     if array.dtype.kind not in "buif":
-        raise DataError(f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with transform=")
-    return torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
+        raise DataError(
+            f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with transform="
+        )
+    return (
+        torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
+    )

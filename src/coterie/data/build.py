@@ -1,7 +1,8 @@
 """From a description of the data to a federation: `DataConfig` and `build_federation`, and one's own data.
 
-A plan says what each client is to receive (`plan`, `shifts`), the pool is cut (`partition`), and the samples of every
-client are laid out once, transformed (`assemble`). What a run draws comes from its seed.
+A plan says what each client is to receive (`plan`, `shifts`), the pool is cut (`partition`), and
+the samples of every client are laid out once, transformed (`assemble`). What a run draws comes from
+its seed.
 """
 
 import warnings
@@ -40,33 +41,40 @@ class DataConfig(Configurable):
     """The `[data]` table of a study.
 
     Args:
-        dataset: a name, or a list of names for domain shift; "table", "folder", or the import path of a function that
-            returns a `Source`, a pair of inputs and targets, or a `Federation`.
+        dataset: a name, or a list of names for domain shift; "table", "folder", or the import path
+            of a function that returns a `Source`, a pair of inputs and targets, or a `Federation`.
         num_clients: number of clients; 20, or one for each natural group, when not given.
         train: training samples of each client; everything there is, shared evenly, when not given.
         validation: validation samples of each client.
-        shift: tables with `kind` (of your own: its import path) and the fields of that kind (or `Shift` objects),
-            applied in order; kept as tables with every field.
-        normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
-            there are several) or "none" (only scaled to [0, 1]). A list has one for each dataset, in training and in
-            test; where they differ, images are held normalized, as float16.
-        test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client, as
-            also where the dataset has no test set.
-        test_samples: samples of each client's test set; with "cluster", the largest size of a test set.
-        test_source: with "client": "train" holds out samples of the client's own, so that they are distributed like
-            its training data; "test" draws from the dataset's test set, in the client's own class shares.
-        validation_fraction: part of the samples that are not for testing, when `validation` is not given.
-        test_fraction: part of a client's samples, when `test_samples` is not given and `test` is "client".
-        folds: cut each client's samples into so many folds and test on one of them, by the run's seed: seeds 0 to
-            `folds` - 1 are the folds of one division, the next ones those of another. In each `folds` seeds every
-            sample is tested exactly once. Where a target is one class, each fold has every class in the client's share,
-            up to one sample, and so have training and validation samples.
-        fixed_seed: draw the data from this seed in every run; from the run's own seed when not given.
+        shift: tables with `kind` (of your own: its import path) and the fields of that kind (or
+            `Shift` objects), applied in order; kept as tables with every field.
+        normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the
+            first one's when there are several) or "none" (only scaled to [0, 1]). A list has one
+            for each dataset, in training and in test; where they differ, images are held
+            normalized, as float16.
+        test: "cluster": one test set for each planted cluster, transformed like it; "client": one
+            for each client, as also where the dataset has no test set.
+        test_samples: samples of each client's test set; with "cluster", the largest size of a test
+            set.
+        test_source: with "client": "train" holds out samples of the client's own, so that they are
+            distributed like its training data; "test" draws from the dataset's test set, in the
+            client's own class shares.
+        validation_fraction: part of the samples that are not for testing, when `validation` is not
+            given.
+        test_fraction: part of a client's samples, when `test_samples` is not given and `test` is
+            "client".
+        folds: cut each client's samples into so many folds and test on one of them, by the run's
+            seed: seeds 0 to `folds` - 1 are the folds of one division, the next ones those of
+            another. In each `folds` seeds every sample is tested exactly once. Where a target is
+            one class, each fold has every class in the client's share, up to one sample, and so
+            have training and validation samples.
+        fixed_seed: draw the data from this seed in every run; from the run's own seed when not
+            given.
         label: the column with the classes; found when not given.
         download: whether the Hugging Face Hub may be asked for a dataset that is not on disk.
-        options: further settings of a dataset; "synthetic-regression" has `dim`, `noise`, `test`, `low` and `high`,
-            "table" and "folder" have `path` and what `from_table` and `from_folder` take, and a function of yours has
-            its arguments.
+        options: further settings of a dataset; "synthetic-regression" has `dim`, `noise`, `test`,
+            `low` and `high`, "table" and "folder" have `path` and what `from_table` and
+            `from_folder` take, and a function of yours has its arguments.
     """
 
     dataset: str | Annotated[Sequence[str], MinLen(1)]
@@ -105,7 +113,9 @@ class DataConfig(Configurable):
                         f"folds is {self.folds} and {name} is {getattr(self, name)}; leave out {name}: all samples are "
                         "used, and a run's seed says which are tested"
                     )
-            require(self.test_source == "train", "test_source", self.test_source, "'train' with folds")
+            require(
+                self.test_source == "train", "test_source", self.test_source, "'train' with folds"
+            )
 
     @property
     def _own_test(self) -> bool:
@@ -133,7 +143,11 @@ class DataConfig(Configurable):
 
     def shifts(self) -> tuple[Shift, ...]:
         """Return the shifts, those that choose a client's pool first."""
-        shifts = [read_shift(table, f"shift[{i}]") for i, table in enumerate(self.shift) if isinstance(table, Mapping)]
+        shifts = [
+            read_shift(table, f"shift[{i}]")
+            for i, table in enumerate(self.shift)
+            if isinstance(table, Mapping)
+        ]
         kinds = [shift.kind for shift in shifts]
         if len(self.names) > 1 and "domain" not in kinds:
             shifts.append(read_shift({"kind": "domain"}))
@@ -144,10 +158,16 @@ class DataConfig(Configurable):
         if self.train is None:
             held_out = self.test_fraction if self.folds is None else 1 / self.folds
             test = held_out if self._own_test else 0.0
-            return None, ((1 - test) * (1 - self.validation_fraction), (1 - test) * self.validation_fraction, test)
+            return None, (
+                (1 - test) * (1 - self.validation_fraction),
+                (1 - test) * self.validation_fraction,
+                test,
+            )
         kept = 1 - self.validation_fraction
         validation = (
-            self.validation if self.validation is not None else round(self.train * self.validation_fraction / kept)
+            self.validation
+            if self.validation is not None
+            else round(self.train * self.validation_fraction / kept)
         )
         rest = self.train + validation
         wanted = self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))
@@ -172,7 +192,11 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
     rng = Rng(seed)
     if isinstance(data.dataset, str) and ":" in data.dataset:
         made = called(data.dataset, data.options, seed)
-        return _as_it_is(made, data) if isinstance(made, Federation) else build_from_sources(data, (made,), rng, fold)
+        return (
+            _as_it_is(made, data)
+            if isinstance(made, Federation)
+            else build_from_sources(data, (made,), rng, fold)
+        )
     total, _ = data.shares()
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
     sources = tuple(
@@ -193,7 +217,9 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
 def _as_it_is(made: Federation, data: DataConfig) -> Federation:
     """A federation that a function returned; nothing in the settings would change it."""
     plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
-    changed = [f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)]
+    changed = [
+        f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)
+    ]
     if changed:
         raise ConfigError(
             f"data.{changed[0]} is set, but {data.names[0]!r} returned a federation, which is used as it is; return a "
@@ -203,7 +229,11 @@ def _as_it_is(made: Federation, data: DataConfig) -> Federation:
 
 
 def build_from_sources(
-    data: DataConfig, sources: Sequence[Source], rng: Rng, fold: int = 0, ids: Sequence[int] | None = None
+    data: DataConfig,
+    sources: Sequence[Source],
+    rng: Rng,
+    fold: int = 0,
+    ids: Sequence[int] | None = None,
 ) -> Federation:
     """Build a federation from datasets that are read already.
 
@@ -212,7 +242,8 @@ def build_from_sources(
         sources: the datasets.
         rng: the streams to draw from.
         fold: which one is tested, where `data` asks for folds; see `DataConfig.drawn_from`.
-        ids: of the clients, where they are some of a larger population: each is split as it would be there.
+        ids: of the clients, where they are some of a larger population: each is split as it would
+            be there.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -221,13 +252,20 @@ def build_from_sources(
                 f"{first.name} has {first.form}, {other.name} has {other.form}; several datasets must be alike"
             )
     for other in sources[1:]:
-        if other.train.y.shape[1:] != first.train.y.shape[1:] or other.preparation != first.preparation:
-            raise DataError(f"{first.name} and {other.name} have other targets or columns; make them alike")
+        if (
+            other.train.y.shape[1:] != first.train.y.shape[1:]
+            or other.preparation != first.preparation
+        ):
+            raise DataError(
+                f"{first.name} and {other.name} have other targets or columns; make them alike"
+            )
     if data.folds is not None and data.test == "cluster" and len(first.test):
         raise ConfigError(
             f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' leaves that unused"
         )
-    if data.folds is not None or (data.test == "cluster" and not any(len(source.test) for source in sources)):
+    if data.folds is not None or (
+        data.test == "cluster" and not any(len(source.test) for source in sources)
+    ):
         data = replace(data, test="client")
     clients = _plan(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
@@ -249,7 +287,9 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
         number = len(np.unique(natural[0].values(sources))) if natural else NUM_CLIENTS
         if not number:
-            raise DataError(f"{sources[0].name} has 0 samples and no client; every client needs data")
+            raise DataError(
+                f"{sources[0].name} has 0 samples and no client; every client needs data"
+            )
     samples, shares = data.shares()
     clients: Clients = (Client(samples, shares),) * number
     settled = False
@@ -257,7 +297,9 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
         if not settled and not shift.chooses_pool:
             clients, settled = _settle_sizes(clients, sources), True
 
-        def streams(client: int, purpose: str = f"data.shift.{place}.{shift.kind}") -> np.random.Generator:
+        def streams(
+            client: int, purpose: str = f"data.shift.{place}.{shift.kind}"
+        ) -> np.random.Generator:
             return rng.generator(purpose, client)
 
         clients = planned(shift, clients, sources, streams)
@@ -269,10 +311,14 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
     if all(client.samples is not None for client in clients):
         return clients
     users = np.bincount([client.recipe.source for client in clients], minlength=len(sources))
-    each = min(len(source.train) // n for source, n in zip(sources, users.tolist(), strict=True) if n)
+    each = min(
+        len(source.train) // n for source, n in zip(sources, users.tolist(), strict=True) if n
+    )
     if each < 1:
         total = sum(len(source.train) for source in sources)
-        raise DataError(f"{len(clients)} clients; the pool has {total:,} samples: lower num_clients")
+        raise DataError(
+            f"{len(clients)} clients; the pool has {total:,} samples: lower num_clients"
+        )
     return tuple(replace(client, samples=client.samples or each) for client in clients)
 
 
@@ -301,11 +347,14 @@ def assemble(
         sources: the datasets.
         rng: the streams to draw from.
         normalize: of images: "half", "standard" or "none"; or one of them for each dataset.
-        own_tests: None: a test set for each kind of client; "train": each client's own held-out samples; "test": for
-            each client, samples of the dataset's test set in the client's class shares.
+        own_tests: None: a test set for each kind of client; "train": each client's own held-out
+            samples; "test": for each client, samples of the dataset's test set in the client's
+            class shares.
         test_samples: size of a client's test set, or the largest size of a shared one.
-        test_fraction: size of a client's test set as a part of its samples, when `test_samples` is not given.
-        fold: (number, of how many): each client's held-out samples are this fold of all its samples.
+        test_fraction: size of a client's test set as a part of its samples, when `test_samples` is
+            not given.
+        fold: (number, of how many): each client's held-out samples are this fold of all its
+            samples.
         ids: of the clients, from whose streams their splits are drawn; from 0 when not given.
 
     Raises:
@@ -317,7 +366,9 @@ def assemble(
         cuts = [client.cut() for client in clients]
     else:
         drawn, cuts = _in_folds(clients, sources, drawn, *fold)
-    fitted = _fitted(clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)])
+    fitted = _fitted(
+        clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)]
+    )
     maker = _Tests(clients, sources, form, rng, fitted)
     if own_tests is None:
         tests, test_of = maker.shared(test_samples)
@@ -325,17 +376,24 @@ def assemble(
         tests, test_of = maker.held_out(drawn, cuts)
     else:
         tests, test_of = maker.matching(drawn, test_samples, test_fraction)
-    kept = [own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)]
+    kept = [
+        own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)
+    ]
     width, first = max(map(len, kept)), sources[0].train
     x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
-    split, origin = torch.full((len(clients), width), PADDING), torch.full((len(clients), width), -1)
+    split, origin = (
+        torch.full((len(clients), width), PADDING),
+        torch.full((len(clients), width), -1),
+    )
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
         own_x = form.inputs(samples, own, client.recipe, rng.generator("data.noise", row))
         x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
-        y[row, : len(own)] = form.targets(samples, own, client.recipe, rng.generator("data.targets", row))
+        y[row, : len(own)] = form.targets(
+            samples, own, client.recipe, rng.generator("data.targets", row)
+        )
         split[row, : len(own)] = VALIDATION
         split[row, :train] = TRAIN
         origin[row, : len(own)] = torch.from_numpy(own + starts[client.recipe.source])
@@ -355,9 +413,13 @@ def assemble(
         truth=_truth(clients, form),
         name=" + ".join(source.name for source in sources),
         class_names=_class_names(clients, sources),
-        noise=torch.tensor([c.noise for c in clients], dtype=torch.float64) if any(c.noise for c in clients) else None,
+        noise=torch.tensor([c.noise for c in clients], dtype=torch.float64)
+        if any(c.noise for c in clients)
+        else None,
         client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
-        feature_names=sources[0].feature_names if len({source.feature_names for source in sources}) == 1 else (),
+        feature_names=sources[0].feature_names
+        if len({source.feature_names for source in sources}) == 1
+        else (),
         parts=sources[0].parts,
         fitted=tuple(fitted),
         table=sources[0].table if len({source.table for source in sources}) == 1 else (),
@@ -385,10 +447,14 @@ def _fitted(clients: Clients, sources: Sequence[Source], train: Sequence[Rows]) 
     return found
 
 
-def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]) -> list[Rows]:
+def _draw_rows(
+    clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]
+) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
     wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
-    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids)
+    drawn = _allocate(
+        clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids
+    )
     return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
 
 
@@ -397,7 +463,8 @@ def _in_folds(
 ) -> tuple[list[Rows], list[Cut]]:
     """Put the samples of one fold last, those for validation before them, and say how many there are of each.
 
-    Samples are dealt to the folds class by class, so that folds differ by one sample at most in each class and in all.
+    Samples are dealt to the folds class by class, so that folds differ by one sample at most in
+    each class and in all.
 
     Raises:
         DataError: when a client has fewer samples than folds.
@@ -406,7 +473,9 @@ def _in_folds(
     for row, (client, own) in enumerate(zip(clients, drawn, strict=True)):
         who = f"client {client.name!r}" if client.name else f"client {row}"
         if len(own) < folds:
-            raise DataError(f"{who} has {len(own)} samples; expected {folds} at least, one for each of the folds")
+            raise DataError(
+                f"{who} has {len(own)} samples; expected {folds} at least, one for each of the folds"
+            )
         source = sources[client.recipe.source]
         if source.classes:
             own = own[np.argsort(source.train.y.numpy()[own], kind="stable")]
@@ -415,7 +484,9 @@ def _in_folds(
         kept, share, _ = client.shares
         validation = max(1, round(len(rest) * share / (kept + share))) if share else 0
         if validation >= len(rest):
-            raise DataError(f"{who} has {len(own)} samples, which leaves none for training: lower validation_fraction")
+            raise DataError(
+                f"{who} has {len(own)} samples, which leaves none for training: lower validation_fraction"
+            )
         chosen = ((np.arange(validation) + 0.5) * len(rest) / max(1, validation)).astype(np.int64)
         arranged.append(np.concatenate([np.delete(rest, chosen), rest[chosen], test]))
         cuts.append((len(rest) - validation, validation, len(test)))
@@ -476,7 +547,9 @@ class Form:
         if isinstance(normalize, str):
             constants: list[Constants] = [sources[0].constants(normalize)] * len(sources)
         elif len(normalize) == len(sources):
-            constants = [source.constants(own) for source, own in zip(sources, normalize, strict=True)]
+            constants = [
+                source.constants(own) for source, own in zip(sources, normalize, strict=True)
+            ]
         else:
             raise ConfigError(
                 f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for each, or one word "
@@ -490,7 +563,11 @@ class Form:
         return Form(dtype, tuple(x.shape[1:]), tuple(constants))
 
     def inputs(
-        self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
+        self,
+        samples: Samples,
+        rows: Int[np.ndarray, " samples"],
+        recipe: Recipe,
+        generator: np.random.Generator,
     ) -> Shaped[Tensor, "samples *features"]:
         """Return the transformed inputs of some samples."""
         x = samples.x[torch.from_numpy(rows)]
@@ -507,12 +584,18 @@ class Form:
         return (noisy(x, recipe.noise, generator) if fixed else x).to(self.dtype)
 
     def targets(
-        self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
+        self,
+        samples: Samples,
+        rows: Int[np.ndarray, " samples"],
+        recipe: Recipe,
+        generator: np.random.Generator,
     ) -> Shaped[Tensor, "samples *targets"]:
         """Return the targets of some samples: exchanged, offset, or made from the inputs."""
         chosen = torch.from_numpy(rows)
         if recipe.targets is not None:
-            clean = samples.x[chosen].double() @ torch.tensor(recipe.targets.theta, dtype=torch.float64)
+            clean = samples.x[chosen].double() @ torch.tensor(
+                recipe.targets.theta, dtype=torch.float64
+            )
             noise = recipe.targets.noise * torch.from_numpy(generator.standard_normal(len(rows)))
             return (clean + noise).to(samples.y.dtype)
         y = samples.y[chosen]
@@ -521,12 +604,20 @@ class Form:
         return y + recipe.offset if recipe.offset else y
 
 
-def _transformed(transform: Transform, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+def _transformed(
+    transform: Transform, x: Shaped[Tensor, "samples *features"]
+) -> Shaped[Tensor, "samples *features"]:
     """Apply a transform and check that it keeps what inputs are."""
     found = transform(x)
     if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
-        said = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
-        raise DataError(f"the transform {transform!r} returned {said}; expected {x.dtype} of shape {tuple(x.shape)}")
+        said = (
+            f"{found.dtype} of shape {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"{found!r:.60}"
+        )
+        raise DataError(
+            f"the transform {transform!r} returned {said}; expected {x.dtype} of shape {tuple(x.shape)}"
+        )
     return found
 
 
@@ -543,15 +634,21 @@ class _Tests:
     def shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """One test set for each kind of client, transformed and restricted like its data; stored once.
 
-        Where clients fill and scale inputs by their own rows, the test set of one is not that of another.
+        Where clients fill and scale inputs by their own rows, the test set of one is not that of
+        another.
         """
         if self.fitted:
             own = []
             for row, client in enumerate(self.clients):
-                samples, rows = self.sources[client.recipe.source].test, self._rows(client.recipe, limit)
+                samples, rows = (
+                    self.sources[client.recipe.source].test,
+                    self._rows(client.recipe, limit),
+                )
                 own.append(self._make(samples, rows, client.recipe, self._name(row), row))
             return tuple(own), torch.arange(len(own))
-        recipes = list(dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.places)))
+        recipes = list(
+            dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.places))
+        )
         sets = []
         for place, recipe in enumerate(recipes):
             names = {client.cluster_name for client in self.clients if client.recipe == recipe}
@@ -559,7 +656,9 @@ class _Tests:
             rows = self._rows(recipe, limit)
             if not len(rows):
                 source = self.sources[recipe.source].name
-                raise DataError(f'{source} has no test samples for "{name}"; hold some out: test = "client"')
+                raise DataError(
+                    f'{source} has no test samples for "{name}"; hold some out: test = "client"'
+                )
             sets.append(self._make(self.sources[recipe.source].test, rows, recipe, name, place))
         return tuple(sets), torch.tensor([recipes.index(client.recipe) for client in self.clients])
 
@@ -568,11 +667,17 @@ class _Tests:
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """The last part of each client's own samples."""
         sets = []
-        for row, (client, own, (train, validation, test)) in enumerate(zip(self.clients, drawn, cuts, strict=True)):
+        for row, (client, own, (train, validation, test)) in enumerate(
+            zip(self.clients, drawn, cuts, strict=True)
+        ):
             if not test:
-                raise DataError("no samples are held out for testing; raise test_samples or test_fraction")
+                raise DataError(
+                    "no samples are held out for testing; raise test_samples or test_fraction"
+                )
             samples = self.sources[client.recipe.source].train
-            sets.append(self._make(samples, own[train + validation :], client.recipe, self._name(row), row))
+            sets.append(
+                self._make(samples, own[train + validation :], client.recipe, self._name(row), row)
+            )
         return tuple(sets), torch.arange(len(sets))
 
     def matching(
@@ -584,13 +689,19 @@ class _Tests:
             source = self.sources[client.recipe.source]
             mixture = None
             if source.classes:
-                shares = np.bincount(source.train.y.numpy()[own], minlength=source.classes) / len(own)
+                shares = np.bincount(source.train.y.numpy()[own], minlength=source.classes) / len(
+                    own
+                )
                 mixture = tuple(shares.tolist())
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             wishes.append(Wish(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
-        whole = tuple(replace(client, group=None) if client.rows else client for client in self.clients)
-        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole)))
+        whole = tuple(
+            replace(client, group=None) if client.rows else client for client in self.clients
+        )
+        parts = _allocate(
+            whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
+        )
         sets = [
             self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))
@@ -621,7 +732,9 @@ class _Tests:
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 
 
-def _in_shares(rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], limit: int | None) -> Rows:
+def _in_shares(
+    rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], limit: int | None
+) -> Rows:
     """Return as many rows as there are in the given class shares."""
     present = np.bincount(labels, minlength=len(shares))
     most = int((present[shares > 0] / shares[shares > 0]).min())
@@ -650,7 +763,9 @@ def _truth(clients: Clients, form: Form) -> Truth | None:
 def _class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
     """The names of the classes, those of several datasets one after another; empty when they are not known."""
     if all(client.recipe.offset == 0 for client in clients):
-        return sources[0].class_names if len({source.class_names for source in sources}) == 1 else ()
+        return (
+            sources[0].class_names if len({source.class_names for source in sources}) == 1 else ()
+        )
     names = [source.class_names for source in sources]
     known = all(len(own) == source.classes for own, source in zip(names, sources, strict=True))
     return tuple(name for own in names for name in own) if known else ()

@@ -61,7 +61,9 @@ def digits() -> Source:
     y = torch.from_numpy(bunch.target.astype(np.int64))
     order = torch.from_numpy(Rng(0).generator("data.digits").permutation(len(x)))
     test, train = order[:297], order[297:]
-    return Source("digits", Samples(x[train], y[train]), Samples(x[test], y[test]), 10, tuple("0123456789"))
+    return Source(
+        "digits", Samples(x[train], y[train]), Samples(x[test], y[test]), 10, tuple("0123456789")
+    )
 
 
 def synthetic_regression(
@@ -76,8 +78,8 @@ def synthetic_regression(
 ) -> Source:
     r"""Return a linear regression problem, $y = \langle x, \theta \rangle + e$, drawn from the run's seed.
 
-    The inputs and the coefficients are uniform in [`low`, `high`]. The shift "regression-targets" plants clusters with
-    different coefficients.
+    The inputs and the coefficients are uniform in [`low`, `high`]. The shift "regression-targets"
+    plants clusters with different coefficients.
 
     Args:
         rng: the run's streams.
@@ -116,9 +118,10 @@ def load(
     """Read a dataset by name.
 
     Args:
-        name: a bundled dataset, "table" or "folder", the import path of a function, a folder of `data_dir`, or (with
-            `download`) a name of the Hugging Face Hub.
-        data_dir: folder of datasets in the Hub's layout; by default the environment variable `COTERIE_DATA`.
+        name: a bundled dataset, "table" or "folder", the import path of a function, a folder of
+            `data_dir`, or (with `download`) a name of the Hugging Face Hub.
+        data_dir: folder of datasets in the Hub's layout; by default the environment variable
+            `COTERIE_DATA`.
         label: the column with the classes; detected by default.
         download: whether to download from the Hub.
         rng: the run's streams, for synthetic data.
@@ -140,7 +143,9 @@ def load(
     if ":" in name:
         made = called(name, options or {}, 0 if rng is None else rng.seed)
         if isinstance(made, Federation):
-            raise ConfigError(f"{name!r} returned a federation, which cannot be one of several datasets")
+            raise ConfigError(
+                f"{name!r} returned a federation, which cannot be one of several datasets"
+            )
         return made
     root = data_dir or os.environ.get("COTERIE_DATA")
     if name in OWN_KINDS:
@@ -200,14 +205,17 @@ def as_data(made: Any, path: str) -> Source | Federation:
     return Source.of(x, y, test=test, name=path.partition(":")[2])
 
 
-def own(name: str, options: Mapping[str, Any], root: str | Path | None = None, *, shared: bool = False) -> Source:
+def own(
+    name: str, options: Mapping[str, Any], root: str | Path | None = None, *, shared: bool = False
+) -> Source:
     """Read a table or a folder of images.
 
     Args:
         name: "table" or "folder".
         options: the path, and what `from_table` or `from_folder` takes beside it.
         root: the folder where the path is looked for when it is not found from here.
-        shared: whether other machines read data of their own: classes and categories must then be given.
+        shared: whether other machines read data of their own: classes and categories must then be
+            given.
 
     Raises:
         ConfigError: on unknown options, or missing ones.
@@ -220,13 +228,17 @@ def own(name: str, options: Mapping[str, Any], root: str | Path | None = None, *
     keys = ("path", "test") if name == "table" else ("path",)
     paths = {key: options.pop(key) for key in keys if key in options}
     if "path" not in paths:
-        raise ConfigError(f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"')
+        raise ConfigError(
+            f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"'
+        )
     found = {key: _place(value, root, f"data.options.{key}") for key, value in paths.items()}
     title = found["path"].stem if name == "table" else found["path"].name
     if name == "folder":
         pictures = parse(Pictures, options, "data.options")
         if shared and not pictures.class_names:
-            raise ConfigError("data.options: class_names is missing; every machine must name the same classes")
+            raise ConfigError(
+                "data.options: class_names is missing; every machine must name the same classes"
+            )
         return read_pictures(found["path"], pictures, name=title)
     columns = parse(Columns, options, "data.options")
     return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
@@ -239,7 +251,9 @@ def _place(path: object, root: str | Path | None, where: str) -> Path:
     other = None if root is None else Path(root).expanduser() / given
     if not given.exists() and (other is None or not other.exists()):
         beside = "" if root is None else f", and not in {root}"
-        raise DataError(f"{where}: there is no {given} in {Path.cwd()}{beside}; give a path that leads to it from here")
+        raise DataError(
+            f"{where}: there is no {given} in {Path.cwd()}{beside}; give a path that leads to it from here"
+        )
     return given if given.exists() or other is None else other
 
 
@@ -261,7 +275,9 @@ def _missing(name: str, root: Path | None) -> ConfigError | DataError:
         places = "or give --data-dir (or COTERIE_DATA) for a folder of yours"
         return ConfigError(f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES])}; {places}")
     if name not in HUB_NAMES and "/" not in name:
-        return ConfigError(f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: {root})")
+        return ConfigError(
+            f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: {root})"
+        )
     where = f"{root} has no folder {name}" if root is not None else "there is no data folder"
     return DataError(
         f"dataset {name!r} is not here: {where}; give --data-dir (or COTERIE_DATA) the folder that holds "

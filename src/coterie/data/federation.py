@@ -1,7 +1,8 @@
 """Federation: every client's data and splits, the test sets, and the planted clusters.
 
-A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole population is one
-array; images stay uint8 and are normalized batch by batch. Test sets are stored once and referred to by index.
+A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole
+population is one array; images stay uint8 and are normalized batch by batch. Test sets are stored
+once and referred to by index.
 """
 
 import hashlib
@@ -31,18 +32,24 @@ _PIECE = 1 << 20  # bytes
 
 def read_parts(stored: Sequence[Sequence[Any]]) -> tuple[Part, ...]:
     """Return the parts of an input from the lists of their fields, as JSON has them."""
-    return tuple(Part(name, tuple(shape), whole, *map(tuple, scale)) for name, shape, whole, *scale in stored)
+    return tuple(
+        Part(name, tuple(shape), whole, *map(tuple, scale)) for name, shape, whole, *scale in stored
+    )
 
 
 def read_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
     """Return the columns of a table from the lists of their fields, as JSON has them."""
-    return tuple(TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored)
+    return tuple(
+        TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored
+    )
 
 
 def checksum(values: Shaped[Tensor, "..."]) -> bytes:
     """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
     data = values.contiguous().flatten().view(torch.uint8).numpy().data
-    return b"".join(zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE))
+    return b"".join(
+        zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE)
+    )
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,9 @@ class Federation(Described):
     """The data of a population of clients.
 
     Args:
-        x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalized
-            with `mean` and `std` per batch; floats are used as they are (float16 is widened), and integers kept.
+        x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1]
+            and normalized with `mean` and `std` per batch; floats are used as they are (float16 is
+            widened), and integers kept.
         y: integers (one class a sample, or several integers), or float targets, of any shape.
         split: -1 padding, 0 train, 1 validation.
         tests: the test sets.
@@ -95,17 +103,20 @@ class Federation(Described):
         classes: number of classes; 0 where a target is not one class.
         mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
-        origin: index in the source of each client's samples (-1 for padding); part of the fingerprint.
+        origin: index in the source of each client's samples (-1 for padding); part of the
+            fingerprint.
         truth: the planted clusters; None when unknown or hidden.
         name: a short description.
         class_names: a name per class, when known.
-        noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every access; None for
-            no noise.
-        client_names: a name for each row, such as that of a hospital; empty where clients are numbers.
+        noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every
+            access; None for no noise.
+        client_names: a name for each row, such as that of a hospital; empty where clients are
+            numbers.
         feature_names: a name for each entry of an input, when known.
-        parts: where an input is several tensors: what they are, in the order in which `x` holds them, one after
-            another as numbers. Empty where `x` is the input.
-        fitted: what each row's client did to its inputs, which `x` holds as they came out; empty for nothing.
+        parts: where an input is several tensors: what they are, in the order in which `x` holds
+            them, one after another as numbers. Empty where `x` is the input.
+        fitted: what each row's client did to its inputs, which `x` holds as they came out; empty
+            for nothing.
         table: the columns of the table that inputs were read from; empty where they came otherwise.
     """
 
@@ -140,20 +151,28 @@ class Federation(Described):
     @property
     def names(self) -> dict[int, str]:
         """The name of each client here by its id; empty where clients are numbers."""
-        return dict(zip(self.ids.tolist(), self.client_names, strict=True)) if self.client_names else {}
+        return (
+            dict(zip(self.ids.tolist(), self.client_names, strict=True))
+            if self.client_names
+            else {}
+        )
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
         hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
         samples = [f"{split} {spread(self.counts(split).tolist())}" for split in SPLITS]
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
-        inputs = f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
+        inputs = (
+            f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
+        )
         numbers = "numbers (regression)" if self.y.is_floating_point() else "whole numbers"
         what = f"{self.classes} classes" if self.classes else f"{self.outputs} {numbers}"
         clusters = "unknown"
         if self.truth is not None:
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
-            clusters = ", ".join(f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True))
+            clusters = ", ".join(
+                f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True)
+            )
         return f"Federation {self.name!r}", {
             "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
@@ -175,7 +194,12 @@ class Federation(Described):
     @property
     def nbytes(self) -> int:
         """Bytes of all inputs and targets, including the test sets."""
-        tensors = [self.x, self.y, self.split, *(t for test in self.tests for t in (test.x, test.y))]
+        tensors = [
+            self.x,
+            self.y,
+            self.split,
+            *(t for test in self.tests for t in (test.x, test.y)),
+        ]
         return sum(t.nbytes for t in tensors)
 
     def counts(self, split: str) -> Int[Tensor, " clients"]:
@@ -195,7 +219,9 @@ class Federation(Described):
         place = {int(client): row for row, client in enumerate(self.ids.tolist())}
         missing = [int(i) for i in wanted if int(i) not in place]
         if missing:
-            raise DataError(f"clients {missing[:5]} are not in this federation of {len(self)} clients")
+            raise DataError(
+                f"clients {missing[:5]} are not in this federation of {len(self)} clients"
+            )
         rows = torch.tensor([place[int(i)] for i in wanted], dtype=torch.int64)
         if torch.equal(rows, torch.arange(len(self))):
             return replace(self, truth=None)
@@ -208,7 +234,9 @@ class Federation(Described):
             ids=self.ids[rows],
             origin=None if self.origin is None else self.origin[rows],
             noise=None if self.noise is None else self.noise[rows],
-            client_names=tuple(self.client_names[row] for row in rows.tolist()) if self.client_names else (),
+            client_names=tuple(self.client_names[row] for row in rows.tolist())
+            if self.client_names
+            else (),
             fitted=tuple(self.fitted[row] for row in rows.tolist()) if self.fitted else (),
             truth=None,
         )
@@ -223,7 +251,11 @@ class Federation(Described):
         hosted = self.host(self.ids[rows])
         truth = self.truth
         if truth is not None:
-            truth = replace(truth, cluster=truth.cluster[rows], shift=tuple(truth.shift[row] for row in rows.tolist()))
+            truth = replace(
+                truth,
+                cluster=truth.cluster[rows],
+                shift=tuple(truth.shift[row] for row in rows.tolist()),
+            )
         return replace(
             hosted,
             tests=tuple(self.tests[number] for number in kept.tolist()),
@@ -237,10 +269,13 @@ class Federation(Described):
         """Return the samples of all clients as those of one, without test sets; in the order of the clients.
 
         Raises:
-            DataError: when inputs have noise that is drawn anew at every access, which is of a client.
+            DataError: when inputs have noise that is drawn anew at every access, which is of a
+                client.
         """
         if self.noise is not None:
-            raise DataError("the inputs have noise that each client draws anew; such data are not pooled")
+            raise DataError(
+                "the inputs have noise that each client draws anew; such data are not pooled"
+            )
         used = self.split >= 0
         return replace(
             self,
@@ -295,7 +330,9 @@ class Federation(Described):
         self._check_names()
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
-            raise DataError(f"the inputs of {self._called(bad)} contain NaN or infinity; fill or drop them")
+            raise DataError(
+                f"the inputs of {self._called(bad)} contain NaN or infinity; fill or drop them"
+            )
         used = self.split >= 0
         if self.classes:
             labels = self.y[used]
@@ -307,10 +344,17 @@ class Federation(Described):
                 )
         elif not all_finite(self.y):
             bad = int((~torch.isfinite(self.y)).reshape(len(self), -1).any(1).nonzero()[0])
-            raise DataError(f"the targets contain NaN or infinity (first of {self._called(bad)}); drop those samples")
-        levels = [*([] if self.noise is None else self.noise.tolist()), *(test.noise for test in self.tests)]
+            raise DataError(
+                f"the targets contain NaN or infinity (first of {self._called(bad)}); drop those samples"
+            )
+        levels = [
+            *([] if self.noise is None else self.noise.tolist()),
+            *(test.noise for test in self.tests),
+        ]
         if not all(0 <= level < float("inf") for level in levels):
-            raise DataError(f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative")
+            raise DataError(
+                f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative"
+            )
         empty = (self.counts("train") == 0).nonzero().flatten().tolist()
         if empty:
             raise DataError(
@@ -329,18 +373,30 @@ class Federation(Described):
             (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
         ):
             if len(names) not in (0, many):
-                raise DataError(f"there are {len(names)} names for {many} {what}; expected one for each, or none")
+                raise DataError(
+                    f"there are {len(names)} names for {many} {what}; expected one for each, or none"
+                )
         names = self.client_names
         for name in names:
             if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
-                raise DataError(f"a client is called {name!r}; expected a text that is not empty and valid Unicode")
+                raise DataError(
+                    f"a client is called {name!r}; expected a text that is not empty and valid Unicode"
+                )
         if len(set(names)) < len(names):
             twice = next(name for place, name in enumerate(names) if name in names[:place])
-            raise DataError(f"two clients are called {short(twice, 80)!r}; give every client a name of its own")
+            raise DataError(
+                f"two clients are called {short(twice, 80)!r}; give every client a name of its own"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""
-        tensors = {"x": self.x, "y": self.y, "split": self.split, "test_of": self.test_of, "ids": self.ids}
+        tensors = {
+            "x": self.x,
+            "y": self.y,
+            "split": self.split,
+            "test_of": self.test_of,
+            "ids": self.ids,
+        }
         if self.origin is not None:
             tensors["origin"] = self.origin
         if self.noise is not None:
@@ -363,11 +419,16 @@ class Federation(Described):
             **({"table": [list(astuple(column)) for column in self.table]} if self.table else {}),
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
-            "truth": None if self.truth is None else {"names": self.truth.names, "shift": self.truth.shift},
+            "truth": None
+            if self.truth is None
+            else {"names": self.truth.names, "shift": self.truth.shift},
         }
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        contiguous = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        contiguous = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
         with replacing(path) as temporary:
             save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
 
@@ -388,7 +449,11 @@ class Federation(Described):
             raise DataError(f"{path} is not a federation file: {error}") from error
         truth = None
         if meta["truth"] is not None:
-            truth = Truth(tensors["truth.cluster"], tuple(meta["truth"]["names"]), tuple(meta["truth"]["shift"]))
+            truth = Truth(
+                tensors["truth.cluster"],
+                tuple(meta["truth"]["names"]),
+                tuple(meta["truth"]["shift"]),
+            )
         noises = meta.get("test_noise", [0.0] * len(meta["tests"]))
         tests = tuple(
             TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name, noise)

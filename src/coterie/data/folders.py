@@ -39,7 +39,8 @@ class Pictures(Configurable):
     """How a folder of images is read; see `from_folder`.
 
     Args:
-        transform: the import path of a function that makes the input from a picture, "package.module:name".
+        transform: the import path of a function that makes the input from a picture,
+            "package.module:name".
         size: height and width, or one number for both, to which pictures are resized.
         class_names: all classes, in order; those that have a folder, sorted, when not given.
         clusters: the known cluster of each client, by client.
@@ -59,7 +60,11 @@ class Pictures(Configurable):
 
 
 def read_pictures(
-    path: str | Path, settings: Pictures, *, transform: Callable[[Any], Any] | None = None, name: str = ""
+    path: str | Path,
+    settings: Pictures,
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    name: str = "",
 ) -> Source:
     """Read a folder of images by client and class.
 
@@ -74,13 +79,17 @@ def read_pictures(
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; expected one with a folder of pictures for each client")
+        raise DataError(
+            f"there is no folder {folder}; expected one with a folder of pictures for each client"
+        )
     if transform is None and settings.transform is not None:
         transform = imported(settings.transform, f"transform {settings.transform!r}")
     places = [(client, label) for client in _folders(folder) for label in _folders(client)]
     classes = tuple(settings.class_names) or tuple(sorted({label.name for _, label in places}))
     if not places:
-        raise DataError(f"{folder} has no pictures; expected {folder.name}/CLIENT/CLASS/picture.png")
+        raise DataError(
+            f"{folder} has no pictures; expected {folder.name}/CLIENT/CLASS/picture.png"
+        )
     inputs: list[Tensor | np.ndarray] = []
     labels: list[str] = []
     owners: list[str] = []
@@ -115,17 +124,25 @@ def _folders(path: Path) -> list[Path]:
 
 def _pictures(path: Path) -> list[Path]:
     known = Image.registered_extensions()
-    return sorted(one for one in path.iterdir() if one.suffix.lower() in known and not one.name.startswith("."))
+    return sorted(
+        one
+        for one in path.iterdir()
+        if one.suffix.lower() in known and not one.name.startswith(".")
+    )
 
 
-def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Sequence[int] | None) -> Tensor | np.ndarray:
+def _input(
+    file: Path, transform: Callable[[Any], Any] | None, size: int | Sequence[int] | None
+) -> Tensor | np.ndarray:
     try:
         with Image.open(file) as image:
             image.load()
             if image.mode not in _GRAY and not _deep(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{file} cannot be read as a picture ({error}); replace or remove it") from error
+        raise DataError(
+            f"{file} cannot be read as a picture ({error}); replace or remove it"
+        ) from error
     if size is not None:
         height, width = (size, size) if isinstance(size, int) else size
         made = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -134,13 +151,18 @@ def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Seque
     if isinstance(made, Tensor):
         return made
     if hasattr(made, "getbands") and _deep(made):
-        raise DataError(f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform=")
+        raise DataError(
+            f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform="
+        )
     return as_pixels(made) if hasattr(made, "getbands") else np.asarray(made)
 
 
 def _stacked(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
     """All inputs as one tensor; gray pictures among colored ones get three equal channels."""
-    tensors = [one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one)) for one in inputs]
+    tensors = [
+        one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one))
+        for one in inputs
+    ]
     if {one.ndim for one in tensors} == {2, 3}:
         tensors = [one.expand(3, *one.shape) if one.ndim == 2 else one for one in tensors]
     shapes = sorted({tuple(one.shape) for one in tensors})

@@ -1,8 +1,9 @@
 """Heart disease in four hospitals: 920 patients of 1988, bundled with the package, and FLamby's protocol on them.
 
-Whether a coronary vessel is narrowed by more than half, from what is known of a patient. Cleveland (303 patients, 46 %
-ill), Hungary (Budapest, 294, 36 %), Switzerland (Zurich and Basel, 123, 93 %) and Long Beach VA (200, 75 %) differ in
-how many are ill, in who comes, and in what was measured. Credit and licence: bundled/LICENSE-heart_disease.txt.
+Whether a coronary vessel is narrowed by more than half, from what is known of a patient. Cleveland
+(303 patients, 46 % ill), Hungary (Budapest, 294, 36 %), Switzerland (Zurich and Basel, 123, 93 %)
+and Long Beach VA (200, 75 %) differ in how many are ill, in who comes, and in what was measured.
+Credit and licence: bundled/LICENSE-heart_disease.txt.
 """
 
 from importlib.resources import files
@@ -59,8 +60,9 @@ def table() -> Any:
 def source() -> Source:
     """Return the dataset "heart-disease": every patient, at the client of the hospital.
 
-    A number that is missing is filled with the median of the client's own training rows, and a further entry says that
-    it was; a missing category is one of its own. Numbers are standardized by the client's own training rows.
+    A number that is missing is filled with the median of the client's own training rows, and a
+    further entry says that it was; a missing category is one of its own. Numbers are standardized
+    by the client's own training rows.
     """
     return read_table(table(), parse(Columns, OPTIONS, "heart-disease"), name="heart-disease")
 
@@ -68,15 +70,16 @@ def source() -> Source:
 def flamby(scale: str = "own") -> Federation:
     """Return the federation of FLamby's Fed-Heart-Disease: 740 patients, 10 columns, a split that is always the same.
 
-    Columns slope, ca and thal are left out, and then every patient of whom something is not recorded; a cholesterol of
-    0 counts as a value. Chest pain and electrocardiogram become entries less the first category, which makes 13. Each
-    hospital holds out 34 % for testing, in the shares of ill and healthy where there are more than two of both, and
-    standardizes by its own training rows. There are no validation rows.
+    Columns slope, ca and thal are left out, and then every patient of whom something is not
+    recorded; a cholesterol of 0 counts as a value. Chest pain and electrocardiogram become entries
+    less the first category, which makes 13. Each hospital holds out 34 % for testing, in the shares
+    of ill and healthy where there are more than two of both, and standardizes by its own training
+    rows. There are no validation rows.
 
     Args:
-        scale: "own", as FLamby's federated and local training; "together": training rows are standardized by those of
-            all hospitals, and test rows still by those of their own, as in its pooled training and the tests by
-            hospital that it reports of it.
+        scale: "own", as FLamby's federated and local training; "together": training rows are
+            standardized by those of all hospitals, and test rows still by those of their own, as in
+            its pooled training and the tests by hospital that it reports of it.
 
     References:
         Ogier du Terrail et al., FLamby: datasets and benchmarks for cross-silo federated learning in realistic
@@ -100,7 +103,12 @@ def flamby(scale: str = "own") -> Federation:
         y = torch.from_numpy((own["num"] > 0).to_numpy("int64"))
         strata = y.numpy() if int(y.bincount(minlength=2).min()) > 2 else None
         halves = train_test_split(  # with FLamby's arguments, for the same split
-            range(len(own)), test_size=1.0 - 0.66, train_size=0.66, random_state=43, shuffle=True, stratify=strata
+            range(len(own)),
+            test_size=1.0 - 0.66,
+            train_size=0.66,
+            random_state=43,
+            shuffle=True,
+            stratify=strata,
         )
         train, test = map(sorted, halves)
         raw.append(x[train])
@@ -109,10 +117,14 @@ def flamby(scale: str = "own") -> Federation:
     if scale == "together":
         rows = torch.cat(raw)
         parts = [
-            ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test) for x, (_, y, test) in zip(raw, parts, strict=True)
+            ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test)
+            for x, (_, y, test) in zip(raw, parts, strict=True)
         ]
     width = max(len(y) for _, y, _ in parts)
-    x, y = torch.zeros(len(parts), width, len(entries)), torch.zeros(len(parts), width, dtype=torch.int64)
+    x, y = (
+        torch.zeros(len(parts), width, len(entries)),
+        torch.zeros(len(parts), width, dtype=torch.int64),
+    )
     split = torch.full((len(parts), width), PADDING)
     for row, (own_x, own_y, _) in enumerate(parts):
         x[row, : len(own_x)], y[row, : len(own_y)], split[row, : len(own_y)] = own_x, own_y, TRAIN

@@ -1,7 +1,8 @@
 """The layout of the Hugging Face Hub: images in parquet files, on disk or from the Hub itself.
 
-A folder holds `train-*.parquet` and `test-*.parquet` with an image column (`struct<bytes, path>`), integer columns, and
-the names of the classes in the schema's metadata. Images are decoded once and kept in the user's cache folder.
+A folder holds `train-*.parquet` and `test-*.parquet` with an image column (`struct<bytes, path>`),
+integer columns, and the names of the classes in the schema's metadata. Images are decoded once and
+kept in the user's cache folder.
 """
 
 import hashlib
@@ -47,12 +48,15 @@ class Decoded:
     columns: Mapping[str, Int[Tensor, " samples"]]
 
 
-def read_folder(folder: Path, label: str | None = None, standard: Constants | None = None) -> Source:
+def read_folder(
+    folder: Path, label: str | None = None, standard: Constants | None = None
+) -> Source:
     """Read a folder in the layout of the Hub.
 
     Args:
         folder: the folder of the parquet files, or of a folder `data` with them.
-        label: the column with the classes; "label", "fine_label" or the only one with class names when not given.
+        label: the column with the classes; "label", "fine_label" or the only one with class names
+            when not given.
         standard: mean and standard deviation of the channels, when known.
 
     Raises:
@@ -60,17 +64,28 @@ def read_folder(folder: Path, label: str | None = None, standard: Constants | No
     """
     shards = {"train": _shards(folder, "train")}
     if not shards["train"]:
-        raise DataError(f"{folder} has no train-*.parquet; expected the layout of the Hugging Face Hub")
+        raise DataError(
+            f"{folder} has no train-*.parquet; expected the layout of the Hugging Face Hub"
+        )
     test = next((split for split in TEST_SPLITS if _shards(folder, split)), None)
     shards["test"] = _shards(folder, test) if test else []
 
     def read() -> dict[str, pa.Table]:
         return {split: _read_tables(files) for split, files in shards.items() if files}
 
-    return _source(folder.name, [*shards["train"], *shards["test"]], str(folder.resolve()), read, label, standard)
+    return _source(
+        folder.name,
+        [*shards["train"], *shards["test"]],
+        str(folder.resolve()),
+        read,
+        label,
+        standard,
+    )
 
 
-def download(repository: str, name: str, label: str | None = None, standard: Constants | None = None) -> Source:
+def download(
+    repository: str, name: str, label: str | None = None, standard: Constants | None = None
+) -> Source:
     """Read a dataset from the Hub, which needs the extra `hub` and a network (the first time).
 
     Args:
@@ -97,7 +112,9 @@ def download(repository: str, name: str, label: str | None = None, standard: Con
     def read() -> dict[str, pa.Table]:
         out = {}
         for split, data in chosen.items():
-            images = [key for key, kind in data.features.items() if isinstance(kind, datasets.Image)]
+            images = [
+                key for key, kind in data.features.items() if isinstance(kind, datasets.Image)
+            ]
             for column in images:
                 data = data.cast_column(column, datasets.Image(decode=False))
             table = data.with_format("arrow")[:]
@@ -109,7 +126,9 @@ def download(repository: str, name: str, label: str | None = None, standard: Con
 
 def _shards(folder: Path, split: str) -> list[Path]:
     """Return the files of a split, and check that none of a numbered set is missing."""
-    files = sorted(folder.glob(f"{split}-*.parquet")) or sorted((folder / "data").glob(f"{split}-*.parquet"))
+    files = sorted(folder.glob(f"{split}-*.parquet")) or sorted(
+        (folder / "data").glob(f"{split}-*.parquet")
+    )
     for file in files:
         _, dash, total = file.stem.partition("-of-")
         if dash and total.isdigit() and int(total) != len(files):
@@ -125,12 +144,19 @@ def _read_tables(files: Sequence[Path]) -> pa.Table:
         try:
             tables.append(pq.read_table(file))
         except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{file} cannot be read as parquet ({error}); fetch it again") from error
+            raise DataError(
+                f"{file} cannot be read as parquet ({error}); fetch it again"
+            ) from error
     return pa.concat_tables(tables)
 
 
 def _source(
-    name: str, files: Sequence[Path], origin: str, read: Any, label: str | None, standard: Constants | None
+    name: str,
+    files: Sequence[Path],
+    origin: str,
+    read: Any,
+    label: str | None,
+    standard: Constants | None,
 ) -> Source:
     """Make a source from decoded splits, from the cache or from tables that `read` returns."""
     place = _cache_file(name, files, origin)
@@ -138,12 +164,19 @@ def _source(
     if cached is None:
         tables = read()
         names = _class_names(tables["train"].schema.metadata)
-        cached = {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()}, names
+        cached = (
+            {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()},
+            names,
+        )
         _save_cache(place, *cached)
     splits, names = cached
     column = _label_column(name, label, splits["train"].columns, names)
     parts = {split: _samples(decoded, column) for split, decoded in splits.items()}
-    empty = Samples(parts["train"].x[:0], parts["train"].y[:0], {k: v[:0] for k, v in parts["train"].columns.items()})
+    empty = Samples(
+        parts["train"].x[:0],
+        parts["train"].y[:0],
+        {k: v[:0] for k, v in parts["train"].columns.items()},
+    )
     test = parts.get("test", empty)
     highest = max(int(part.y.max()) for part in (parts["train"], test) if len(part)) + 1
     classes = len(names.get(column, ())) or highest
@@ -154,7 +187,9 @@ def _samples(decoded: Decoded, column: str) -> Samples:
     return Samples(decoded.images, decoded.columns[column], decoded.columns)
 
 
-def _label_column(name: str, label: str | None, columns: Mapping[str, Tensor], names: Mapping[str, Any]) -> str:
+def _label_column(
+    name: str, label: str | None, columns: Mapping[str, Tensor], names: Mapping[str, Any]
+) -> str:
     if label is not None:
         if label not in columns:
             raise ConfigError(f"{name}: {unknown('label column', label, columns)}")
@@ -170,17 +205,27 @@ def _label_column(name: str, label: str | None, columns: Mapping[str, Tensor], n
 
 def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
     """Read the names of the classes of every column from a schema's metadata."""
-    features = json.loads((metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    features = (
+        json.loads((metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    )
     return {
-        column: tuple(kind["names"]) for column, kind in features.items() if isinstance(kind, dict) and "names" in kind
+        column: tuple(kind["names"])
+        for column, kind in features.items()
+        if isinstance(kind, dict) and "names" in kind
     }
 
 
 def _decode_table(table: pa.Table, where: str) -> Decoded:
     """Decode the image column of a table and keep its integer columns."""
-    images = [f.name for f in table.schema if pa.types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0]
+    images = [
+        f.name
+        for f in table.schema
+        if pa.types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0
+    ]
     if len(images) != 1:
-        raise DataError(f"{where} has {len(images)} image columns (struct of bytes and path); expected one")
+        raise DataError(
+            f"{where} has {len(images)} image columns (struct of bytes and path); expected one"
+        )
     columns = {}
     for entry in table.schema:
         if pa.types.is_integer(entry.type):
@@ -193,30 +238,44 @@ def _decode_table(table: pa.Table, where: str) -> Decoded:
     return Decoded(_decode(encoded, where), columns)
 
 
-def _decode(encoded: Sequence[bytes | None], where: str) -> UInt8[Tensor, "samples channels height width"]:
+def _decode(
+    encoded: Sequence[bytes | None], where: str
+) -> UInt8[Tensor, "samples channels height width"]:
     """Decode images of one size. They become gray if all of them are, and RGB otherwise."""
     mode, images = "L", []
     for place, one in enumerate(encoded):
         if one is None:
-            raise DataError(f"{where}: image {place} is a path, not bytes; embed the images in the parquet files")
+            raise DataError(
+                f"{where}: image {place} is a path, not bytes; embed the images in the parquet files"
+            )
         try:
             image = Image.open(io.BytesIO(one))
             image.load()
         except (UnidentifiedImageError, OSError) as error:
-            raise DataError(f"{where}: image {place} cannot be decoded ({error}); fetch the data again") from error
+            raise DataError(
+                f"{where}: image {place} cannot be decoded ({error}); fetch the data again"
+            ) from error
         mode = mode if image.mode in _GRAY else "RGB"
         images.append(image)
     sizes = {image.size for image in images}
     if len(sizes) != 1:
-        raise DataError(f"{where} has images of {len(sizes)} sizes; expected one size: resize them first")
-    out = np.stack([np.asarray(image if image.mode == mode else image.convert(mode)) for image in images])
+        raise DataError(
+            f"{where} has images of {len(sizes)} sizes; expected one size: resize them first"
+        )
+    out = np.stack(
+        [np.asarray(image if image.mode == mode else image.convert(mode)) for image in images]
+    )
     return torch.from_numpy(out.reshape(*out.shape[:3], -1)).movedim(-1, 1).contiguous()
 
 
 def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
     """Return the cache file of a dataset; its name changes with the size or time of a source file."""
     state = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return cache_folder() / "datasets" / f"{name.replace('/', '--')}-{_hash(origin)}-{_hash(state)}.safetensors"
+    return (
+        cache_folder()
+        / "datasets"
+        / f"{name.replace('/', '--')}-{_hash(origin)}-{_hash(state)}.safetensors"
+    )
 
 
 def _hash(value: object) -> str:
@@ -232,7 +291,9 @@ def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, .
             meta = json.loads((file.metadata() or {})["coterie"])
         tensors = load_file(str(place))
         splits = {
-            split: Decoded(tensors[f"{split}.images"], {c: tensors[f"{split}.columns.{c}"] for c in columns})
+            split: Decoded(
+                tensors[f"{split}.images"], {c: tensors[f"{split}.columns.{c}"] for c in columns}
+            )
             for split, columns in meta["splits"].items()
         }
     except (SafetensorError, KeyError, json.JSONDecodeError):
@@ -240,18 +301,28 @@ def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, .
     return splits, {column: tuple(names) for column, names in meta["names"].items()}
 
 
-def _save_cache(place: Path, splits: Mapping[str, Decoded], names: Mapping[str, tuple[str, ...]]) -> None:
+def _save_cache(
+    place: Path, splits: Mapping[str, Decoded], names: Mapping[str, tuple[str, ...]]
+) -> None:
     """Write decoded splits atomically, and remove those of older files of the same origin."""
     tensors = {f"{split}.images": decoded.images for split, decoded in splits.items()}
     for split, decoded in splits.items():
-        tensors |= {f"{split}.columns.{column}": values for column, values in decoded.columns.items()}
-    meta = {"splits": {split: list(decoded.columns) for split, decoded in splits.items()}, "names": names}
+        tensors |= {
+            f"{split}.columns.{column}": values for column, values in decoded.columns.items()
+        }
+    meta = {
+        "splits": {split: list(decoded.columns) for split, decoded in splits.items()},
+        "names": names,
+    }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place) as temporary:
             save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"decoded images are not kept: {error}; set COTERIE_CACHE to a folder with room", stacklevel=2)
+        warnings.warn(
+            f"decoded images are not kept: {error}; set COTERIE_CACHE to a folder with room",
+            stacklevel=2,
+        )
         return
     for old in place.parent.glob(f"{place.name.rsplit('-', 1)[0]}-*.safetensors"):
         if old != place:

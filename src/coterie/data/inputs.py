@@ -1,7 +1,8 @@
 """Inputs: what a trained model takes, made of what its user has, as it was made of the training data.
 
-A federation holds inputs as they came out of their preparation; whoever uses a model later has rows of a table, images
-of bytes, several arrays. `InputForm` keeps what was done to inputs of one client, and does it again.
+A federation holds inputs as they came out of their preparation; whoever uses a model later has rows
+of a table, images of bytes, several arrays. `InputForm` keeps what was done to inputs of one
+client, and does it again.
 """
 
 from collections.abc import Mapping
@@ -49,12 +50,21 @@ class InputForm:
         images = x.dtype == torch.uint8 and x.ndim == 5
         kept = (federation.mean, federation.std) if images else ((), ())
         return InputForm(
-            federation.features, images, *kept, federation.parts, federation.table, federation.feature_names
+            federation.features,
+            images,
+            *kept,
+            federation.parts,
+            federation.table,
+            federation.feature_names,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
-        return {**asdict(self), "parts": [astuple(p) for p in self.parts], "table": [astuple(c) for c in self.table]}
+        return {
+            **asdict(self),
+            "parts": [astuple(p) for p in self.parts],
+            "table": [astuple(c) for c in self.table],
+        }
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> "InputForm":
@@ -67,9 +77,10 @@ class InputForm:
         """Return inputs as a federation holds them, of what a user has.
 
         Args:
-            x: for a model of a table, rows of such a table (pandas, polars, arrow, arrays by column, the path of a CSV
-                or parquet file), which are filled and scaled here; arrays as `from_arrays` takes them, which for a
-                model of a table are entries that are filled and scaled already.
+            x: for a model of a table, rows of such a table (pandas, polars, arrow, arrays by
+                column, the path of a CSV or parquet file), which are filled and scaled here; arrays
+                as `from_arrays` takes them, which for a model of a table are entries that are
+                filled and scaled already.
             fitted: what the client does to rows of a table.
 
         Raises:
@@ -82,7 +93,9 @@ class InputForm:
             if fitted is not None:
                 found = fitted(entries)
             else:
-                found = entries.to(torch.int32 if all(column.codes for column in self.table) else torch.float32)
+                found = entries.to(
+                    torch.int32 if all(column.codes for column in self.table) else torch.float32
+                )
         else:
             if self.names and names and set(self.names) <= set(names):
                 x = x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
@@ -102,7 +115,9 @@ class InputForm:
                 "normalized ones to the module itself"
             )
         if not self.images and len(x) and is_images(x[0]):
-            raise DataError("x is uint8 images; expected numbers, as in training: scale them as you did there")
+            raise DataError(
+                "x is uint8 images; expected numbers, as in training: scale them as you did there"
+            )
         if x.is_floating_point() and not bool(torch.isfinite(x).all()):
             raise DataError("x has NaN or infinity; fill or drop those samples")
         return x
@@ -118,7 +133,9 @@ class InputForm:
         """
         if not self.images:
             return x.to(dtype)
-        channels = (torch.tensor(each, dtype=dtype).reshape(-1, 1, 1) for each in (self.mean, self.std))
+        channels = (
+            torch.tensor(each, dtype=dtype).reshape(-1, 1, 1) for each in (self.mean, self.std)
+        )
         return normalized(x, dtype, *(channels if self.mean else ()))
 
 

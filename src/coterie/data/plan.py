@@ -1,7 +1,7 @@
 """The plan of a federation: the data each client is to receive, before any sample is drawn.
 
-Shifts are functions from plan to plan. They do not touch samples, so they compose; the clusters they plant are recorded
-in the plan.
+Shifts are functions from plan to plan. They do not touch samples, so they compose; the clusters
+they plant are recorded in the plan.
 """
 
 from abc import ABC, abstractmethod
@@ -42,11 +42,13 @@ class Recipe:
     Args:
         source: index of the dataset.
         offset: added to every label, so that the classes of several datasets stay distinct.
-        labels: the client's classes; None for all. Labels are the dataset's, before `relabel` and any offset.
+        labels: the client's classes; None for all. Labels are the dataset's, before `relabel` and
+            any offset.
         relabel: the new label of each label; None to keep them.
         transforms: applied to the images, in this order.
         noise: standard deviation of the noise added after normalization.
-        redrawn: whether that noise is drawn anew at every access, or once, when the federation is made.
+        redrawn: whether that noise is drawn anew at every access, or once, when the federation is
+            made.
         targets: makes the targets, instead of the dataset's.
         where: (column, value) that test samples must have.
         mixture: share of each class in the test set; None for all its samples.
@@ -106,7 +108,9 @@ class Client:
         Raises:
             DataError: when there are too few samples for that.
         """
-        _, validation, test = (max(1, round(self.size * part)) if part > 0 else 0 for part in self.shares)
+        _, validation, test = (
+            max(1, round(self.size * part)) if part > 0 else 0 for part in self.shares
+        )
         train = self.size - validation - test
         if train < 1:
             who = f"client {self.name!r}" if self.name else "a client"
@@ -118,7 +122,9 @@ class Client:
 
     def plant(self, place: int, name: str, **recipe: object) -> "Client":
         """Return this client as a member of a cluster, with changes to its recipe."""
-        return replace(self, recipe=replace(self.recipe, **recipe), planted=(*self.planted, (place, name)))  # type: ignore[arg-type]
+        return replace(
+            self, recipe=replace(self.recipe, **recipe), planted=(*self.planted, (place, name))
+        )  # type: ignore[arg-type]
 
     def note(self, *words: str) -> "Client":
         """Return this client with notes."""
@@ -172,14 +178,25 @@ def planned(shift: Shift, clients: Clients, sources: Sequence[Source], streams: 
     Raises:
         ConfigError: when that is no plan for as many clients.
     """
-    name, found = getattr(shift, "kind", type(shift).__name__), shift.apply(clients, sources, streams)
+    name, found = (
+        getattr(shift, "kind", type(shift).__name__),
+        shift.apply(clients, sources, streams),
+    )
     if found is None:
-        raise ConfigError(f"{name}: apply returned None; expected the clients: is a `return` missing?")
-    if not isinstance(found, tuple | list) or not all(isinstance(client, Client) for client in found):
+        raise ConfigError(
+            f"{name}: apply returned None; expected the clients: is a `return` missing?"
+        )
+    if not isinstance(found, tuple | list) or not all(
+        isinstance(client, Client) for client in found
+    ):
         raise ConfigError(f"{name}: apply returned {found!r:.60}; expected a tuple of clients")
     if len(found) != len(clients):
-        raise ConfigError(f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was given")
-    for transform in {type(one): one for client in found for one in client.recipe.transforms}.values():
+        raise ConfigError(
+            f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was given"
+        )
+    for transform in {
+        type(one): one for client in found for one in client.recipe.transforms
+    }.values():
         if not callable(transform) or type(transform).__hash__ is None:
             raise ConfigError(
                 f"{name}: its transform {transform!r:.60} cannot be called or hashed; expected a frozen dataclass with "
@@ -189,7 +206,11 @@ def planned(shift: Shift, clients: Clients, sources: Sequence[Source], streams: 
 
 
 def members(
-    clusters: int, num_clients: int, sizes: Sequence[int] | None, assign: Assign, generator: np.random.Generator
+    clusters: int,
+    num_clients: int,
+    sizes: Sequence[int] | None,
+    assign: Assign,
+    generator: np.random.Generator,
 ) -> list[int]:
     """Assign every client to a cluster.
 
@@ -197,8 +218,8 @@ def members(
         clusters: number of clusters.
         num_clients: number of clients.
         sizes: clients of each cluster; None for as even as possible.
-        assign: "blocks" (the first clients are in the first cluster), "interleaved" (in turn, so that two shifts
-            that plant clusters cross), or "shuffled".
+        assign: "blocks" (the first clients are in the first cluster), "interleaved" (in turn, so
+            that two shifts that plant clusters cross), or "shuffled".
         generator: used by "shuffled" only.
 
     Raises:
@@ -206,13 +227,25 @@ def members(
     """
     if sizes is None:
         require(
-            clusters <= num_clients, "num_clients", num_clients, f"at least one for each of the {clusters} clusters"
+            clusters <= num_clients,
+            "num_clients",
+            num_clients,
+            f"at least one for each of the {clusters} clusters",
         )
-        sizes = [num_clients // clusters + (place < num_clients % clusters) for place in range(clusters)]
-    require(len(sizes) == clusters, "sizes", tuple(sizes), f"one size for each of the {clusters} clusters")
+        sizes = [
+            num_clients // clusters + (place < num_clients % clusters) for place in range(clusters)
+        ]
+    require(
+        len(sizes) == clusters,
+        "sizes",
+        tuple(sizes),
+        f"one size for each of the {clusters} clusters",
+    )
     require(min(sizes) >= 0, "sizes", tuple(sizes), "numbers that are not negative")
     if sum(sizes) != num_clients:
-        raise ConfigError(f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, {num_clients}")
+        raise ConfigError(
+            f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, {num_clients}"
+        )
     blocks = [place for place, size in enumerate(sizes) for _ in range(size)]
     if assign == "shuffled":
         return [blocks[row] for row in generator.permutation(num_clients)]

@@ -1,6 +1,7 @@
 """What each client does to the inputs of a table: it fills empty entries and scales numbers by its own training rows.
 
-A client sees no other client's rows, and not its own validation and test rows, when it decides what to fill in.
+A client sees no other client's rows, and not its own validation and test rows, when it decides what
+to fill in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,8 @@ class TableColumn:
         categories: its values, in order, each with an entry of its own; None for numbers.
         codes: whether it is one entry instead, the number of the category.
         filled: whether a client's preparation says what an empty entry becomes.
-        indicator: whether the entry is not the number in the column, but 1 where the column is empty and 0 elsewhere.
+        indicator: whether the entry is not the number in the column, but 1 where the column is
+            empty and 0 elsewhere.
     """
 
     name: str
@@ -53,10 +55,12 @@ class Column:
     Args:
         name: of the column.
         start: its first entry.
-        width: number of entries: one for numbers and codes, one for each category otherwise ("one-hot").
+        width: number of entries: one for numbers and codes, one for each category otherwise
+            ("one-hot").
         impute: what fills an empty entry: a key of FILLS, a number, or the code of a category.
         scale: whether to subtract the mean and divide by the standard deviation.
-        indicated: whether another entry says where it was empty; then a client may have no value at all.
+        indicated: whether another entry says where it was empty; then a client may have no value at
+            all.
     """
 
     name: str
@@ -66,7 +70,9 @@ class Column:
     scale: bool = False
     indicated: bool = False
 
-    def fit(self, x: Float[np.ndarray, "samples entries"]) -> tuple[Float[np.ndarray, " width"], float, float] | None:
+    def fit(
+        self, x: Float[np.ndarray, "samples entries"]
+    ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
         """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
         own = x[:, self.start : self.start + self.width]
         known = own[~np.isnan(own[:, 0])]
@@ -93,8 +99,8 @@ class Fitted:
         center: what is subtracted.
         spread: what divides.
         whole: whether the result is whole numbers.
-        empty: the columns without any value in the training rows, and without an entry that says so; their empty
-            entries become 0.
+        empty: the columns without any value in the training rows, and without an entry that says
+            so; their empty entries become 0.
     """
 
     fill: Float[Tensor, " entries"]
@@ -106,7 +112,9 @@ class Fitted:
     def __call__(self, x: Float[Tensor, "samples entries"]) -> Tensor:
         """Return filled and scaled inputs."""
         filled = torch.where(torch.isnan(x), self.fill, x.double())
-        return ((filled - self.center) / self.spread).to(torch.int32 if self.whole else torch.float32)
+        return ((filled - self.center) / self.spread).to(
+            torch.int32 if self.whole else torch.float32
+        )
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,9 @@ def stacked(fitted: Sequence[Fitted]) -> dict[str, Tensor]:
     """
     if not fitted:
         return {}
-    parts = {f"{_STORED}.{name}": torch.stack([getattr(one, name) for one in fitted]) for name in _PARTS}
+    parts = {
+        f"{_STORED}.{name}": torch.stack([getattr(one, name) for one in fitted]) for name in _PARTS
+    }
     return {**parts, f"{_STORED}.whole": torch.tensor([one.whole for one in fitted])}
 
 
@@ -161,7 +171,9 @@ def unstacked(tensors: Mapping[str, Tensor]) -> tuple[Fitted, ...]:
         return ()
     fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)
     whole = tensors[f"{_STORED}.whole"].tolist()
-    return tuple(Fitted(fill[row], center[row], spread[row], kind, ()) for row, kind in enumerate(whole))
+    return tuple(
+        Fitted(fill[row], center[row], spread[row], kind, ()) for row, kind in enumerate(whole)
+    )
 
 
 _STORED, _PARTS = "prepared", ("fill", "center", "spread")

@@ -1,8 +1,8 @@
 """Distribution shifts between clients: of labels, quantities, inputs and concepts.
 
-Each kind is a frozen dataclass; its fields are the keys of a `[[data.shift]]` table, and `apply` is a pure function
-from plan to plan that also writes down what it planted. Shifts compose in the order given. Labels are those of the
-client's own dataset.
+Each kind is a frozen dataclass; its fields are the keys of a `[[data.shift]]` table, and `apply` is
+a pure function from plan to plan that also writes down what it planted. Shifts compose in the order
+given. Labels are those of the client's own dataset.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,8 @@ class Labels(Shift):
     """Label shift: a cluster has some of the classes only.
 
     Args:
-        groups: the classes of each cluster, as a list or as text such as "0-9, 35-44". Groups may overlap.
+        groups: the classes of each cluster, as a list or as text such as "0-9, 35-44". Groups may
+            overlap.
         sizes: clients of each cluster.
         assign: which clients.
     """
@@ -86,12 +87,15 @@ class Labels(Shift):
 class DirichletPerClient(Shift):
     """Label shift: every client draws its own mixture of classes from a Dirichlet distribution.
 
-    Give one of the two concentrations. A class that runs out is replaced by the client's others, in proportion.
+    Give one of the two concentrations. A class that runs out is replaced by the client's others, in
+    proportion.
 
     Args:
-        concentration_total: the mixture is Dirichlet(value x class shares of the pool), as in Hsu et al. (2019): the
-            concentrations add to this value. 0 gives one class to each client. A list gives one level to each cluster.
-        concentration_per_class: the mixture is Dirichlet(value, ..., value): the concentration of every class.
+        concentration_total: the mixture is Dirichlet(value x class shares of the pool), as in Hsu
+            et al. (2019): the concentrations add to this value. 0 gives one class to each client. A
+            list gives one level to each cluster.
+        concentration_per_class: the mixture is Dirichlet(value, ..., value): the concentration of
+            every class.
         sizes: clients of each level, when there are several.
         assign: which clients.
     """
@@ -104,7 +108,11 @@ class DirichletPerClient(Shift):
 
     def check(self) -> None:
         """Check that one of the concentrations is given."""
-        given = [value for value in (self.concentration_total, self.concentration_per_class) if value is not None]
+        given = [
+            value
+            for value in (self.concentration_total, self.concentration_per_class)
+            if value is not None
+        ]
         if len(given) != 1:
             raise ConfigError(
                 f"{self.kind} needs one of concentration_total and concentration_per_class; {len(given)} given"
@@ -113,7 +121,11 @@ class DirichletPerClient(Shift):
     @property
     def levels(self) -> tuple[float, ...]:
         """The concentration of each level."""
-        value = self.concentration_total if self.concentration_total is not None else self.concentration_per_class
+        value = (
+            self.concentration_total
+            if self.concentration_total is not None
+            else self.concentration_per_class
+        )
         return tuple(value) if isinstance(value, Sequence) else (0.0 if value is None else value,)
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -133,13 +145,16 @@ class DirichletPerClient(Shift):
 
 
 def dirichlet(
-    concentration: Float[np.ndarray, " classes"], prior: Float[np.ndarray, " classes"], generator: np.random.Generator
+    concentration: Float[np.ndarray, " classes"],
+    prior: Float[np.ndarray, " classes"],
+    generator: np.random.Generator,
 ) -> Float[np.ndarray, " classes"]:
     """Draw from a Dirichlet distribution, also where its concentrations vanish.
 
     Args:
         concentration: of each class; classes with 0 get nothing, unless all have 0.
-        prior: decides the one class of the limit, where the concentrations are too small to draw with.
+        prior: decides the one class of the limit, where the concentrations are too small to draw
+            with.
         generator: the stream.
     """
     some = concentration > 0
@@ -164,12 +179,14 @@ def _even_dirichlet(
 class DirichletPerClass(Shift):
     """Label and quantity shift: the samples of every class are shared between the clients by a Dirichlet draw.
 
-    Clients end up with different classes and different numbers of samples; together they use as many as without
-    the shift, in the class shares of the pool.
+    Clients end up with different classes and different numbers of samples; together they use as
+    many as without the shift, in the class shares of the pool.
 
     Args:
-        concentration_per_client: the shares of one class are Dirichlet(value, ..., value) over the clients.
-        minimum: samples that every client gets at least; they are taken from the clients that have most.
+        concentration_per_client: the shares of one class are Dirichlet(value, ..., value) over the
+            clients.
+        minimum: samples that every client gets at least; they are taken from the clients that have
+            most.
     """
 
     kind: ClassVar[str] = "dirichlet-per-class"
@@ -187,7 +204,9 @@ class DirichletPerClass(Shift):
             counts = self._share_classes([clients[row].size for row in rows], source, generator)
             for row, count in zip(rows, counts, strict=True):
                 new = replace(clients[row], samples=int(count.sum()), counts=tuple(count.tolist()))
-                out[row] = new.note(f"dirichlet {self.concentration_per_client:g} per client of each class")
+                out[row] = new.note(
+                    f"dirichlet {self.concentration_per_client:g} per client of each class"
+                )
         return tuple(out)
 
     def _share_classes(
@@ -195,11 +214,17 @@ class DirichletPerClass(Shift):
     ) -> Int[np.ndarray, "clients classes"]:
         present = _present(source)
         if sum(sizes) > present.sum():
-            raise DataError(f"the clients ask for {sum(sizes):,} samples; {source.name} has {present.sum():,}")
+            raise DataError(
+                f"the clients ask for {sum(sizes):,} samples; {source.name} has {present.sum():,}"
+            )
         share(sum(sizes), np.ones(len(sizes)), self.minimum)  # the minimum is there for everyone
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
-        weights = [_even_dirichlet(self.concentration_per_client, len(sizes), generator) for _ in budget]
-        counts = np.stack([generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1)
+        weights = [
+            _even_dirichlet(self.concentration_per_client, len(sizes), generator) for _ in budget
+        ]
+        counts = np.stack(
+            [generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1
+        )
         for poor in np.flatnonzero(counts.sum(1) < self.minimum):
             for _ in range(self.minimum - int(counts[poor].sum())):
                 rich = int(counts.sum(1).argmax())
@@ -214,15 +239,17 @@ class DirichletPerClass(Shift):
 class KFold(Shift):
     """Label shift: the classes are cut into blocks, and every client has one block as its main part.
 
-    Client k belongs to fold k mod `folds`; the folds are contiguous blocks of classes. The rest of its samples comes
-    evenly from all classes. Both parts are spread as evenly as whole samples allow, over the clients too.
+    Client k belongs to fold k mod `folds`; the folds are contiguous blocks of classes. The rest of
+    its samples comes evenly from all classes. Both parts are spread as evenly as whole samples
+    allow, over the clients too.
 
     Args:
         folds: number of blocks.
         primary: part of a client's samples that comes from its block, from 0 to 1.
-        rest: how the other part is spread: "even", or "released" as in the public code of SosicFL, where each class
-            gets the whole number below its share and the last class all that is left, and where samples serve
-            several clients when a class runs out. Where the classes divide the part both are the same.
+        rest: how the other part is spread: "even", or "released" as in the public code of SosicFL,
+            where each class gets the whole number below its share and the last class all that is
+            left, and where samples serve several clients when a class runs out. Where the classes
+            divide the part both are the same.
     """
 
     kind: ClassVar[str] = "k-fold"
@@ -236,8 +263,15 @@ class KFold(Shift):
         _require_whole_pool(clients, self.kind)
         for source in sources:
             _require_classes(source)
-            require(self.folds <= source.classes, "folds", self.folds, f"at most the {source.classes} classes")
-        require(self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients")
+            require(
+                self.folds <= source.classes,
+                "folds",
+                self.folds,
+                f"at most the {source.classes} classes",
+            )
+        require(
+            self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients"
+        )
         next_primary, next_rest = [0] * (self.folds * len(sources)), [0] * len(sources)
         out = []
         for row, client in enumerate(clients):
@@ -269,7 +303,8 @@ class Quantity(Shift):
     """Quantity shift: clients have different numbers of samples; together they have as many as without the shift.
 
     Args:
-        concentration_per_client: the shares are Dirichlet(value, ..., value) over the clients: small is uneven.
+        concentration_per_client: the shares are Dirichlet(value, ..., value) over the clients:
+            small is uneven.
         minimum: samples that every client gets first.
     """
 
@@ -281,10 +316,16 @@ class Quantity(Shift):
         """Draw the sizes."""
         _require_free(clients, self.kind)
         if any(c.group is not None for c in clients):
-            raise ConfigError(f"{self.kind} cannot change natural groups; leave one of the two shifts out")
+            raise ConfigError(
+                f"{self.kind} cannot change natural groups; leave one of the two shifts out"
+            )
         generator, out = streams(EVERYONE), list(clients)
         for pool in sorted({(c.recipe.source, c.recipe.labels or ()) for c in clients}):
-            rows = [row for row, c in enumerate(clients) if (c.recipe.source, c.recipe.labels or ()) == pool]
+            rows = [
+                row
+                for row, c in enumerate(clients)
+                if (c.recipe.source, c.recipe.labels or ()) == pool
+            ]
             weights = _even_dirichlet(self.concentration_per_client, len(rows), generator)
             sizes = share(sum(clients[row].size for row in rows), weights, self.minimum)
             for row, size in zip(rows, sizes.tolist(), strict=True):
@@ -300,7 +341,9 @@ def require_label(label: int, source: Source) -> None:
     """
     _require_classes(source)
     if not 0 <= label < source.classes:
-        raise ConfigError(f"label {label} is not in {source.name}; expected 0 to {source.classes - 1}")
+        raise ConfigError(
+            f"label {label} is not in {source.name}; expected 0 to {source.classes - 1}"
+        )
 
 
 def _require_free(clients: Clients, kind: str) -> None:
@@ -370,10 +413,12 @@ class Rotation(Shift):
     """Covariate shift: the images of a cluster are turned counter-clockwise.
 
     Args:
-        degrees: the angle of each cluster. Quarter turns are exact; other angles take the nearest pixel.
+        degrees: the angle of each cluster. Quarter turns are exact; other angles take the nearest
+            pixel.
         sizes: clients of each cluster; as even as possible when not given.
         assign: which clients: "blocks", "interleaved" or "shuffled".
-        fill: value (0 to 255) of pixels from outside a turned image; 128 is zero after normalization with 0.5.
+        fill: value (0 to 255) of pixels from outside a turned image; 128 is zero after
+            normalization with 0.5.
     """
 
     kind: ClassVar[str] = "rotation"
@@ -388,12 +433,16 @@ class Rotation(Shift):
         for source in sources:
             height, width = source.train.x.shape[-2:]
             if height != width and any(angle % 180 == 90 for angle in self.degrees):
-                raise DataError(f"{source.name} has images of {height}x{width}; a quarter turn needs square images")
+                raise DataError(
+                    f"{source.name} has images of {height}x{width}; a quarter turn needs square images"
+                )
         place = members(len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE))
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
         filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
         return tuple(
-            c.plant(p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])).note(*filled)
+            c.plant(
+                p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])
+            ).note(*filled)
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -411,8 +460,9 @@ class Visual(Shift):
         assign: which clients.
         sigma: standard deviation of the noise, in normalized units.
         radius: radius of the blur, in pixels.
-        noise: "redrawn": at every access, in training and in testing: in every step, and whenever a round measures
-            models; or "fixed": once for each sample, so that the federation holds normalized float16 images.
+        noise: "redrawn": at every access, in training and in testing: in every step, and whenever a
+            round measures models; or "fixed": once for each sample, so that the federation holds
+            normalized float16 images.
     """
 
     kind: ClassVar[str] = "visual"
@@ -437,7 +487,9 @@ class Visual(Shift):
             return disturbed.note(f"sigma {self.sigma:g}" + ", drawn anew at every access" * anew)
         if domain == "blur":
             blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
-            return client.plant(place, domain, transforms=recipe.transforms + blur).note(f"radius {self.radius:g}")
+            return client.plant(place, domain, transforms=recipe.transforms + blur).note(
+                f"radius {self.radius:g}"
+            )
         return client.plant(place, domain)
 
 
@@ -460,15 +512,27 @@ class LabelSwap(Shift):
     def check(self) -> None:
         """Check that the swaps are pairs."""
         pairs = [tuple(pair) for cluster in self.swaps for pair in cluster]
-        require(all(len(set(pair)) == len(pair) == 2 for pair in pairs), "swaps", self.swaps, "pairs of two labels")
+        require(
+            all(len(set(pair)) == len(pair) == 2 for pair in pairs),
+            "swaps",
+            self.swaps,
+            "pairs of two labels",
+        )
         for cluster in self.swaps:
             named = [label for pair in cluster for label in pair]
-            require(len(set(named)) == len(named), "swaps", cluster, "each label in at most one pair of a cluster")
+            require(
+                len(set(named)) == len(named),
+                "swaps",
+                cluster,
+                "each label in at most one pair of a cluster",
+            )
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Exchange the labels of each cluster."""
         for source in sources:
-            for label in sorted({label for cluster in self.swaps for pair in cluster for label in pair}):
+            for label in sorted(
+                {label for cluster in self.swaps for pair in cluster for label in pair}
+            ):
                 require_label(label, source)
         place = members(len(self.swaps), len(clients), self.sizes, self.assign, streams(EVERYONE))
         out = []
@@ -476,7 +540,9 @@ class LabelSwap(Shift):
             pairs = [(pair[0], pair[1]) for pair in self.swaps[p]]
             new = {a: b for a, b in pairs} | {b: a for a, b in pairs}
             old = client.recipe.relabel or tuple(range(sources[client.recipe.source].classes))
-            relabel = tuple(new.get(label, label) for label in old) if pairs else client.recipe.relabel
+            relabel = (
+                tuple(new.get(label, label) for label in old) if pairs else client.recipe.relabel
+            )
             name = "swap " + " ".join(f"{a}-{b}" for a, b in pairs) if pairs else "no swap"
             out.append(client.plant(p, name, relabel=relabel))
         return tuple(out)
@@ -511,14 +577,22 @@ class RegressionTargets(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its coefficients."""
         for source in sources:
-            if source.classes or source.train.x.ndim != 2 or source.train.y.ndim != 1 or source.parts:
+            if (
+                source.classes
+                or source.train.x.ndim != 2
+                or source.train.y.ndim != 1
+                or source.parts
+            ):
                 raise DataError(
                     f"{source.name} is not a regression problem of one number; {self.kind} needs one with flat features"
                 )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
         place = members(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
-        theta = [tuple(streams(cluster).uniform(self.low, self.high, dim).tolist()) for cluster in range(clusters)]
+        theta = [
+            tuple(streams(cluster).uniform(self.low, self.high, dim).tolist())
+            for cluster in range(clusters)
+        ]
         return tuple(
             c.plant(p, f"targets {p}", targets=Linear(theta[p], self.noise))
             for c, p in zip(clients, place, strict=True)
@@ -533,7 +607,8 @@ class Domain(Shift):
     Args:
         sizes: clients of each dataset.
         assign: which clients.
-        offset_labels: keep the classes of the datasets apart (the second dataset's start where the first's end).
+        offset_labels: keep the classes of the datasets apart (the second dataset's start where the
+            first's end).
     """
 
     kind: ClassVar[str] = "domain"
@@ -545,9 +620,13 @@ class Domain(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its dataset."""
         place = members(len(sources), len(clients), self.sizes, self.assign, streams(EVERYONE))
-        offsets = [sum(s.classes for s in sources[:p]) if self.offset_labels else 0 for p in range(len(sources))]
+        offsets = [
+            sum(s.classes for s in sources[:p]) if self.offset_labels else 0
+            for p in range(len(sources))
+        ]
         return tuple(
-            c.plant(p, sources[p].name, source=p, offset=offsets[p]) for c, p in zip(clients, place, strict=True)
+            c.plant(p, sources[p].name, source=p, offset=offsets[p])
+            for c, p in zip(clients, place, strict=True)
         )
 
 
@@ -558,8 +637,8 @@ class Natural(Shift):
 
     Args:
         column: the column that says whose a sample is.
-        cluster: a column with the planted cluster of each group; not known when not given. Test samples are then
-            those of the same cluster.
+        cluster: a column with the planted cluster of each group; not known when not given. Test
+            samples are then those of the same cluster.
     """
 
     kind: ClassVar[str] = "natural"
@@ -573,10 +652,17 @@ class Natural(Shift):
         Raises:
             ConfigError: when there is no such column, or more than one dataset.
         """
-        require(len(sources) == 1, "dataset", tuple(s.name for s in sources), "one dataset for natural groups")
+        require(
+            len(sources) == 1,
+            "dataset",
+            tuple(s.name for s in sources),
+            "one dataset for natural groups",
+        )
         for name in (self.column, self.cluster):
             if name is not None and name not in sources[0].train.columns:
-                raise ConfigError(f"{sources[0].name}: {unknown('column', name, sources[0].train.columns)}")
+                raise ConfigError(
+                    f"{sources[0].name}: {unknown('column', name, sources[0].train.columns)}"
+                )
         return sources[0].train.columns[self.column].numpy()
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -602,22 +688,37 @@ class Natural(Shift):
         numbers = groups[chosen].tolist()
         unnamed = numbers == list(range(len(numbers)))
         return tuple(
-            self._of_group(replace(c, samples=c.samples or int(sizes[g])), int(groups[g]), values, sources[0], unnamed)
+            self._of_group(
+                replace(c, samples=c.samples or int(sizes[g])),
+                int(groups[g]),
+                values,
+                sources[0],
+                unnamed,
+            )
             for c, g in zip(clients, chosen, strict=True)
         )
 
     def _of_group(
-        self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source, unnamed: bool
+        self,
+        client: Client,
+        group: int,
+        values: Int[np.ndarray, " samples"],
+        source: Source,
+        unnamed: bool,
     ) -> Client:
         own = self.column == source.clients
         named = source.named(group) if own else ""
         name = named or ("" if unnamed else str(group) if own else f"{self.column} {group}")
-        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {named or group}")
+        client = replace(client, group=(self.column, group), name=name).note(
+            f"{self.column} {named or group}"
+        )
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])
         if len(clusters) > 1:
-            raise DataError(f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected one")
+            raise DataError(
+                f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected one"
+            )
         cluster = int(clusters[0])
         return client.plant(cluster, f"{self.cluster} {cluster}", where=(self.cluster, cluster))
 
@@ -627,19 +728,23 @@ class Natural(Shift):
 class Partition(Shift):
     """A partition of yours: a function says which client has each sample of the pool.
 
-    Where the study gives `train`, each client draws that many of its samples; else it has all of them.
+    Where the study gives `train`, each client draws that many of its samples; else it has all of
+    them.
 
     Args:
-        function: import path of a function (samples, num_clients, generator) that returns a number for each sample: the
-            client that has it, from 0 to num_clients - 1, or -1 for none. It sees `samples.x`, `samples.y` and
-            `samples.columns`; the generator is keyed by the seed of the data.
+        function: import path of a function (samples, num_clients, generator) that returns a number
+            for each sample: the client that has it, from 0 to num_clients - 1, or -1 for none. It
+            sees `samples.x`, `samples.y` and `samples.columns`; the generator is keyed by the seed
+            of the data.
     """
 
     kind: ClassVar[str] = "partition"
     chooses_pool: ClassVar[bool] = True
     function: OwnFunction
 
-    def owners(self, samples: Samples, num_clients: int, generator: np.random.Generator) -> Int[np.ndarray, " samples"]:
+    def owners(
+        self, samples: Samples, num_clients: int, generator: np.random.Generator
+    ) -> Int[np.ndarray, " samples"]:
         """Return the client of each sample; -1 for none.
 
         Raises:
@@ -649,7 +754,9 @@ class Partition(Shift):
         what = f"partition {self.function!r}"
         found = imported_function(str(self.function), what)(samples, num_clients, generator)
         if found is None:
-            raise ConfigError(f"{what} returned None; expected the client of each sample: is a `return` missing?")
+            raise ConfigError(
+                f"{what} returned None; expected the client of each sample: is a `return` missing?"
+            )
         owners = np.asarray(found)
         if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
             raise ConfigError(
@@ -671,7 +778,12 @@ class Partition(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each client its samples."""
-        require(len(sources) == 1, "dataset", tuple(s.name for s in sources), "one dataset for a partition")
+        require(
+            len(sources) == 1,
+            "dataset",
+            tuple(s.name for s in sources),
+            "one dataset for a partition",
+        )
         owners = self.owners(sources[0].train, len(clients), streams(EVERYONE))
         out = []
         for row, client in enumerate(clients):
@@ -681,7 +793,9 @@ class Partition(Shift):
                     f"partition {self.function!r} gives client {row} {len(own)} samples; {client.samples} are asked "
                     "for: lower train or validation, or leave them out"
                 )
-            new = replace(client, group=(self.kind, row), rows=own, samples=client.samples or len(own))
+            new = replace(
+                client, group=(self.kind, row), rows=own, samples=client.samples or len(own)
+            )
             out.append(new.note(f"{len(own)} samples by {self.function}"))
         return tuple(out)
 
@@ -711,7 +825,8 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     """Make a shift from a table such as `{"kind": "rotation", "degrees": [0, 90]}`.
 
     Args:
-        table: `kind`, a name of SHIFTS or the import path of a subclass of `Shift`, and the fields of that kind.
+        table: `kind`, a name of SHIFTS or the import path of a subclass of `Shift`, and the fields
+            of that kind.
         where: how the user finds it.
 
     Raises:
@@ -719,17 +834,24 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     """
     kind, rest = kind_of(table, SHIFTS, "shift", where)
     if kind not in SHIFTS:
-        return parse(imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where)
+        return parse(
+            imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where
+        )
     if kind.startswith("dirichlet") and "alpha" in rest:
-        names = ", ".join(field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration"))
-        raise ConfigError(f"{where}: alpha means different things in different papers; use one of: {names}")
+        names = ", ".join(
+            field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration")
+        )
+        raise ConfigError(
+            f"{where}: alpha means different things in different papers; use one of: {names}"
+        )
     return parse(SHIFTS[kind], rest, where)
 
 
 def stored_shift(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
     """Return a shift as a study keeps it: the table from which `read_shift` makes it, with every field.
 
-    A table that names an import path stays as it is, so that nothing is imported to read a study's results.
+    A table that names an import path stays as it is, so that nothing is imported to read a study's
+    results.
 
     Args:
         shift: the shift, or a table of it.

@@ -1,6 +1,7 @@
 """Source: a dataset as a pool, from which clients draw their samples, and a test set.
 
-Images are uint8, channels first; other inputs are numbers or integers as they came, or several tensors in one.
+Images are uint8, channels first; other inputs are numbers or integers as they came, or several
+tensors in one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     """Whether no value is NaN or infinite; checks the extremes, which is much faster than every value."""
-    return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
+    return not values.numel() or all(
+        bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)
+    )
 
 
 def normalized(
@@ -57,9 +60,10 @@ class Part:
     Args:
         name: the argument of the module's `forward` that it is; empty for the next positional one.
         shape: of one sample.
-        whole: whether the module takes it as whole numbers (int64), such as the codes of categories.
-        mean: per channel, for an image of bytes, which is scaled to [0, 1] and normalized when it is read; empty for
-            "do not normalize", and for other tensors.
+        whole: whether the module takes it as whole numbers (int64), such as the codes of
+            categories.
+        mean: per channel, for an image of bytes, which is scaled to [0, 1] and normalized when it
+            is read; empty for "do not normalize", and for other tensors.
         std: per channel.
     """
 
@@ -98,7 +102,8 @@ class Source:
         test: the test set; it may be empty.
         classes: number of classes; 0 where a target is not one class.
         class_names: a name for each class, when known.
-        standard: the usual mean and standard deviation of each channel; computed from the pool when not given.
+        standard: the usual mean and standard deviation of each channel; computed from the pool when
+            not given.
         clients: the column that says whose a sample is, where data come with clients.
         client_names: a name for each value of that column, from 0.
         feature_names: a name for each entry of an input, when known.
@@ -139,13 +144,16 @@ class Source:
         Args:
             x: inputs: an array, or a tuple or table of arrays where an input is several tensors.
             y: targets.
-            clients: the client of each sample; without it the samples are a pool that others divide.
+            clients: the client of each sample; without it the samples are a pool that others
+                divide.
             clusters: the known cluster of each client.
             test: (x, y) of a test set for all clients.
             classes: number of classes.
             class_names: a name for each class.
-            feature_names: a name for each entry of an input; the columns of a table of pandas or polars by default.
-            normalize: of images among several tensors, which are scaled here; other images are scaled later.
+            feature_names: a name for each entry of an input; the columns of a table of pandas or
+                polars by default.
+            normalize: of images among several tensors, which are scaled here; other images are
+                scaled later.
             name: a name for the data.
 
         Raises:
@@ -161,24 +169,40 @@ class Source:
         targets, names = named_labels([y] if test is None else [y, test[1]], class_names)
         inputs, parts, constants = _inputs(x, normalize)
         pool = as_samples(inputs, targets[0], classes)
-        columns, client_names = ({}, ()) if clients is None else numbered_clients(clients, len(pool), clusters)
+        columns, client_names = (
+            ({}, ()) if clients is None else numbered_clients(clients, len(pool), clusters)
+        )
         pool = replace(pool, columns=columns)
         if classes is None:
             one = not pool.y.is_floating_point() and pool.y.ndim == 1
             classes = (max(len(names), int(pool.y.max()) + 1) if len(pool) else 1) if one else 0
         if test is None:
-            kept = Samples(pool.x[:0], pool.y[:0], {column: values[:0] for column, values in columns.items()})
+            kept = Samples(
+                pool.x[:0], pool.y[:0], {column: values[:0] for column, values in columns.items()}
+            )
         else:
             x_held, parts_held, _ = _inputs(test[0], normalize, constants)
             if parts_held != parts:
-                raise DataError(f"{name}: test inputs are {said(parts_held)}; training inputs are {said(parts)}")
+                raise DataError(
+                    f"{name}: test inputs are {said(parts_held)}; training inputs are {said(parts)}"
+                )
             kept = as_samples(x_held, targets[1], classes)
             pool, kept = _alike(pool, kept)
         if classes:
-            require(len(names) in (0, classes), "class_names", names, f"{classes} names, one for each class")
+            require(
+                len(names) in (0, classes),
+                "class_names",
+                names,
+                f"{classes} names, one for each class",
+            )
         entries = int(np.prod(pool.x.shape[1:]))
         if feature_names:
-            require(len(feature_names) == entries, "feature_names", feature_names, f"{entries}, one for each entry")
+            require(
+                len(feature_names) == entries,
+                "feature_names",
+                feature_names,
+                f"{entries}, one for each entry",
+            )
         elif not parts and len(columns_of(x)) == entries:
             feature_names = columns_of(x)
         return Source(
@@ -195,7 +219,11 @@ class Source:
     def form(self) -> str:
         """The type and shape of one input, in words."""
         shape = "x".join(map(str, self.train.x.shape[1:])) or "scalar"
-        return said(self.parts) if self.parts else f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
+        return (
+            said(self.parts)
+            if self.parts
+            else f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
+        )
 
     def named(self, value: int) -> str:
         """Return the name of a value of the column of clients; empty where clients are numbers."""
@@ -207,7 +235,12 @@ class Source:
         Args:
             normalize: "half" (0.5 and 0.5), "standard" (the dataset's own) or "none".
         """
-        require(normalize in ("half", "standard", "none"), "normalize", normalize, "'half', 'standard' or 'none'")
+        require(
+            normalize in ("half", "standard", "none"),
+            "normalize",
+            normalize,
+            "'half', 'standard' or 'none'",
+        )
         if normalize == "none" or not self.is_images:
             return (), ()
         channels = self.train.x.shape[1]
@@ -228,9 +261,14 @@ class Source:
             raise DataError(
                 f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; make them equal"
             )
-        forms = [(str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:])) for one in (self.train, self.test)]
+        forms = [
+            (str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:]))
+            for one in (self.train, self.test)
+        ]
         if len(self.test) and forms[0] != forms[1]:
-            raise DataError(f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them equal")
+            raise DataError(
+                f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them equal"
+            )
         return self
 
     def _check_samples(self, samples: Samples, what: str) -> None:
@@ -241,13 +279,21 @@ class Source:
             entry = int(bad[place].nonzero()[0])
             column = f" in {self.feature_names[entry]!r}" if self.feature_names else ""
             where = self._whose(samples, place)
-            raise DataError(f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop them")
+            raise DataError(
+                f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop them"
+            )
         if not self.classes:
             if not all_finite(samples.y):
-                place = int((~torch.isfinite(samples.y)).reshape(len(samples), -1).any(1).nonzero()[0])
+                place = int(
+                    (~torch.isfinite(samples.y)).reshape(len(samples), -1).any(1).nonzero()[0]
+                )
                 where = self._whose(samples, place)
-                raise DataError(f"{what} have NaN or infinity in the targets (first {where}); drop those samples")
-        elif len(samples.y) and not 0 <= int(samples.y.min()) <= int(samples.y.max()) < self.classes:
+                raise DataError(
+                    f"{what} have NaN or infinity in the targets (first {where}); drop those samples"
+                )
+        elif (
+            len(samples.y) and not 0 <= int(samples.y.min()) <= int(samples.y.max()) < self.classes
+        ):
             low, high = int(samples.y.min()), int(samples.y.max())
             place = int(((samples.y < 0) | (samples.y >= self.classes)).nonzero()[0])
             raise DataError(
@@ -280,14 +326,17 @@ def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
     return tuple(mean), tuple(std)
 
 
-def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor] | None = None) -> Samples:
+def as_samples(
+    x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor] | None = None
+) -> Samples:
     """Make samples from arrays or tensors.
 
     Args:
-        x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers of any shape.
-            Integers become int32, float16 stays, other floats become float32.
+        x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers
+            of any shape. Integers become int32, float16 stays, other floats become float32.
         y: integers, one class a sample or several, or float targets, of any shape.
-        classes: 0 where a target is not one class; None to infer it from y: one integer a sample is a class.
+        classes: 0 where a target is not one class; None to infer it from y: one integer a sample is
+            a class.
         columns: further integers.
 
     Raises:
@@ -295,7 +344,9 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
     """
     x, y = _input(x, "x"), _tensor(y, "y")
     if len(x) != len(y):
-        raise DataError(f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input")
+        raise DataError(
+            f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input"
+        )
     return Samples(x, _targets(y, classes), columns or {})
 
 
@@ -313,13 +364,17 @@ def _alike(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
     return pool, held
 
 
-def _targets(y: Shaped[Tensor, "samples *targets"], classes: int | None) -> Shaped[Tensor, "samples *kept"]:
+def _targets(
+    y: Shaped[Tensor, "samples *targets"], classes: int | None
+) -> Shaped[Tensor, "samples *kept"]:
     """Targets as they are kept: integers as int64, floats as float32."""
     if y.is_floating_point():
         if not classes:
             return y.float()
         if not bool((y == y.round()).all()):
-            raise DataError("y has fractions; expected whole numbers as classes, or classes=0 for regression")
+            raise DataError(
+                "y has fractions; expected whole numbers as classes, or classes=0 for regression"
+            )
     one = y.squeeze(-1) if y.ndim == 2 and y.shape[1] == 1 else y
     if one.ndim == 1:
         return y.float() if classes == 0 else one.long()
@@ -335,7 +390,8 @@ def _input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
     """One tensor of inputs as it is kept."""
     x = _tensor(value, name)
     if x.dtype == torch.bool:
-        return x.float() if x.ndim > 2 else x.to(torch.uint8)  # numbers, never an image of black and nearly black
+        # numbers, never an image of black and nearly black
+        return x.float() if x.ndim > 2 else x.to(torch.uint8)
     if x.dtype == torch.uint8:
         if x.ndim == 4 and x.shape[1] > 4 and x.shape[3] in (1, 3, 4):
             raise DataError(
@@ -362,12 +418,19 @@ def _inputs(
     Args:
         x: an array; or a tuple or table of arrays.
         normalize: of images: "half", "standard" or "none".
-        constants: mean and deviation of the channels of each part that is images; found here when not given.
+        constants: mean and deviation of the channels of each part that is images; found here when
+            not given.
     """
-    several = isinstance(x, Mapping) or (isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x))
+    several = isinstance(x, Mapping) or (
+        isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x)
+    )
     if not several:
         return x, (), {}
-    named = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else dict(enumerate(x))
+    named = (
+        {str(key): value for key, value in x.items()}
+        if isinstance(x, Mapping)
+        else dict(enumerate(x))
+    )
     found = dict(constants or {})
     tensors, parts = [], []
     for place, (key, value) in enumerate(named.items()):
@@ -378,12 +441,18 @@ def _inputs(
             mean, std = found.setdefault(place, Source("x", pixels, pixels, 0).constants(normalize))
             part, whole = part.float() / 255, False
             if mean:
-                part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(-1, 1, 1)
-        parts.append(Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std))
+                part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(
+                    -1, 1, 1
+                )
+        parts.append(
+            Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std)
+        )
         tensors.append(part.reshape(len(part), -1).float())
     lengths = [len(one) for one in tensors]
     if len(set(lengths)) > 1:
-        raise DataError(f"the parts of x hold {lengths} samples; expected as many in each: an input is one of each")
+        raise DataError(
+            f"the parts of x hold {lengths} samples; expected as many in each: an input is one of each"
+        )
     return torch.cat(tensors, 1), tuple(parts), found
 
 
@@ -391,7 +460,8 @@ def packed(x: Any, parts: Sequence[Part]) -> Shaped[Tensor, "samples *features"]
     """Return inputs as those of a source with the same parts were read: whole where there are none.
 
     Args:
-        x: an array; or a tuple or table of arrays, of which images of bytes are normalized as there.
+        x: an array; or a tuple or table of arrays, of which images of bytes are normalized as
+            there.
         parts: of the source.
 
     Raises:
@@ -404,7 +474,9 @@ def packed(x: Any, parts: Sequence[Part]) -> Shaped[Tensor, "samples *features"]
         if missing:
             raise DataError(f"x has no {missing[0]!r}; expected {said(parts)}")
         x = {part.name: x[part.name] for part in parts}
-    flat, found, _ = _inputs(x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)})
+    flat, found, _ = _inputs(
+        x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)}
+    )
     if not found:
         return _input(flat, "x")
     if [(one.shape, one.whole) for one in found] != [(one.shape, one.whole) for one in parts]:
@@ -417,16 +489,21 @@ def said(parts: Sequence[Part]) -> str:
     said = []
     for part in parts:
         shape = " x ".join(map(str, part.shape)) or "1"
-        said.append(f"{f'{part.name}: ' if part.name else ''}{shape} {'whole numbers' if part.whole else 'numbers'}")
+        said.append(
+            f"{f'{part.name}: ' if part.name else ''}{shape} {'whole numbers' if part.whole else 'numbers'}"
+        )
     return " + ".join(said) or "one tensor"
 
 
-def named_labels(targets: Sequence[Any], names: Sequence[str] = ()) -> tuple[list[Any], tuple[str, ...]]:
+def named_labels(
+    targets: Sequence[Any], names: Sequence[str] = ()
+) -> tuple[list[Any], tuple[str, ...]]:
     """Return targets with numbers in place of text, and the name of each number.
 
     Args:
         targets: arrays that share their labels, such as those for training and for testing.
-        names: the labels in order; all that occur, sorted, when not given (the categories of categorical data).
+        names: the labels in order; all that occur, sorted, when not given (the categories of
+            categorical data).
 
     Raises:
         DataError: when labels are missing, or not among `names`.
@@ -437,7 +514,9 @@ def named_labels(targets: Sequence[Any], names: Sequence[str] = ()) -> tuple[lis
         ([1, 0, 1], ('a', 'b'))
     """
     arrays = [one if isinstance(one, Tensor) else _array(one, "y") for one in targets]
-    if not any(isinstance(one, np.ndarray) and one.dtype.kind in "UOT" and one.size for one in arrays):
+    if not any(
+        isinstance(one, np.ndarray) and one.dtype.kind in "UOT" and one.size for one in arrays
+    ):
         return list(targets), tuple(names)
     texts = []
     for array in arrays:
@@ -445,17 +524,25 @@ def named_labels(targets: Sequence[Any], names: Sequence[str] = ()) -> tuple[lis
         bad = next((place for place, one in enumerate(flat) if not isinstance(one, str)), None)
         if bad is not None:
             empty = flat[bad] is None or flat[bad] != flat[bad]
-            what = "no label" if empty else f"{flat[bad]!r}, which is no text, among labels that are"
-            raise DataError(f"y has {what} in sample {bad}; expected a label for each sample: fill or drop it")
+            what = (
+                "no label" if empty else f"{flat[bad]!r}, which is no text, among labels that are"
+            )
+            raise DataError(
+                f"y has {what} in sample {bad}; expected a label for each sample: fill or drop it"
+            )
         texts.append(flat)
     given = [getattr(getattr(one, "dtype", None), "categories", None) for one in targets]
     known = [list(map(str, one)) for one in given if one is not None]
-    valid = tuple(names) or tuple(known[0] if known else sorted({label for flat in texts for label in flat}))
+    valid = tuple(names) or tuple(
+        known[0] if known else sorted({label for flat in texts for label in flat})
+    )
     place_of = {label: place for place, label in enumerate(valid)}
     for flat in texts:
         strange = next((label for label in flat if label not in place_of), None)
         if strange is not None:
-            raise DataError(f"y has the label {strange!r}; expected one of class_names: {', '.join(valid[:20])}")
+            raise DataError(
+                f"y has the label {strange!r}; expected one of class_names: {', '.join(valid[:20])}"
+            )
     coded = [
         np.array([place_of[label] for label in flat], np.int64).reshape(np.asarray(array).shape)
         for flat, array in zip(texts, arrays, strict=True)
@@ -469,11 +556,19 @@ def numbered_clients(
     """Number the clients in sorted order; return the columns of samples, and the names unless they are 0 to n - 1."""
     owners = np.asarray(clients)
     if owners.ndim != 1 or len(owners) != samples:
-        raise DataError(f"clients has shape {owners.shape}; expected one value for each of the {samples} samples")
+        raise DataError(
+            f"clients has shape {owners.shape}; expected one value for each of the {samples} samples"
+        )
     given = clients if isinstance(clients, list | tuple) else owners.tolist()
-    missing = [place for place, one in enumerate(given) if one is None or one != one or not str(one).strip()]
+    missing = [
+        place
+        for place, one in enumerate(given)
+        if one is None or one != one or not str(one).strip()
+    ]
     if missing:
-        raise DataError(f"clients has no value for sample {missing[0]}; fill it, or drop the sample")
+        raise DataError(
+            f"clients has no value for sample {missing[0]}; fill it, or drop the sample"
+        )
     try:
         values, owner = np.unique(owners, return_inverse=True)
     except TypeError:
@@ -487,13 +582,18 @@ def numbered_clients(
     if clusters is None:
         return columns, names
     if isinstance(clusters, Mapping):
-        keys = [name if name in clusters else str(name) for name in found]  # a study file has text alone
+        # a study file has text alone
+        keys = [name if name in clusters else str(name) for name in found]
         without = [name for name, key in zip(found, keys, strict=True) if key not in clusters]
         if without:
-            raise DataError(f"clusters has nothing for client {without[0]!r}; give the cluster of every client")
+            raise DataError(
+                f"clusters has nothing for client {without[0]!r}; give the cluster of every client"
+            )
         clusters = [clusters[key] for key in keys]
     if len(clusters) != len(found):
-        raise DataError(f"clusters has {len(clusters)} values; expected one for each of the {len(found)} clients")
+        raise DataError(
+            f"clusters has {len(clusters)} values; expected one for each of the {len(found)} clients"
+        )
     columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
     return columns, names
 
@@ -508,9 +608,14 @@ def _array(value: Any, name: str) -> np.ndarray:
     """An array of what a caller gives; whole numbers or floats in place of objects that are."""
     try:
         array = np.asarray(value)
-        if array.dtype.kind == "U" and isinstance(value, list | tuple):  # numpy writes None and NaN as words
+        # numpy writes None and NaN as words
+        if array.dtype.kind == "U" and isinstance(value, list | tuple):
             array = np.asarray(value, object)
-        if array.dtype.kind == "O" and array.size and not any(isinstance(one, str) for one in array.flat):
+        if (
+            array.dtype.kind == "O"
+            and array.size
+            and not any(isinstance(one, str) for one in array.flat)
+        ):
             array = np.asarray(array.tolist())
     except ValueError as error:
         raise DataError(
@@ -529,8 +634,16 @@ def _tensor(value: Any, name: str) -> Tensor:
         advice = ": coterie.from_table reads tables with text" if columns_of(value) else ""
         raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
-        raise DataError(f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}")
+        raise DataError(
+            f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}"
+        )
     kind = array.dtype.newbyteorder("=")
-    kept = np.int64 if kind.kind in "ui" and kind != np.uint8 else np.float64 if kind.itemsize > 8 else kind
+    kept = (
+        np.int64
+        if kind.kind in "ui" and kind != np.uint8
+        else np.float64
+        if kind.itemsize > 8
+        else kind
+    )
     array = np.ascontiguousarray(array, dtype=kept)
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -35,9 +35,12 @@ class Columns(Configurable):
         target: the column to learn, or several of numbers.
         client: the column that says whose a row is; none for a table that others divide.
         features: the columns of the inputs; all others when not given.
-        encode: "one-hot" or "codes" for columns of text or categories; for all, or a table by column.
-        impute: "mean", "median", "most-frequent" or a number for empty entries; for all columns, or a table by column.
-        indicate: columns of numbers that get a further entry, 1 where the column is empty and 0 elsewhere.
+        encode: "one-hot" or "codes" for columns of text or categories; for all, or a table by
+            column.
+        impute: "mean", "median", "most-frequent" or a number for empty entries; for all columns, or
+            a table by column.
+        indicate: columns of numbers that get a further entry, 1 where the column is empty and 0
+            elsewhere.
         scale: "standard" for columns of numbers.
         categories: all values of columns of text or categories, in order, by column.
         class_names: all values of a target of text, in order.
@@ -64,7 +67,9 @@ class Columns(Configurable):
                 raise ConfigError(f"encode of {name!r} is {code!r}; expected 'one-hot' or 'codes'")
         for name, values in self.categories.items():
             if not isinstance(values, list | tuple) or len(set(values)) < len(values):
-                raise ConfigError(f"categories of {name!r} is {values!r}; expected a list of values, each once")
+                raise ConfigError(
+                    f"categories of {name!r} is {values!r}; expected a list of values, each once"
+                )
         if self.clusters is not None and self.client is None:
             raise ConfigError("clusters is given without client; planted clusters come from shift")
         if isinstance(self.impute, str) and self.impute not in FILLS:
@@ -82,8 +87,16 @@ class Columns(Configurable):
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
         taken = {*self.targets, *([] if self.client is None else [self.client])}
-        chosen = [name for name in names if name not in taken] if self.features is None else list(self.features)
-        by_column = [what for what in (self.encode, self.impute, self.categories) if isinstance(what, Mapping)]
+        chosen = (
+            [name for name in names if name not in taken]
+            if self.features is None
+            else list(self.features)
+        )
+        by_column = [
+            what
+            for what in (self.encode, self.impute, self.categories)
+            if isinstance(what, Mapping)
+        ]
         for name in [*taken, *chosen, *(name for what in by_column for name in what)]:
             if name not in names:
                 raise ConfigError(unknown("column", name, names))
@@ -92,9 +105,13 @@ class Columns(Configurable):
                 raise ConfigError(f"indicate: {unknown('column of the inputs', name, chosen)}")
         both = [name for name in chosen if name in taken]
         if both:
-            raise ConfigError(f"{both[0]!r} is among the features, and is what is learned or the client; leave it out")
+            raise ConfigError(
+                f"{both[0]!r} is among the features, and is what is learned or the client; leave it out"
+            )
         if not chosen:
-            raise ConfigError(f"the table has the columns {', '.join(names)}; none is left as an input")
+            raise ConfigError(
+                f"the table has the columns {', '.join(names)}; none is left as an input"
+            )
         return tuple(chosen)
 
 
@@ -104,15 +121,19 @@ _FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
 
-def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False) -> Source:
+def read_table(
+    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
+) -> Source:
     """Make a source from a table.
 
     Args:
-        table: of pandas, polars or arrow, a table of arrays by column, or the path of a CSV or parquet file.
+        table: of pandas, polars or arrow, a table of arrays by column, or the path of a CSV or
+            parquet file.
         columns: what is what in it.
         test: a table that is the test set of all clients.
         name: a name for the data.
-        shared: whether other machines read tables of their own: classes and categories must then be given.
+        shared: whether other machines read tables of their own: classes and categories must then be
+            given.
 
     Raises:
         ConfigError: when a setting names no column, or is missing.
@@ -134,16 +155,25 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
     placed, start = [], 0
     for one in (*flat, *codes):
         scaled = one.numeric and columns.scale is not None
-        placed.append(Column(one.name, start, one.width, one.impute, scaled, one.name in columns.indicate))
+        placed.append(
+            Column(one.name, start, one.width, one.impute, scaled, one.name in columns.indicate)
+        )
         start += one.width
     entries = [entry for one in (*flat, *codes) for entry in one.names]
-    x = [np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1) for place in range(len(tables))]
+    x = [
+        np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1)
+        for place in range(len(tables))
+    ]
     fitted = tuple(one for one in placed if one.scale or one.impute is not None)
     whole = bool(codes) and not flat
     kind = torch.float64 if fitted else torch.int32 if whole else torch.float32
     y, class_names, classes = _read_target(tables, columns)
     samples = [
-        Samples(torch.from_numpy(x[place]).to(kind), y[place], one.owners if one.owners is not None else {})
+        Samples(
+            torch.from_numpy(x[place]).to(kind),
+            y[place],
+            one.owners if one.owners is not None else {},
+        )
         for place, one in enumerate(tables)
     ]
     width = sum(one.width for one in flat)
@@ -171,7 +201,8 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
 
     Raises:
         ConfigError: when a column is missing.
-        DataError: when a column cannot be used: a category that was not there, or an empty entry that nothing fills.
+        DataError: when a column cannot be used: a category that was not there, or an empty entry
+            that nothing fills.
     """
     found, entries = _Table(_arrow(table), None, "the table"), []
     for column in columns:
@@ -186,7 +217,9 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
             _, codes = _categories([found], column.name, column.categories)
             places = np.arange(len(column.categories))
             values = codes[0][:, None]
-            values = values if column.codes else np.where(np.isnan(values), np.nan, values == places)
+            values = (
+                values if column.codes else np.where(np.isnan(values), np.nan, values == places)
+            )
         empty = np.flatnonzero(np.isnan(values[:, 0]))
         if len(empty) and not column.filled:
             raise DataError(
@@ -229,14 +262,22 @@ def _file(path: Path, client: str | None) -> pa.Table:
             with path.open("rb") as file:
                 header = file.readline()
             if b";" in header and b"," not in header:
-                raise DataError(f"{path} is separated by semicolons; write it with commas, and points in numbers")
+                raise DataError(
+                    f"{path} is separated by semicolons; write it with commas, and points in numbers"
+                )
             found = arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
             if client not in found.column_names or not pa.types.is_integer(found[client].type):
                 return found
-            as_text = arrow_csv.ConvertOptions(include_columns=[client], column_types={client: pa.string()})
+            as_text = arrow_csv.ConvertOptions(
+                include_columns=[client], column_types={client: pa.string()}
+            )
             words = arrow_csv.read_csv(path, parse_options=parse, convert_options=as_text)[client]
             padded = any(word and _PADDED.fullmatch(word) for word in words.unique().to_pylist())
-            return found.set_column(found.column_names.index(client), client, words) if padded else found
+            return (
+                found.set_column(found.column_names.index(client), client, words)
+                if padded
+                else found
+            )
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); write it again") from error
     raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
@@ -246,7 +287,11 @@ class _Table:
     """A table of arrow with the client of each row."""
 
     def __init__(
-        self, arrow: pa.Table, client: str | None, what: str, clusters: Mapping[Any, Any] | None = None
+        self,
+        arrow: pa.Table,
+        client: str | None,
+        what: str,
+        clusters: Mapping[Any, Any] | None = None,
     ) -> None:
         names = arrow.column_names
         if len(set(names)) < len(names):
@@ -259,7 +304,9 @@ class _Table:
             values = self.require(client).to_pylist()
             empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
             if empty is not None:
-                raise DataError(f"column {client!r} has no client in row {empty}; fill it, or drop the row")
+                raise DataError(
+                    f"column {client!r} has no client in row {empty}; fill it, or drop the row"
+                )
             self.owners, self.names = numbered_clients(values, len(values), clusters)
 
     def require(self, name: str) -> pa.ChunkedArray:
@@ -273,7 +320,11 @@ class _Table:
         if self.owners is None:
             return f"in row {row}"
         client = int(self.owners["client"][row])
-        return f"in row {row}, of client {self.names[client]!r}" if self.names else f"in row {row}, of client {client}"
+        return (
+            f"in row {row}, of client {self.names[client]!r}"
+            if self.names
+            else f"in row {row}, of client {client}"
+        )
 
     def numbers(self, name: str) -> Float[np.ndarray, " samples"]:
         """Return a column of numbers; NaN where it is empty."""
@@ -281,7 +332,9 @@ class _Table:
         if pa.types.is_null(values.type):
             return np.full(len(values), np.nan)
         values = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
-        found = np.asarray(values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
+        found = np.asarray(
+            values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64
+        )
         wrong = np.flatnonzero(np.isinf(found))
         if len(wrong):
             raise DataError(f"column {name!r} is infinite {self.where(int(wrong[0]))}; replace it")
@@ -316,10 +369,16 @@ class _Read:
 
 def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read:
     by_column = columns.encode if isinstance(columns.encode, Mapping) else {}
-    encode = by_column.get(name, "one-hot") if isinstance(columns.encode, Mapping) else columns.encode
+    encode = (
+        by_column.get(name, "one-hot") if isinstance(columns.encode, Mapping) else columns.encode
+    )
     impute = columns.impute.get(name) if isinstance(columns.impute, Mapping) else columns.impute
     kinds = [table.require(name).type for table in tables]
-    if not any(_is_text(kind) for kind in kinds) and name not in by_column and name not in columns.categories:
+    if (
+        not any(_is_text(kind) for kind in kinds)
+        and name not in by_column
+        and name not in columns.categories
+    ):
         for kind in kinds:
             _require_numbers(kind, name)
         values = [table.numbers(name)[:, None] for table in tables]
@@ -345,7 +404,9 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
     values = [code[:, None] for code in codes]
     filled = _filled(tables, name, values, filled)
     if encode == "codes":
-        return _Read(name, values, (name,), filled, numeric=False, codes=True, categories=tuple(known))
+        return _Read(
+            name, values, (name,), filled, numeric=False, codes=True, categories=tuple(known)
+        )
     if len(known) > MOST:
         raise DataError(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; leave it out of "
@@ -368,11 +429,21 @@ def _indicator(read: _Read) -> _Read:
             f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = 'unknown' }}"
         )
     values = [np.isnan(own).astype(np.float64) for own in read.values]
-    return _Read(f"{read.name} is empty", values, (f"{read.name} is empty",), None, numeric=False, indicates=read.name)
+    return _Read(
+        f"{read.name} is empty",
+        values,
+        (f"{read.name} is empty",),
+        None,
+        numeric=False,
+        indicates=read.name,
+    )
 
 
 def _filled(
-    tables: Sequence[_Table], name: str, values: Sequence[Float[np.ndarray, "samples 1"]], impute: str | float | None
+    tables: Sequence[_Table],
+    name: str,
+    values: Sequence[Float[np.ndarray, "samples 1"]],
+    impute: str | float | None,
 ) -> str | float | None:
     """What fills the empty entries of a column: nothing where there are none.
 
@@ -382,7 +453,11 @@ def _filled(
     for table, own in zip(tables, values, strict=True):
         empty = np.flatnonzero(np.isnan(own[:, 0]))
         if len(empty) and impute is None:
-            kinds = '"most-frequent"' if _is_text(table.require(name).type) else '"mean", "median" or a number'
+            kinds = (
+                '"most-frequent"'
+                if _is_text(table.require(name).type)
+                else '"mean", "median" or a number'
+            )
             raise DataError(
                 f"column {name!r} has {len(empty)} empty entries (the first {table.where(int(empty[0]))}); "
                 f"fill or drop them, or choose what fills them: impute = {kinds}"
@@ -403,16 +478,24 @@ def _categories(
             _require_numbers(column.type, name)
         in_order = pa.types.is_dictionary(column.type) and column.type.ordered
         if not pa.types.is_dictionary(column.type):
-            column = (column.cast(pa.large_string()) if _is_text(column.type) else column).dictionary_encode()
+            column = (
+                column.cast(pa.large_string()) if _is_text(column.type) else column
+            ).dictionary_encode()
         encoded = column.unify_dictionaries().combine_chunks()
         arrays.append(encoded)
         values += encoded.dictionary.to_pylist()
         ordered += encoded.dictionary.to_pylist() if in_order else []
-    known = list(given) if given is not None else list(dict.fromkeys(ordered)) or sorted(set(values) - {None})
+    known = (
+        list(given)
+        if given is not None
+        else list(dict.fromkeys(ordered)) or sorted(set(values) - {None})
+    )
     places = {value: place for place, value in enumerate(known)}
     codes = []
     for table, encoded in zip(tables, arrays, strict=True):
-        of_value = np.array([places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64)
+        of_value = np.array(
+            [places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64
+        )
         index = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
         code = np.where(np.asarray(encoded.is_null()), np.nan, of_value[index])
         strange = np.flatnonzero(code < 0)
@@ -426,7 +509,9 @@ def _categories(
     return known, codes
 
 
-def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
+def _read_target(
+    tables: Sequence[_Table], columns: Columns
+) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
     """The targets of each table, the names of the classes, and their number."""
     names = columns.targets
     kinds = {name: [table.require(name).type for table in tables] for name in names}
@@ -441,7 +526,9 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
     for name in names:
         for kind in kinds[name]:
             if _is_text(kind):
-                raise DataError(f"target {name!r} is text; expected numbers where several columns are learned")
+                raise DataError(
+                    f"target {name!r} is text; expected numbers where several columns are learned"
+                )
             _require_numbers(kind, name)
     made = []
     for table in tables:
@@ -449,7 +536,11 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
         for name, values in zip(names, found, strict=True):
             _require_full(table, name, np.isnan(values))
         made.append(torch.from_numpy(np.stack(found, axis=1)))
-    whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for each in kinds.values() for kind in each)
+    whole = all(
+        pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+        for each in kinds.values()
+        for kind in each
+    )
     if len(names) > 1:
         return [one.long() if whole else one.float() for one in made], (), 0
     flat = [one[:, 0] for one in made]
@@ -465,9 +556,13 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
     if not classes:
         return [one.float() for one in flat], (), 0
     if len(columns.class_names) not in (0, classes):
-        raise ConfigError(f"class_names has {len(columns.class_names)} names; expected {classes}, one for each class")
+        raise ConfigError(
+            f"class_names has {len(columns.class_names)} names; expected {classes}, one for each class"
+        )
     if not whole and any(bool((one != one.round()).any()) for one in flat):
-        raise DataError(f"target {names[0]!r} has fractions; expected whole numbers as classes, or classes = 0")
+        raise DataError(
+            f"target {names[0]!r} has fractions; expected whole numbers as classes, or classes = 0"
+        )
     return [one.long() for one in flat], tuple(columns.class_names), classes
 
 
@@ -506,7 +601,10 @@ def _require_words(tables: Sequence[_Table], name: str) -> None:
         if pa.types.is_dictionary(column.type):
             continue
         values = [value for value in column.unique().to_pylist() if value is not None]
-        other = next((value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value), None)
+        other = next(
+            (value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value),
+            None,
+        )
         numbers = sum(bool(_NUMBER.fullmatch(value.strip())) for value in values)
         if other is not None and numbers > max(_FEW, len(values) / 2):
             place = column.to_pylist().index(other)
@@ -530,4 +628,6 @@ def _require_numbers(kind: pa.DataType, name: str) -> None:
         )
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if not (numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
-        raise DataError(f"column {name!r} holds {kind}; expected numbers, text or categories: leave it out of features")
+        raise DataError(
+            f"column {name!r} holds {kind}; expected numbers, text or categories: leave it out of features"
+        )

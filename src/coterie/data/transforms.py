@@ -20,13 +20,14 @@ def rotate(
 ) -> Shaped[Tensor, "samples *features"]:
     """Rotate square images counter-clockwise about their center.
 
-    Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel and fill pixels from
-    outside the image, as the papers do.
+    Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel
+    and fill pixels from outside the image, as the papers do.
 
     Args:
         x: images, channels first.
         degrees: the angle.
-        fill: value of pixels from outside a uint8 image; 0 is used for float images, which are normalized already.
+        fill: value of pixels from outside a uint8 image; 0 is used for float images, which are
+            normalized already.
 
     Example:
         >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
@@ -37,7 +38,10 @@ def rotate(
     if rest == 0:
         return torch.rot90(x, int(turns), (-2, -1))
     height, width = x.shape[-2:]
-    up, right = (height - 1) / 2 - np.arange(height)[:, None], np.arange(width)[None, :] - (width - 1) / 2
+    up, right = (
+        (height - 1) / 2 - np.arange(height)[:, None],
+        np.arange(width)[None, :] - (width - 1) / 2,
+    )
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     column = np.rint((width - 1) / 2 + right * cosine + up * sine).astype(np.int64)
     row = np.rint((height - 1) / 2 - (up * cosine - right * sine)).astype(np.int64)
@@ -48,7 +52,9 @@ def rotate(
     return torch.where(inside, turned, outside)
 
 
-def blur(x: Shaped[Tensor, "samples *features"], radius: float) -> Shaped[Tensor, "samples *features"]:
+def blur(
+    x: Shaped[Tensor, "samples *features"], radius: float
+) -> Shaped[Tensor, "samples *features"]:
     """Blur uint8 images, one by one, with Pillow's Gaussian filter.
 
     Args:
@@ -59,7 +65,11 @@ def blur(x: Shaped[Tensor, "samples *features"], radius: float) -> Shaped[Tensor
         return x
     smooth = ImageFilter.GaussianBlur(radius)
     images = x.movedim(1, -1).squeeze(-1).contiguous().numpy()
-    out = np.stack([np.asarray(Image.fromarray(image).filter(smooth)) for image in images]) if len(x) else images
+    out = (
+        np.stack([np.asarray(Image.fromarray(image).filter(smooth)) for image in images])
+        if len(x)
+        else images
+    )
     return torch.from_numpy(out).reshape(x.movedim(1, -1).shape).movedim(-1, 1)
 
 
@@ -85,7 +95,9 @@ class Rotate:
     degrees: float
     fill: int = MID_GRAY
 
-    def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+    def __call__(
+        self, x: Shaped[Tensor, "samples *features"]
+    ) -> Shaped[Tensor, "samples *features"]:
         """Turn a batch."""
         return rotate(x, self.degrees, self.fill)
 
@@ -97,7 +109,9 @@ class Blur:
 
     radius: float
 
-    def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+    def __call__(
+        self, x: Shaped[Tensor, "samples *features"]
+    ) -> Shaped[Tensor, "samples *features"]:
         """Blur a batch."""
         return blur(x, self.radius)
 

@@ -24,11 +24,15 @@ class CropFlip:
     fill: Float[Tensor, " channels"]
 
     def __call__(
-        self, x: Float[Tensor, "members samples channels height width"], members: Int[Tensor, " members"], step: int
+        self,
+        x: Float[Tensor, "members samples channels height width"],
+        members: Int[Tensor, " members"],
+        step: int,
     ) -> Float[Tensor, "members samples channels height width"]:
         """Augment the batches of some clients in a step.
 
-        A draw depends on the client, the step and the sample's position in the batch, and on nothing else.
+        A draw depends on the client, the step and the sample's position in the batch, and on
+        nothing else.
         """
         height, width = x.shape[-2:]
         places = torch.arange(x.shape[1], device=x.device)
@@ -40,8 +44,17 @@ class CropFlip:
         rows = line + (down - self.padding)[..., None]
         along = torch.where(mirror[..., None], along.flip(0), along)
         columns = along + (right - self.padding)[..., None]
-        inside = ((rows >= 0) & (rows < height))[..., :, None] & ((columns >= 0) & (columns < width))[..., None, :]
-        index = rows.clamp(0, height - 1)[..., :, None] * width + columns.clamp(0, width - 1)[..., None, :]
+        inside = ((rows >= 0) & (rows < height))[..., :, None] & (
+            (columns >= 0) & (columns < width)
+        )[..., None, :]
+        index = (
+            rows.clamp(0, height - 1)[..., :, None] * width
+            + columns.clamp(0, width - 1)[..., None, :]
+        )
         index, inside = index.flatten(2), inside[:, :, None]
-        moved = x.flatten(3).gather(3, index[:, :, None].expand(-1, -1, x.shape[2], -1)).reshape(x.shape)
+        moved = (
+            x.flatten(3)
+            .gather(3, index[:, :, None].expand(-1, -1, x.shape[2], -1))
+            .reshape(x.shape)
+        )
         return torch.where(inside, moved, self.fill.to(x)[:, None, None])

@@ -1,8 +1,8 @@
 """The interface of engines, which train and measure many models at once.
 
-An engine is independent of clients, rounds and methods: it takes rows of the population's matrix and work to do on
-them. Engines compute the same results at different speeds. The default `train` and `measure` use `gradients` and
-`forward`; an engine may implement the whole step instead.
+An engine is independent of clients, rounds and methods: it takes rows of the population's matrix
+and work to do on them. Engines compute the same results at different speeds. The default `train`
+and `measure` use `gradients` and `forward`; an engine may implement the whole step instead.
 """
 
 import warnings
@@ -28,10 +28,14 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 """What a module of somebody else's raises where it cannot take what it is given."""
 
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
-_ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
-_HELD = {"cpu": 1 << 22, "cuda": 1 << 28}  # numbers of models, one for each sample, that are held at once
-_PIECE = {"cpu": 256, "cuda": 2048}  # samples of one call of many models; sums must not depend on how many they are
+# input entries of one evaluation call, which bounds the activations
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+# samples of one call of one model on a CPU: the activations of a convolution stay in the cache
+_ALONE = 32
+# numbers of models, one for each sample, that are held at once
+_HELD = {"cpu": 1 << 22, "cuda": 1 << 28}
+# samples of one call of many models; sums must not depend on how many they are
+_PIECE = {"cpu": 256, "cuda": 2048}
 
 
 cross_entropy, squared_error = CrossEntropy(), SquaredError()
@@ -48,7 +52,8 @@ class Engine(ABC):
     Attributes:
         metrics: what is measured: the loss, and what the objective says that it is judged by.
         modules: the modules for training and for evaluation.
-        compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the program was cached.
+        compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the
+            program was cached.
         reason: the engine, what it does, and why no faster one runs: a line for people.
     """
 
@@ -56,7 +61,8 @@ class Engine(ABC):
     does: ClassVar[str] = "an engine of its own"
     reason: str = ""
     compile_seconds: float = 0.0
-    _pieces: int = 1  # how many times smaller blocks are than asked for, since the memory did not hold them
+    # how many times smaller blocks are than asked for, since the memory did not hold them
+    _pieces: int = 1
 
     def __init__(self, layout: Layout, objective: Objective, precision: str = "full") -> None:
         self.layout, self.objective, self.precision = layout, objective, precision
@@ -70,7 +76,11 @@ class Engine(ABC):
         x: Float[Tensor, "clients samples *features"],
         y: Shaped[Tensor, "clients samples *targets"],
         inputs: Mapping[str, Shaped[Tensor, "clients *shape"]],
-    ) -> tuple[Float[Tensor, " clients"], Float[Tensor, "clients trainable"], Float[Tensor, "clients state"]]:
+    ) -> tuple[
+        Float[Tensor, " clients"],
+        Float[Tensor, "clients trainable"],
+        Float[Tensor, "clients state"],
+    ]:
         """Return the mean loss of each client's batch, its gradient, and the new running statistics.
 
         Args:
@@ -147,12 +157,19 @@ class Engine(ABC):
         for step in range(work.steps):
             for size, members in work.groups(step):
                 whole = len(members) == len(rows)
-                part, state = (rows, optimizer) if whole else (rows[members], optimizer.take(members))
+                part, state = (
+                    (rows, optimizer) if whole else (rows[members], optimizer.take(members))
+                )
                 loss, grads, buffers = self.gradients(part, *work.batch(members, step, size))
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
-                state.step(part[:, :trainable], grads, step + 1, None if rates is None else rates[members, step, None])
+                state.step(
+                    part[:, :trainable],
+                    grads,
+                    step + 1,
+                    None if rates is None else rates[members, step, None],
+                )
                 if self.layout.size > trainable:
                     part[:, trainable:] = buffers
                 losses[members, step] = loss.to(losses)
@@ -175,7 +192,9 @@ class Engine(ABC):
             found, sums = self._clipped(part, work, members, step, private.dp.clip)
             grads = private.released(sums, members, step)
             if work.anchor is not None and work.prox:
-                grads = grads.add_(part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox)
+                grads = grads.add_(
+                    part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox
+                )
             rate = None if work.rates is None else work.rates[members, step, None].to(rows.device)
             state.step(part[:, :trainable], grads, step + 1, rate)
             losses[there, step] = found
@@ -189,12 +208,16 @@ class Engine(ABC):
     ) -> tuple[Float[Tensor, " members"], Float[Tensor, "members trainable"]]:
         """Return the mean loss of each member's batch, NaN for an empty one, and the sum of its clipped gradients.
 
-        Sums are taken sample by sample, so that they do not depend on how many gradients are held at once.
+        Sums are taken sample by sample, so that they do not depend on how many gradients are held
+        at once.
         """
         alone, owner, _ = work.alone(members, step)
         sums = torch.zeros_like(rows[:, : self.layout.trainable])
         total = rows.new_zeros(len(rows))
-        size = max(1, _HELD.get(rows.device.type, _HELD["cuda"]) // self._pieces // max(1, self.layout.size))
+        size = max(
+            1,
+            _HELD.get(rows.device.type, _HELD["cuda"]) // self._pieces // max(1, self.layout.size),
+        )
         for start in range(0, len(owner), size):
             some = slice(start, start + size)
             loss, gradients = self.sample_gradients(rows[owner[some]], alone.part(some))
@@ -219,7 +242,11 @@ class Engine(ABC):
     # ------------------------------------------------------------------ evaluation
 
     def measure(
-        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: Pairs,
+        inputs: Mapping[str, Tensor],
+        block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Return the mean of each metric for each pair; NaN for a set without samples.
 
@@ -243,7 +270,9 @@ class Engine(ABC):
                 break
             except torch.OutOfMemoryError:
                 if self._pieces > _CHUNK["cuda"]:
-                    raise ModelError("the memory does not hold the measurement of one model on one sample") from None
+                    raise ModelError(
+                        "the memory does not hold the measurement of one model on one sample"
+                    ) from None
                 self._shrink()
         means = torch.stack(list(totals.values())) / pairs.count[pairs.sets].to(table)
         return dict(zip(totals, means.cpu(), strict=True))
@@ -264,10 +293,15 @@ class Engine(ABC):
         who = order.to(table.device).split(repeats.tolist())
         for number, chosen in zip(found.tolist(), who, strict=True):
             for places in pairs.places[number, : int(pairs.count[number])].split(size):
-                x, y = pairs.inputs(pairs.sets[chosen[:1]], places[None]), pairs.samples.targets(places)
+                x, y = (
+                    pairs.inputs(pairs.sets[chosen[:1]], places[None]),
+                    pairs.samples.targets(places),
+                )
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
-                    outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
+                    outputs = self.forward(
+                        table[models], x, {k: v[models] for k, v in inputs.items()}
+                    )
                     for name, value in self._values(outputs, y.expand(len(part), *y.shape)).items():
                         totals[name][part] += value.sum(1)
 
@@ -295,7 +329,11 @@ class Engine(ABC):
     def _piece(self, pairs: Pairs, table: Tensor) -> tuple[int, int]:
         """Return the number of samples of a set in one call, which does not depend on the block, and of models."""
         entries = self._entries(table) // max(1, pairs.samples.x[0].numel())
-        piece = _ALONE if self.one_by_one(table.device) else _PIECE.get(table.device.type, _PIECE["cuda"])
+        piece = (
+            _ALONE
+            if self.one_by_one(table.device)
+            else _PIECE.get(table.device.type, _PIECE["cuda"])
+        )
         size = max(1, min(piece, entries))
         return size, max(1, entries // size)
 
@@ -317,7 +355,10 @@ class Engine(ABC):
         self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int
     ) -> dict[str, Tensor]:
         """Measure where a sample's loss depends on the other samples of its set."""
-        totals = {name: torch.full((len(pairs.models),), torch.nan, dtype=table.dtype) for name in self.metrics}
+        totals = {
+            name: torch.full((len(pairs.models),), torch.nan, dtype=table.dtype)
+            for name in self.metrics
+        }
         for number, part, outputs in self.outputs(table, pairs, inputs, block):
             targets = pairs.samples.targets(pairs.places[number, : int(pairs.count[number])])
             for pair, own in zip(part.tolist(), outputs, strict=True):
@@ -326,7 +367,11 @@ class Engine(ABC):
         return totals
 
     def outputs(
-        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: Pairs,
+        inputs: Mapping[str, Tensor],
+        block: int,
     ) -> Iterator[tuple[int, Int[Tensor, " some"], Float[Tensor, "some samples *outputs"]]]:
         """Give the outputs of models on whole sets, set by set.
 
@@ -337,8 +382,8 @@ class Engine(ABC):
             block: number of models run at once.
 
         Yields:
-            The number of a set, some of the pairs with it (their places among all pairs, on the CPU), and the outputs
-            of their models on all of its samples, where the models are.
+            The number of a set, some of the pairs with it (their places among all pairs, on the
+            CPU), and the outputs of their models on all of its samples, where the models are.
         """
         work, alone = pairs.there(), self.one_by_one(table.device)
         size, most = self._piece(work, table)
@@ -353,7 +398,8 @@ class Engine(ABC):
                 models = pairs.models[part].to(table.device)
                 chosen = {name: value[models] for name, value in inputs.items()}
                 found = [
-                    self.forward(table[models], work.inputs(of, some[None]), chosen) for some in places.split(size)
+                    self.forward(table[models], work.inputs(of, some[None]), chosen)
+                    for some in places.split(size)
                 ]
                 yield number, part, torch.cat(found, 1)
 

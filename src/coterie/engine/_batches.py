@@ -16,11 +16,12 @@ class BatchPlan:
     """The batches of one local training.
 
     Args:
-        order: indices of each client's training samples in each step; -1 where its batch is shorter.
+        order: indices of each client's training samples in each step; -1 where its batch is
+            shorter.
         length: the size of each batch; 0 after a client's last step.
         last_epoch: the first step of each client's last epoch.
-        count: steps of each client, where batches are drawn by Poisson sampling and may be empty; None where every
-            step has a batch.
+        count: steps of each client, where batches are drawn by Poisson sampling and may be empty;
+            None where every step has a batch.
     """
 
     order: Int[Tensor, "clients steps batch"]
@@ -36,11 +37,19 @@ class BatchPlan:
     @property
     def taken(self) -> Bool[Tensor, "clients steps"]:
         """Which steps each client takes."""
-        return self.length > 0 if self.count is None else torch.arange(self.steps) < self.count[:, None]
+        return (
+            self.length > 0
+            if self.count is None
+            else torch.arange(self.steps) < self.count[:, None]
+        )
 
 
 def plan(
-    local: LocalTraining, samples: Int[Tensor, " clients"], ids: Int[Tensor, " clients"], rng: Rng, purpose: str
+    local: LocalTraining,
+    samples: Int[Tensor, " clients"],
+    ids: Int[Tensor, " clients"],
+    rng: Rng,
+    purpose: str,
 ) -> BatchPlan:
     """Draw the batches of one local training.
 
@@ -54,7 +63,8 @@ def plan(
     if local.private is not None:
         return _poisson(local, samples, ids, rng, purpose)
     schedules = [
-        _one(local, n, rng.generator(purpose, client)) for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
+        _one(local, n, rng.generator(purpose, client))
+        for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
     ]
     steps = max((len(batches) for batches, _ in schedules), default=0)
     width = max((len(b) for batches, _ in schedules for b in batches[:1]), default=1)
@@ -79,18 +89,27 @@ def rate(local: LocalTraining, samples: int) -> float:
 
 
 def _poisson(
-    local: LocalTraining, samples: Int[Tensor, " clients"], ids: Int[Tensor, " clients"], rng: Rng, purpose: str
+    local: LocalTraining,
+    samples: Int[Tensor, " clients"],
+    ids: Int[Tensor, " clients"],
+    rng: Rng,
+    purpose: str,
 ) -> BatchPlan:
     """Draw batches into which each sample comes by a draw of its own; as many steps as there are otherwise."""
     sizes = samples.tolist()
     count = torch.tensor([steps(local, n) for n in sizes], dtype=torch.int64)
     each = count if local.steps is not None else count // max(1, local.epochs)
     drawn = [
-        [np.flatnonzero(row < rate(local, n)) for row in rng.generator(purpose, client).random((number, n))]
+        [
+            np.flatnonzero(row < rate(local, n))
+            for row in rng.generator(purpose, client).random((number, n))
+        ]
         for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True)
     ]
     width = max((len(batch) for batches in drawn for batch in batches), default=0)
-    order = np.full((len(drawn), int(count.max()) if len(drawn) else 0, max(1, width)), -1, dtype=np.int64)
+    order = np.full(
+        (len(drawn), int(count.max()) if len(drawn) else 0, max(1, width)), -1, dtype=np.int64
+    )
     length = np.zeros(order.shape[:2], dtype=np.int64)
     for row, batches in enumerate(drawn):
         for step, batch in enumerate(batches):
@@ -99,7 +118,9 @@ def _poisson(
     return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), count - each, count)
 
 
-def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tuple[list[np.ndarray], int]:
+def _one(
+    local: LocalTraining, samples: int, stream: np.random.Generator
+) -> tuple[list[np.ndarray], int]:
     """Return one client's batches and the first step of its last epoch."""
     size = min(local.batch_size, samples)
 
@@ -146,7 +167,9 @@ def smallest(local: LocalTraining, samples: int) -> int:
     return rest if rest and reached and not local.drop_last else size
 
 
-def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: BatchPlan) -> Float[Tensor, " clients"]:
+def last_epoch_mean(
+    losses: Float[Tensor, "clients steps"], schedule: BatchPlan
+) -> Float[Tensor, " clients"]:
     """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
     inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)
     return torch.where(inside, losses, 0).sum(1) / inside.sum(1)

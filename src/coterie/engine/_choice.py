@@ -19,16 +19,23 @@ from coterie.errors import ConfigError, ModelError, OutOfMemory, first_line, unk
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
-ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
+ENGINES: dict[str, type[Engine]] = {
+    "loop": LoopEngine,
+    "vmap": VmapEngine,
+    "compiled": CompiledEngine,
+}
 
-_SECONDS = {True: 2.0, False: 15.0}  # of compiling a plain stack, and another module, once for a machine and a model
-_SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
+# of compiling a plain stack, and another module, once for a machine and a model
+_SECONDS = {True: 2.0, False: 15.0}
+# seconds of the vmap engine for a sample, and for a product in its forward pass
+_SAMPLE, _PRODUCT = 25e-6, 4.5e-10
 
 _ASKED = "as set"  # why an engine runs that was named
 
 _UNBATCHED = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
 
-_BATCH = 500_000  # products of a client's batch above which a CPU is faster with one client after another
+# products of a client's batch above which a CPU is faster with one client after another
+_BATCH = 500_000
 
 
 def products(layout: Layout, x: Tensor) -> int:
@@ -77,7 +84,8 @@ class _Products(TorchDispatchMode):
 def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     """Return whether training is expected to take longer than compiling.
 
-    The answer depends on the model and the amount of work alone, so that a run and its repetition agree.
+    The answer depends on the model and the amount of work alone, so that a run and its repetition
+    agree.
 
     Args:
         layout: of the module.
@@ -86,21 +94,27 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     """
     if expected is None or x.device.type != "cpu":
         return False
-    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS[stack.is_stack(layout.train_module)]
+    return (
+        expected * (_SAMPLE + _PRODUCT * products(layout, x))
+        > _SECONDS[stack.is_stack(layout.train_module)]
+    )
 
 
 def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
     """Return whether one batched program for a block of clients is expected to be faster than one client at a time.
 
-    With small products a CPU waits for the interpreter, and a batched program shares that cost between clients; large
-    products are faster one by one. `benchmarks/auto.py` measures the threshold.
+    With small products a CPU waits for the interpreter, and a batched program shares that cost
+    between clients; large products are faster one by one. `benchmarks/auto.py` measures the
+    threshold.
 
     Args:
         layout: of the module.
         x: a small batch of prepared inputs.
         batch_size: samples of a client's step; None for unknown.
     """
-    return x.device.type != "cpu" or batch_size is None or batch_size * products(layout, x) <= _BATCH
+    return (
+        x.device.type != "cpu" or batch_size is None or batch_size * products(layout, x) <= _BATCH
+    )
 
 
 def make(
@@ -124,20 +138,26 @@ def make(
         objective: the loss of each sample.
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
-        expected: number of training samples in all; "auto" compiles only where that pays. None: a few.
-        batch_size: samples of a client's step; "auto" batches clients only where that is expected to be faster.
+        expected: number of training samples in all; "auto" compiles only where that pays. None: a
+            few.
+        batch_size: samples of a client's step; "auto" batches clients only where that is expected
+            to be faster.
         precision: see `engine.precision.computing`.
         cuda_graphs: see `VmapEngine`.
-        own_optimizer: the import path of an optimizer that only the loop engine runs; None for another.
+        own_optimizer: the import path of an optimizer that only the loop engine runs; None for
+            another.
 
     Raises:
-        ConfigError: for an unknown name, or an engine that does not compute at that precision or with that optimizer.
+        ConfigError: for an unknown name, or an engine that does not compute at that precision or
+            with that optimizer.
         ModelError: when the module cannot be run on such inputs at all.
     """
     if name != "auto" and name not in ENGINES:
         raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
-        raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
+        raise ConfigError(
+            f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine"
+        )
     if own_optimizer and name not in ("auto", "loop"):
         raise ConfigError(
             f"optimizer = {own_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
@@ -147,7 +167,9 @@ def make(
     if problem is not None:
         layer, error = problem
         shape = tuple(x.shape[1:])
-        raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
+        raise ModelError(
+            f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}"
+        ) from error
     if name == "loop":
         return _because(loop, _ASKED)
     if own_optimizer:
@@ -157,7 +179,9 @@ def make(
         unfit = _too_little(layout, x, expected, precision) if name == "auto" else None
         if unfit is None:
             try:
-                return _because(CompiledEngine(layout, objective, x, y), _ASKED if name == "compiled" else "")
+                return _because(
+                    CompiledEngine(layout, objective, x, y), _ASKED if name == "compiled" else ""
+                )
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
                 if name == "compiled" or isinstance(error, CompilerError):
@@ -165,7 +189,9 @@ def make(
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
         against.append(unfit)
     if name != "vmap" and not batching_pays(layout, x, batch_size):
-        return _because(loop, *against, "the products of a batch are too large for many clients at once")
+        return _because(
+            loop, *against, "the products of a batch are too large for many clients at once"
+        )
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -175,7 +201,9 @@ def make(
         if not _UNBATCHED.search(str(one.message)):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     if problem is None and slow and name != "vmap":
-        return _because(loop, *against, f"{slow[0][1]} runs over one client after another all the same")
+        return _because(
+            loop, *against, f"{slow[0][1]} runs over one client after another all the same"
+        )
     if problem is None:
         return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
     layer, error = problem
@@ -223,11 +251,14 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
     for module in engine.modules:
         for path, part in module.named_modules():
             name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
-            handles.append(part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name)))
+            handles.append(
+                part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name))
+            )
             handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
     x2, y2 = torch.stack([x, x]), torch.stack([y, y])
     try:
-        with Rng(0).torch_globals("engine.trial"):  # a foreign module must not draw from anybody's stream
+        # a foreign module must not draw from anybody's stream
+        with Rng(0).torch_globals("engine.trial"):
             engine.gradients(rows, x2, y2, inputs)
             engine.forward(rows, x2, inputs)
     except MODULE_ERRORS as error:

@@ -1,8 +1,9 @@
 """A stock module whose parameters and running statistics are views of one flat vector, on which an optimizer works.
 
-PyTorch's own kernels then train the module as they would train it anywhere: gradients accumulate in one flat vector,
-and a step of the optimizer is one fused operation on two vectors. A model is copied in before, and out afterwards, so
-that no bit of a result depends on where its row lies, or who is beside.
+PyTorch's own kernels then train the module as they would train it anywhere: gradients accumulate in
+one flat vector, and a step of the optimizer is one fused operation on two vectors. A model is
+copied in before, and out afterwards, so that no bit of a result depends on where its row lies, or
+who is beside.
 """
 
 import copy
@@ -24,8 +25,8 @@ class FlatModel:
     Args:
         layout: of the module.
         device: where it is.
-        channels_last: keep weights of two-dimensional convolutions with their input channels last, which a CPU's
-            convolutions prefer; what the convolutions return is then laid out so too.
+        channels_last: keep weights of two-dimensional convolutions with their input channels last,
+            which a CPU's convolutions prefer; what the convolutions return is then laid out so too.
 
     Attributes:
         trained: the trained parameters.
@@ -45,9 +46,12 @@ class FlatModel:
         self._row = torch.zeros(layout.size, dtype=layout.dtype, device=device)
         self.trained = self._row[: layout.trainable]
         self.gradient = torch.zeros_like(self.trained)
-        self._kept: list[tuple[dict, str, Tensor]] = []  # running statistics, each a view of the row
-        self._inputs: list[tuple[dict, str, str, Tensor]] = []  # buffers that are set, with the module's own values
-        self._fixed: list[tuple[dict, str, Tensor, Tensor]] = []  # buffers that are neither, with a copy of each
+        # running statistics, each a view of the row
+        self._kept: list[tuple[dict, str, Tensor]] = []
+        # buffers that are set, with the module's own values
+        self._inputs: list[tuple[dict, str, str, Tensor]] = []
+        # buffers that are neither, with a copy of each
+        self._fixed: list[tuple[dict, str, Tensor, Tensor]] = []
         for module in (self.train_module, self.eval_module):
             self._bind(module)
 
@@ -55,13 +59,19 @@ class FlatModel:
         """Return the names of the weights of two-dimensional convolutions."""
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
         found = {id(part.weight) for part in self.train_module.modules() if isinstance(part, kinds)}
-        return frozenset(name for name, tensor in self.train_module.named_parameters() if id(tensor) in found)
+        return frozenset(
+            name for name, tensor in self.train_module.named_parameters() if id(tensor) in found
+        )
 
     def _bind(self, module: nn.Module) -> None:
         """Put the tensors of a module into the row."""
-        views = dict(zip((slot.name for slot in self.layout.slots), self._views(self._row), strict=True))
+        views = dict(
+            zip((slot.name for slot in self.layout.slots), self._views(self._row), strict=True)
+        )
         trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
-        gradients = dict(zip((slot.name for slot in trained), self._views(self.gradient), strict=True))
+        gradients = dict(
+            zip((slot.name for slot in trained), self._views(self.gradient), strict=True)
+        )
         for name, parameter in list(module.named_parameters()):
             if name not in views:  # frozen: of all models alike
                 continue
@@ -77,7 +87,8 @@ class FlatModel:
                 if head + name in self.layout.inputs:
                     self._inputs.append((part._buffers, name, head + name, buffer))
                 elif head + name in views:
-                    shared[id(buffer)] = views[head + name].data  # which counts its changes apart from other views
+                    # which counts its changes apart from other views
+                    shared[id(buffer)] = views[head + name].data
                     self._kept.append((part._buffers, name, shared[id(buffer)]))
                 elif id(buffer) in shared:  # under a second name
                     self._kept.append((part._buffers, name, shared[id(buffer)]))
@@ -113,7 +124,9 @@ class FlatModel:
         if not self._turned:
             target.copy_(source)
             return
-        for to, values in zip(self._views(target, turned), self._views(source, not turned), strict=True):
+        for to, values in zip(
+            self._views(target, turned), self._views(source, not turned), strict=True
+        ):
             to.copy_(values)
 
     def load(self, row: Float[Tensor, " params"]) -> None:
@@ -153,7 +166,8 @@ def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parame
     if type(view) is Tensor:
         parameter.data = view
         return parameter
-    own = nn.Parameter(view, parameter.requires_grad)  # a tensor that wraps another one cannot be given away as data
+    # a tensor that wraps another one cannot be given away as data
+    own = nn.Parameter(view, parameter.requires_grad)
     for part in module.modules():
         for name in [name for name, old in part._parameters.items() if old is parameter]:
             setattr(part, name, own)
@@ -177,7 +191,9 @@ class FlatOptimizer:
         self._own: torch.optim.Optimizer | None = None
 
     @contextmanager
-    def state(self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None) -> Iterator[None]:
+    def state(
+        self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None
+    ) -> Iterator[None]:
         """Begin a training and end it.
 
         Args:
@@ -205,7 +221,9 @@ class FlatOptimizer:
             parameter.grad = self.model.gradient
             self._own = own_optimizer(local.own, self.arguments, local.lr, [parameter])
         elif kind in ("rmsprop", "adagrad"):
-            self._rows = RowOptimizer(local, self.model.trained[None], taken=None if taken is None else taken[None])
+            self._rows = RowOptimizer(
+                local, self.model.trained[None], taken=None if taken is None else taken[None]
+            )
             self._rows.state = [one[None] for one in self.moments]
         elif kind == "sgd" and taken is not None and self.arguments["dampening"]:
             self._number = int(taken)  # only the first gradient of all is not dampened

@@ -12,7 +12,8 @@ from coterie.engine._base import MODULE_ERRORS
 from coterie.errors import first_line
 
 Results = tuple[Tensor, ...]
-_FIRST, _MOST = 3, 16  # calls with a shape before it is captured, as they settle what is chosen once; shapes captured
+# calls with a shape before it is captured, as they settle what is chosen once; shapes captured
+_FIRST, _MOST = 3, 16
 
 
 class Capture:
@@ -21,7 +22,9 @@ class Capture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, function: Callable[..., Results], tensors: Sequence[Tensor]) -> Callable[[], Results]:
+    def __call__(
+        self, function: Callable[..., Results], tensors: Sequence[Tensor]
+    ) -> Callable[[], Results]:
         """Capture a call, which is not run; return what runs it on the values that `tensors` have by then.
 
         Args:
@@ -49,12 +52,15 @@ class Replayed:
     A function that cannot be captured is called as it is from then on.
 
     Args:
-        function: of tensors on one device, whose results depend on the values of its arguments alone.
+        function: of tensors on one device, whose results depend on the values of its arguments
+            alone.
         capture: see `Capture.__call__`; that of a new `Capture` when None.
     """
 
     def __init__(
-        self, function: Callable[..., Results], capture: Callable[..., Callable[[], Results]] | None = None
+        self,
+        function: Callable[..., Results],
+        capture: Callable[..., Callable[[], Results]] | None = None,
     ) -> None:
         self._function, self._capture = function, capture or Capture()
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -85,6 +91,7 @@ class Replayed:
         except MODULE_ERRORS as error:
             self._works = False
             warnings.warn(
-                f"cuda_graphs: steps cannot be captured, and run one by one ({first_line(error)})", stacklevel=2
+                f"cuda_graphs: steps cannot be captured, and run one by one ({first_line(error)})",
+                stacklevel=2,
             )
         return self._works

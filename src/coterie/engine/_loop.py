@@ -25,12 +25,15 @@ _VECTOR = 16  # numbers in the widest registers
 def writes_beyond(module: nn.Module) -> bool:
     """Return whether a convolution of a module writes beyond its memory on some processors, with channels last.
 
-    oneDNN does, in the gradient of the weights of a 1x1 convolution with a stride and fewer input channels than a
-    vector holds (https://github.com/uxlfoundation/oneDNN/issues/6035): results are wrong, or the process dies.
+    oneDNN does, in the gradient of the weights of a 1x1 convolution with a stride and fewer input
+    channels than a vector holds (https://github.com/uxlfoundation/oneDNN/issues/6035): results are
+    wrong, or the process dies.
     """
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     return any(
-        max(part.kernel_size) == 1 and max(part.stride) > 1 and part.in_channels // part.groups < _VECTOR
+        max(part.kernel_size) == 1
+        and max(part.stride) > 1
+        and part.in_channels // part.groups < _VECTOR
         for part in convolutions
     )
 
@@ -42,15 +45,19 @@ class LoopEngine(Engine):
         layout: of the module.
         objective: the loss of each sample.
         precision: see `engine.precision.computing`.
-        channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a convolution returns. Left
-            out where it is not safe; see `writes_beyond`.
+        channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a
+            convolution returns. Left out where it is not safe; see `writes_beyond`.
     """
 
     name: ClassVar[str] = "loop"
     does: ClassVar[str] = "one client after another"
 
     def __init__(
-        self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False
+        self,
+        layout: Layout,
+        objective: Objective,
+        precision: str = "full",
+        channels_last: bool = False,
     ) -> None:
         super().__init__(layout, objective, precision)
         self.channels_last = channels_last and not writes_beyond(layout.train_module)
@@ -70,7 +77,9 @@ class LoopEngine(Engine):
         return models[device]
 
     def _optimizer(self, model: FlatModel, local: LocalTraining) -> FlatOptimizer:
-        optimizers: dict[FlatModel, FlatOptimizer] = self._room.__dict__.setdefault("optimizers", {})
+        optimizers: dict[FlatModel, FlatOptimizer] = self._room.__dict__.setdefault(
+            "optimizers", {}
+        )
         if model not in optimizers or optimizers[model].local != local:
             optimizers[model] = FlatOptimizer(model, local)
         return optimizers[model]
@@ -115,7 +124,9 @@ class LoopEngine(Engine):
         model.store(row)
         return losses
 
-    def _clipped(self, rows: Tensor, work: Training, members: Tensor, step: int, clip: float) -> tuple[Tensor, Tensor]:
+    def _clipped(
+        self, rows: Tensor, work: Training, members: Tensor, step: int, clip: float
+    ) -> tuple[Tensor, Tensor]:
         """See `Engine._clipped`: each model is loaded once for its batch, unless samples could change its state."""
         alone, owner, _ = work.alone(members, step)
         model, places = self._model(rows.device), owner.tolist()
@@ -135,14 +146,20 @@ class LoopEngine(Engine):
                 model.give(own, sums[row])
         return total / work.length[members, step].to(total), sums
 
-    def _backward(self, model: FlatModel, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _backward(
+        self, model: FlatModel, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
         """Set a model's gradient and update its running statistics; return the loss."""
         model.set_inputs(inputs)
         model.gradient.zero_()
         with self._lower(x.device):
             outputs = model.train_module(x)
         outputs = outputs.to(self.layout.dtype)
-        loss = functional.cross_entropy(outputs, y) if self._plain else self.objective(outputs, y).mean()
+        loss = (
+            functional.cross_entropy(outputs, y)
+            if self._plain
+            else self.objective(outputs, y).mean()
+        )
         loss.backward()
         model.settle()
         return loss.detach()
@@ -160,7 +177,11 @@ class LoopEngine(Engine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Engine.gradients`."""
         model, trainable = self._model(rows.device), self.layout.trainable
-        losses, gradients, after = rows.new_empty(len(rows)), torch.empty_like(rows[:, :trainable]), rows.clone()
+        losses, gradients, after = (
+            rows.new_empty(len(rows)),
+            torch.empty_like(rows[:, :trainable]),
+            rows.clone(),
+        )
         for i, row in enumerate(rows):
             model.load(row)
             with self._products(rows.device):

@@ -1,6 +1,7 @@
 """Optimizers of torch.optim's kind by import path, for the loop engine, which steps one flat vector.
 
-A step on the vector has to be what steps on the tensors in it would be, so an optimizer must treat every entry alone.
+A step on the vector has to be what steps on the tensors in it would be, so an optimizer must treat
+every entry alone.
 """
 
 import json
@@ -35,13 +36,19 @@ def own_optimizer(
     what = f"optimizer {path!r}"
     kind = imported(path, what)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(f"{what} is {kind!r}; expected a class that extends torch.optim.Optimizer")
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        raise ConfigError(
+            f"{what} is {kind!r}; expected a class that extends torch.optim.Optimizer"
+        )
+    arguments = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
     try:
         return kind(list(parameters), lr=lr, **arguments)  # type: ignore[call-arg]
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{what} cannot be made with lr and optimizer_options = {dict(options)}: {said}") from error
+        raise ConfigError(
+            f"{what} cannot be made with lr and optimizer_options = {dict(options)}: {said}"
+        ) from error
 
 
 def check(path: str, options: Mapping[str, Any]) -> None:
@@ -54,14 +61,18 @@ def check(path: str, options: Mapping[str, Any]) -> None:
         text = json.dumps(dict(options), sort_keys=True)
     except TypeError as error:
         said = f"optimizer_options = {dict(options)} cannot be written to a study file"
-        raise ConfigError(f"{said} ({error}); expected numbers, texts, true or false, and lists of them") from error
+        raise ConfigError(
+            f"{said} ({error}); expected numbers, texts, true or false, and lists of them"
+        ) from error
     _tried(path, text)
 
 
 @lru_cache(maxsize=64)
 def _tried(path: str, options: str) -> None:
     """Let it step on a vector, and on the matrix and the two vectors that lie in it."""
-    start, *gradients = torch.from_numpy(Rng(0).generator("optimizer.check").normal(size=(1 + _STEPS, 12)))
+    start, *gradients = torch.from_numpy(
+        Rng(0).generator("optimizer.check").normal(size=(1 + _STEPS, 12))
+    )
     scale = torch.tensor([1.0] * 6 + [100.0] * 3 + [0.01] * 3, dtype=torch.float64)
     steps = [gradient * scale for gradient in gradients]
     arguments = json.loads(options)
@@ -75,11 +86,18 @@ def _tried(path: str, options: str) -> None:
 
 
 def _stepped(
-    path: str, options: Mapping[str, Any], start: Tensor, gradients: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    path: str,
+    options: Mapping[str, Any],
+    start: Tensor,
+    gradients: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
 ) -> Tensor:
     """Return a vector after some steps, cut into tensors of some shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = [nn.Parameter(one.reshape(shape)) for one, shape in zip(start.clone().split(sizes), shapes, strict=True)]
+    parts = [
+        nn.Parameter(one.reshape(shape))
+        for one, shape in zip(start.clone().split(sizes), shapes, strict=True)
+    ]
     optimizer = own_optimizer(path, options, _RATE, parts)
     for gradient in gradients:
         for part, one in zip(parts, gradient.split(sizes), strict=True):

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie.models.layout import copied
 
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
-_WINDOWS = 1 << 22  # entries of the windows of a client's batch above which a device convolves without them
+# entries of the windows of a client's batch above which a device convolves without them
+_WINDOWS = 1 << 22
 
 
 def placed(tensor: Tensor) -> Tensor:
@@ -23,15 +24,17 @@ def placed(tensor: Tensor) -> Tensor:
 
     Without this a client's last bits would depend on its row, and so on the other hosted clients.
     """
-    return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT else tensor
+    return (
+        tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT else tensor
+    )
 
 
 class Separately(TorchDispatchMode):
     """While active, batched matrix products are computed matrix by matrix.
 
-    On some processors, the batched products of CPU libraries round by a matrix's position in the batch. Factors lie
-    row by row: whether PyTorch hands over a transposed one as it is or as a copy depends on the size of the batch, and
-    how a product rounds depends on that.
+    On some processors, the batched products of CPU libraries round by a matrix's position in the
+    batch. Factors lie row by row: whether PyTorch hands over a transposed one as it is or as a copy
+    depends on the size of the batch, and how a product rounds depends on that.
     """
 
     @classmethod
@@ -43,11 +46,15 @@ class Separately(TorchDispatchMode):
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:
             factors = zip(*args, strict=True)
-            return torch.stack([torch.mm(placed(a.contiguous()), placed(b.contiguous())) for a, b in factors])
+            return torch.stack(
+                [torch.mm(placed(a.contiguous()), placed(b.contiguous())) for a, b in factors]
+            )
         return func(*args, **(kwargs or {}))
 
 
-def grad_and_value(function: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Any, tuple[Tensor, Any]]]:
+def grad_and_value(
+    function: Callable[..., tuple[Tensor, Any]],
+) -> Callable[..., tuple[Any, tuple[Tensor, Any]]]:
     """As `torch.func.grad_and_value(function, has_aux=True)`, by the same steps, for a dict of tensors.
 
     PyTorch's own loads its compiler (a second) to switch off what is not on.
@@ -62,8 +69,14 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]]) -> Callable[...,
             loss, aux = function(wrapped, *others)
             found = {name: torch.zeros_like(leaf) for name, leaf in wrapped.items()}
             if loss.requires_grad:
-                grads = torch.autograd.grad(loss, list(wrapped.values()), create_graph=True, allow_unused=True)
-                found |= {name: grad for name, grad in zip(wrapped, grads, strict=True) if grad is not None}
+                grads = torch.autograd.grad(
+                    loss, list(wrapped.values()), create_graph=True, allow_unused=True
+                )
+                found |= {
+                    name: grad
+                    for name, grad in zip(wrapped, grads, strict=True)
+                    if grad is not None
+                }
             whole: Any = (found, (loss, aux))
             return steps._undo_create_differentiable(whole, level)
 
@@ -78,8 +91,9 @@ def gathered_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 class StridedMaxPool(nn.Module):
     """Max-pooling over windows that do not overlap, as the maximum of strided slices of the input.
 
-    The value and the gradient are those of `nn.MaxPool2d`: where several entries of a window are equal, all of the
-    gradient goes to the first of them in row-major order, and a NaN wins over every number.
+    The value and the gradient are those of `nn.MaxPool2d`: where several entries of a window are
+    equal, all of the gradient goes to the first of them in row-major order, and a NaN wins over
+    every number.
 
     Args:
         height: of a window.
@@ -92,7 +106,10 @@ class StridedMaxPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the maximum of each window; rows and columns that fill no window are left out."""
-        rows, columns = x.shape[-2] // self.height * self.height, x.shape[-1] // self.width * self.width
+        rows, columns = (
+            x.shape[-2] // self.height * self.height,
+            x.shape[-1] // self.width * self.width,
+        )
         best: Tensor | None = None
         for i in range(self.height):
             for j in range(self.width):
@@ -111,8 +128,9 @@ class StridedMaxPool(nn.Module):
 class UnfoldedConv2d(nn.Module):
     """A two-dimensional convolution as a matrix product over unfolded windows.
 
-    Many clients at once are then one batched matrix product, in which no client's result depends on how many there
-    are; the grouped convolution that PyTorch would make of them depends on it in the last bits.
+    Many clients at once are then one batched matrix product, in which no client's result depends on
+    how many there are; the grouped convolution that PyTorch would make of them depends on it in the
+    last bits.
 
     Args:
         conv: the layer it stands for, without groups; its parameters are taken over.
@@ -127,7 +145,10 @@ class UnfoldedConv2d(nn.Module):
     def sides(self, x: Tensor) -> tuple[int, int]:
         """Return the height and the width of the result."""
         each = zip(x.shape[-2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
-        height, width = ((size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, pad, gap, kernel, step in each)
+        height, width = (
+            (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+            for size, pad, gap, kernel, step in each
+        )
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,9 +172,13 @@ def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, sl
         windows: kernel, dilation and stride, each of rows and of columns.
     """
     sides = []
-    for length, kernel, dilation, stride in zip(size[-2:], windows[:2], windows[2:4], windows[4:], strict=True):
+    for length, kernel, dilation, stride in zip(
+        size[-2:], windows[:2], windows[2:4], windows[4:], strict=True
+    ):
         reach = length - dilation * (kernel - 1)  # places that the kernel's first entry can be at
-        sides.append([slice(dilation * entry, dilation * entry + reach, stride) for entry in range(kernel)])
+        sides.append(
+            [slice(dilation * entry, dilation * entry + reach, stride) for entry in range(kernel)]
+        )
     return [(row, column) for row in sides[0] for column in sides[1]]
 
 
@@ -168,7 +193,9 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, windows: tuple[int, ...]) -> Tensor:
         """Take the windows of images that lie channel by channel."""
-        return torch.stack([x[..., rows, columns] for rows, columns in _patches(x.shape, windows)], 1)
+        return torch.stack(
+            [x[..., rows, columns] for rows, columns in _patches(x.shape, windows)], 1
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, ...]], output: Tensor) -> None:
@@ -187,22 +214,29 @@ class _Windows(torch.autograd.Function):
 class WindowedConv2d(UnfoldedConv2d):
     """A two-dimensional convolution as a matrix product, with few launches: for a device.
 
-    Many clients at once are one batched product. cuDNN makes a grouped convolution of them, which it computes group by
-    group, and whose last bits may differ between two calls. Where windows would take too much memory, it is used.
+    Many clients at once are one batched product. cuDNN makes a grouped convolution of them, which
+    it computes group by group, and whose last bits may differ between two calls. Where windows
+    would take too much memory, it is used.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
         if len(x) * math.prod(self.sides(x)) * math.prod(self.weight.shape[1:]) > _WINDOWS:
-            return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
-        padded = functional.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
+            return functional.conv2d(
+                x, self.weight, self.bias, self.stride, self.padding, self.dilation
+            )
+        padded = functional.pad(
+            x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0])
+        )
         windows: Tensor = _Windows.apply(  # type: ignore[no-untyped-call]
             padded.transpose(0, 1), (*self.kernel, *self.dilation, *self.stride)
         )
         return self.product(windows.flatten(0, 1).flatten(1), x)
 
 
-def unfolded(conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d) -> UnfoldedConv2d | None:
+def unfolded(
+    conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d
+) -> UnfoldedConv2d | None:
     """Return the same convolution as a matrix product, or None where it has groups or another kind of padding."""
     plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
     if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":

@@ -22,7 +22,14 @@ from coterie.engine._rewrites import (
 from coterie.engine.precision import computing
 from coterie.models.layout import Layout
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 class VmapEngine(Engine):
@@ -32,22 +39,30 @@ class VmapEngine(Engine):
         layout: of the module.
         objective: the loss of each sample.
         precision: see `engine.precision.computing`.
-        cuda_graphs: capture the gradients of a block as CUDA graphs and replay them; for a CUDA device.
+        cuda_graphs: capture the gradients of a block as CUDA graphs and replay them; for a CUDA
+            device.
     """
 
     name: ClassVar[str] = "vmap"
     does: ClassVar[str] = "many clients at once"
 
     def __init__(
-        self, layout: Layout, objective: Objective, precision: str = "full", cuda_graphs: bool = False
+        self,
+        layout: Layout,
+        objective: Objective,
+        precision: str = "full",
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__(layout, objective, precision)
         self._eval_module = faster(layout.eval_module)
         trained = {"cpu": independent(layout.train_module), "other": batched(layout.train_module)}
         self.modules = (*trained.values(), self._eval_module)
-        self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
+        self._convolves = any(
+            isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules()
+        )
         self._gradients = {
-            device: vmap(grad_and_value(partial(self._loss, module))) for device, module in trained.items()
+            device: vmap(grad_and_value(partial(self._loss, module)))
+            for device, module in trained.items()
         }
         self._replayed = Replayed(self._device_gradients) if cuda_graphs else None
         self._objective = gathered_cross_entropy if objective == cross_entropy else objective
@@ -58,7 +73,9 @@ class VmapEngine(Engine):
         self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
     ) -> tuple[Tensor, dict]:
         tensors = {**trained, **state, **inputs}
-        loss = self._objective(functional_call(module, tensors, (x,)).to(self.layout.dtype), y).mean()
+        loss = self._objective(
+            functional_call(module, tensors, (x,)).to(self.layout.dtype), y
+        ).mean()
         return loss, {name: tensors[name] for name in state}
 
     def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
@@ -75,12 +92,18 @@ class VmapEngine(Engine):
         cpu = rows.device.type == "cpu"
         with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
             if self._replayed is not None and not cpu:
-                loss, grads, after = self._replayed(rows, x, y, *(inputs[name] for name in self.layout.inputs))
+                loss, grads, after = self._replayed(
+                    rows, x, y, *(inputs[name] for name in self.layout.inputs)
+                )
                 return loss, grads, after
             return self._computed("cpu" if cpu else "other", rows, x, y, inputs)
 
-    def _device_gradients(self, rows: Tensor, x: Tensor, y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self._computed("other", rows, x, y, dict(zip(self.layout.inputs, inputs, strict=True)))
+    def _device_gradients(
+        self, rows: Tensor, x: Tensor, y: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        return self._computed(
+            "other", rows, x, y, dict(zip(self.layout.inputs, inputs, strict=True))
+        )
 
     def _computed(
         self, device: str, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
@@ -89,14 +112,24 @@ class VmapEngine(Engine):
         views = layout.views(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
-        grads, (losses, new_state) = self._gradients[device](trained, state, {**inputs, **self._frozen(rows)}, x, y)
-        after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
+        grads, (losses, new_state) = self._gradients[device](
+            trained, state, {**inputs, **self._frozen(rows)}, x, y
+        )
+        after = (
+            layout.concat(new_state, trainable=False, lead=1)
+            if state
+            else rows[:, layout.trainable :]
+        )
         return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         cpu = rows.device.type == "cpu"
-        with torch.no_grad(), computing(self.precision, rows.device), Separately() if cpu else nullcontext():
+        with (
+            torch.no_grad(),
+            computing(self.precision, rows.device),
+            Separately() if cpu else nullcontext(),
+        ):
             views, given = self.layout.views(rows), {**inputs, **self._frozen(rows)}
             if self.one_by_one(rows.device):
                 return torch.stack([self._one(views, x, given, i) for i in range(len(rows))])
@@ -111,8 +144,15 @@ class VmapEngine(Engine):
         """
         if rows.device.type != "cpu":
             return {}
-        return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in self.layout.frozen.items()}
+        return {
+            name: tensor.expand(len(rows), *tensor.shape)
+            for name, tensor in self.layout.frozen.items()
+        }
 
-    def _one(self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int) -> Tensor:
+    def _one(
+        self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int
+    ) -> Tensor:
         tensors = {name: view[i] for name, view in views.items()}
-        return self._outputs(tensors, x[i if len(x) > 1 else 0], {name: value[i] for name, value in inputs.items()})
+        return self._outputs(
+            tensors, x[i if len(x) > 1 else 0], {name: value[i] for name, value in inputs.items()}
+        )

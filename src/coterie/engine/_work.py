@@ -18,7 +18,8 @@ from coterie.engine.privacy import PrivateSteps
 from coterie.models.layout import splitmix
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
-_STEPS, _GATHERED = 64, 1 << 18  # steps of a client, and entries of their inputs, that are gathered at once
+# steps of a client, and entries of their inputs, that are gathered at once
+_STEPS, _GATHERED = 64, 1 << 18
 _COMPARED = 1 << 26  # entries of rows that a device compares at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
@@ -30,7 +31,8 @@ class RawSamples:
     """Samples as they are stored; they are prepared batch by batch.
 
     Args:
-        x: the inputs. uint8 images are scaled to [0, 1] and normalized; other integers become equal numbers of `dtype`.
+        x: the inputs. uint8 images are scaled to [0, 1] and normalized; other integers become equal
+            numbers of `dtype`.
         y: the targets: integers, or numbers.
         dtype: floating-point type of models and inputs.
         mean: per channel, for uint8 images; empty for "do not normalize".
@@ -80,7 +82,10 @@ class RawSamples:
     def _channels(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel, shaped like an image."""
         shape = (-1, *(1 for _ in self.features[1:]))
-        mean, std = (torch.tensor(each, dtype=self.dtype, device=self.device) for each in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(each, dtype=self.dtype, device=self.device)
+            for each in (self.mean, self.std)
+        )
         return mean.reshape(shape), std.reshape(shape)
 
     def targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
@@ -93,8 +98,8 @@ class RawSamples:
 class Training:
     """One local training of some clients: everything an engine needs beside the models.
 
-    Lengths of batches, which decide what is done when, stay on the CPU. All other tensors are where the samples are, so
-    that nothing goes there in a step.
+    Lengths of batches, which decide what is done when, stay on the CPU. All other tensors are where
+    the samples are, so that nothing goes there in a step.
 
     Args:
         samples: the data of the batches.
@@ -109,8 +114,10 @@ class Training:
         noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
         taken: with `moments`: steps that each client took before.
-        rates: the learning rate of each step of each client, in float64 on the CPU; that of `local` when None.
-        foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
+        rates: the learning rate of each step of each client, in float64 on the CPU; that of `local`
+            when None.
+        foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for
+            foreign modules.
         private: clip the gradient of each sample and add noise; None for plain gradients.
     """
 
@@ -144,7 +151,9 @@ class Training:
             anchor=None if self.anchor is None else self.anchor[rows],
             inputs={name: value[rows] for name, value in self.inputs.items()},
             keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
-            augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys[rows]),
+            augment=None
+            if self.augment is None
+            else replace(self.augment, keys=self.augment.keys[rows]),
             noise=None if self.noise is None else self.noise.part(rows),
             moments=None if self.moments is None else self.moments[rows],
             taken=None if self.taken is None else self.taken[rows],
@@ -169,7 +178,9 @@ class Training:
             prox=0.0,
             inputs={name: value[:, only] for name, value in self.inputs.items()},
             keys=None if self.keys is None else (step_keys(self.keys[0], step), self.keys[1]),
-            augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys + step),
+            augment=None
+            if self.augment is None
+            else replace(self.augment, keys=self.augment.keys + step),
             noise=None if self.noise is None else replace(self.noise, keys=self.noise.keys + step),
             moments=None,
             taken=None,
@@ -187,12 +198,15 @@ class Training:
             step: the step.
 
         Returns:
-            The trainings, of one step each; the place among `members` of the client that each is of; and its row.
+            The trainings, of one step each; the place among `members` of the client that each is
+            of; and its row.
         """
         sizes = self.length[members, step]
         owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
         place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-        owner, who, place = (each.to(self.samples.device) for each in (owner, members[owner], place))
+        owner, who, place = (
+            each.to(self.samples.device) for each in (owner, members[owner], place)
+        )
         keys, augment, noise = self.keys, self.augment, self.noise
         if keys is not None:
             keys = (splitmix(step_keys(keys[0][who], step) + place), keys[1])
@@ -206,7 +220,10 @@ class Training:
             length=torch.ones(len(owner), 1, dtype=torch.int64),
             anchor=None,
             prox=0.0,
-            inputs={name: value[who.to(value.device), step][:, None] for name, value in self.inputs.items()},
+            inputs={
+                name: value[who.to(value.device), step][:, None]
+                for name, value in self.inputs.items()
+            },
             keys=keys,
             augment=augment,
             noise=noise,
@@ -234,15 +251,20 @@ class Training:
     def batches(self, row: int) -> Iterator[Batch]:
         """Return the batch of each step of one client, without the axis of members.
 
-        Samples of several steps of equal size are gathered at once, since that costs as much as for one step.
+        Samples of several steps of equal size are gathered at once, since that costs as much as for
+        one step.
         """
         member = torch.tensor([row], device=self.samples.device)
         lengths = [size for size in self.length[row].tolist() if size]
         start = 0
         while start < len(lengths):
             size = lengths[start]
-            most = start + max(1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features)))))
-            stop = next((step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths))
+            most = start + max(
+                1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features))))
+            )
+            stop = next(
+                (step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths)
+            )
             steps = range(start, min(most, stop))
             places = self.places[row, start : steps.stop, :size]
             x, y = self.samples.inputs(places), self.samples.targets(places)
@@ -288,9 +310,15 @@ def alike(values: Int[Tensor, " entries"]) -> Iterator[tuple[int, Int[Tensor, " 
         yield value, (values == value).nonzero().flatten()
 
 
-def sent(parts: Sequence[Int[Tensor, " entries"]], device: torch.device) -> list[Int[Tensor, " entries"]]:
+def sent(
+    parts: Sequence[Int[Tensor, " entries"]], device: torch.device
+) -> list[Int[Tensor, " entries"]]:
     """Return index tensors on a device, to which they go in one copy."""
-    return list(torch.cat(list(parts)).to(device).split([len(part) for part in parts])) if parts else []
+    return (
+        list(torch.cat(list(parts)).to(device).split([len(part) for part in parts]))
+        if parts
+        else []
+    )
 
 
 @dataclass(frozen=True)
@@ -371,5 +399,7 @@ def _equal(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
         return []
     size = max(1, _COMPARED // max(1, rows.shape[1]))
     one, other = torch.tensor(pairs).T.to(rows.device)
-    found = [(rows[a] == rows[b]).all(1) for a, b in zip(one.split(size), other.split(size), strict=True)]
+    found = [
+        (rows[a] == rows[b]).all(1) for a, b in zip(one.split(size), other.split(size), strict=True)
+    ]
     return torch.cat(found).tolist()

@@ -20,7 +20,11 @@ def check(device: str) -> None:
     """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if found is None:
-        hint = "; 'mps' has no float64, in which models are averaged" if device.startswith("mps") else ""
+        hint = (
+            "; 'mps' has no float64, in which models are averaged"
+            if device.startswith("mps")
+            else ""
+        )
         raise ConfigError(f"device is {device!r}; expected {_KNOWN}{hint}")
     if device == "cpu":
         return

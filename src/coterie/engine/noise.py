@@ -16,15 +16,18 @@ _WORD = (1 << 32) - 1
 class Noise:
     """Gaussian noise on prepared inputs.
 
-    A draw depends on the client's key, the step, the sample's number within its client's data (or test set) and the
-    entry of the input, and on nothing else: not on which clients are hosted, not on the order of work. Draws are made
-    by the Box-Muller transform from the bits of a counter, so nothing is stored.
+    A draw depends on the client's key, the step, the sample's number within its client's data (or
+    test set) and the entry of the input, and on nothing else: not on which clients are hosted, not
+    on the order of work. Draws are made by the Box-Muller transform from the bits of a counter, so
+    nothing is stored.
 
     Args:
-        keys: key of each client's draws, in one training or evaluation; where the inputs are, as is `sigma`.
+        keys: key of each client's draws, in one training or evaluation; where the inputs are, as is
+            `sigma`.
         sigma: standard deviation, for each client; 0 for none.
-        width: samples in each client's row of the padded data, or in the test set. Samples are addressed by their
-            index in the flattened table, so a sample's number within its row is that index modulo `width`.
+        width: samples in each client's row of the padded data, or in the test set. Samples are
+            addressed by their index in the flattened table, so a sample's number within its row is
+            that index modulo `width`.
     """
 
     keys: Int[Tensor, " clients"]
@@ -54,7 +57,8 @@ class Noise:
             step: the step of their training; 0 in evaluation.
             places: index of each sample in the flattened table.
         """
-        loud: Tensor | slice = slice(None)  # a device that had to tell whose sigma is 0 would be waited for
+        # a device that had to tell whose sigma is 0 would be waited for
+        loud: Tensor | slice = slice(None)
         if x.device.type == "cpu":
             loud = (self.sigma[members] > 0).nonzero().flatten()
             if not len(loud):
@@ -70,7 +74,8 @@ class Noise:
 def gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size"]:
     """Return standard normal draws, `size` of them for each key, in float64.
 
-    Each 64 bits give two draws, so none is beyond 6.7. Keys must be well mixed: adjacent keys would share draws.
+    Each 64 bits give two draws, so none is beyond 6.7. Keys must be well mixed: adjacent keys would
+    share draws.
     """
     bits = splitmix(keys[..., None] + torch.arange((size + 1) // 2, device=keys.device))
     radius = ((bits & _WORD) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()

@@ -10,7 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie._util.importing import path_of
-from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from coterie._util.settings import (
+    Configurable,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Share,
+)
 from coterie.engine import _own_optimizer
 from coterie.engine.privacy import DPSGD, require_accountant, stored_dp
 from coterie.engine.schedules import LrSchedule, Own, rates, read_schedules, stored_schedules
@@ -20,8 +26,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "rmsprop": {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False, "weight_decay": 0.0},
-    "adagrad": {"lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+    "rmsprop": {
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "momentum": 0.0,
+        "centered": False,
+        "weight_decay": 0.0,
+    },
+    "adagrad": {
+        "lr_decay": 0.0,
+        "initial_accumulator_value": 0.0,
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+    },
 }
 """The optimizers of every engine, with their arguments beside the learning rate and PyTorch's defaults of these."""
 
@@ -39,38 +56,46 @@ class LocalTraining(Configurable):
 
     Args:
         epochs: passes over the local training data ($E$).
-        steps: optimizer steps instead of epochs ($S$); the data are reshuffled when they are used up.
+        steps: optimizer steps instead of epochs ($S$); the data are reshuffled when they are used
+            up.
         batch_size: samples a step ($B$); a client with fewer samples uses all of them.
-        optimizer: "adam", "adamw", "sgd", "rmsprop" or "adagrad", in every engine, with PyTorch's arguments and their
-            defaults, except `lr`. Or the import path of any other class like torch.optim's that treats each parameter
-            alone, such as "torch.optim:NAdam", in the loop engine. Its state starts fresh in every round, but see
-            `persistent_client_optimizer`.
+        optimizer: "adam", "adamw", "sgd", "rmsprop" or "adagrad", in every engine, with PyTorch's
+            arguments and their defaults, except `lr`. Or the import path of any other class like
+            torch.optim's that treats each parameter alone, such as "torch.optim:NAdam", in the loop
+            engine. Its state starts fresh in every round, but see `persistent_client_optimizer`.
         lr: step size, above 0 (0 is allowed and trains nothing); 0.001 whatever the optimizer.
         momentum: of "sgd" and "rmsprop", in [0, 1).
-        weight_decay: L2 penalty added to the gradient, 0 or larger; with "adamw" decoupled from it: each step shrinks
-            parameters by `lr` times it. PyTorch's default when None: 0.01 for "adamw", 0 for the others.
+        weight_decay: L2 penalty added to the gradient, 0 or larger; with "adamw" decoupled from it:
+            each step shrinks parameters by `lr` times it. PyTorch's default when None: 0.01 for
+            "adamw", 0 for the others.
         drop_last: leave out the last, smaller batch of an epoch.
-        augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors half of them.
+        augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors
+            half of them.
         padding: see `augment`.
-        persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and the count of its
-            steps) from round to round, whatever model it trains next. Some published code works so; it needs
-            an optimizer with a state, and the synchronous schedule.
+        persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and
+            the count of its steps) from round to round, whatever model it trains next. Some
+            published code works so; it needs an optimizer with a state, and the synchronous
+            schedule.
         dampening: of the momentum of "sgd": every gradient but the first counts with 1 minus this.
         nesterov: step along the gradient plus `momentum` times the new momentum, of "sgd".
-        betas: of "adam" and "adamw": shares of the old mean and of the old mean square of gradients that are kept.
-        eps: added to the root of the mean square, of all but "sgd"; PyTorch's default when None: 1e-8, and 1e-10 for
-            "adagrad".
+        betas: of "adam" and "adamw": shares of the old mean and of the old mean square of gradients
+            that are kept.
+        eps: added to the root of the mean square, of all but "sgd"; PyTorch's default when None:
+            1e-8, and 1e-10 for "adagrad".
         alpha: of "rmsprop": share of the old mean square that is kept.
-        centered: of "rmsprop": divide by the deviation of gradients instead of the root of their mean square.
+        centered: of "rmsprop": divide by the deviation of gradients instead of the root of their
+            mean square.
         lr_decay: of "adagrad": the rate of step k, from 0, is divided by 1 + k times this.
         initial_accumulator_value: of "adagrad": of the sum of squares.
         optimizer_options: arguments of an optimizer that is given by import path, beside `lr`.
-        lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine", over = "rounds" }`, a
-            list of tables, whose factors multiply, or the import path of a function (number, total) -> factor. Kinds
-            are "warmup", "linear", "cosine", "exponential" and "step"; see `engine.schedules`. None: a constant rate.
-        dp: DP-SGD: a table such as `{ clip = 1.0, noise_multiplier = 1.1, delta = 1e-5 }`. Each step then takes each
-            sample with probability `batch_size` / training samples, clips its gradient and adds noise; each client's
-            epsilon is a metric. See `engine.privacy.DPSGD`. None: plain gradients, and no such guarantee.
+        lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine",
+            over = "rounds" }`, a list of tables, whose factors multiply, or the import path of a
+            function (number, total) -> factor. Kinds are "warmup", "linear", "cosine",
+            "exponential" and "step"; see `engine.schedules`. None: a constant rate.
+        dp: DP-SGD: a table such as `{ clip = 1.0, noise_multiplier = 1.1, delta = 1e-5 }`. Each
+            step then takes each sample with probability `batch_size` / training samples, clips its
+            gradient and adds noise; each client's epsilon is a metric. See `engine.privacy.DPSGD`.
+            None: plain gradients, and no such guarantee.
     """
 
     epochs: NonNegativeInt = 1
@@ -107,22 +132,42 @@ class LocalTraining(Configurable):
     def check(self) -> None:
         """The arguments must be those of the optimizer, and only one with a state can keep it."""
         if self.own is None and self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"{unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class")
+            raise ConfigError(
+                f"{unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class"
+            )
         usual = {item.name: item.default for item in fields(self)}
         for name in _ARGUMENTS:
-            if name not in OPTIMIZERS.get(self.optimizer, ()) and (found := getattr(self, name)) != usual[name]:
-                who = ", ".join(other for other, arguments in OPTIMIZERS.items() if name in arguments)
-                advice = "put it into optimizer_options" if self.own else f"leave it out, or take one of {who}"
-                raise ConfigError(f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}")
+            if (
+                name not in OPTIMIZERS.get(self.optimizer, ())
+                and (found := getattr(self, name)) != usual[name]
+            ):
+                who = ", ".join(
+                    other for other, arguments in OPTIMIZERS.items() if name in arguments
+                )
+                advice = (
+                    "put it into optimizer_options"
+                    if self.own
+                    else f"leave it out, or take one of {who}"
+                )
+                raise ConfigError(
+                    f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}"
+                )
         plain = self.own is not None or not self.optimizer_options
-        require(plain, "optimizer_options", self.optimizer_options, "none: they are for an optimizer by import path")
+        require(
+            plain,
+            "optimizer_options",
+            self.optimizer_options,
+            "none: they are for an optimizer by import path",
+        )
         require(len(self.betas) == 2, "betas", self.betas, "two numbers")
         ahead = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         require(ahead, "nesterov", True, "momentum above 0 and dampening 0 with it")
         if self.persistent_client_optimizer:
             text = f"one of {', '.join(OPTIMIZERS)} with it: the state of {self.optimizer!r} is not kept between rounds"
             require(self.own is None, "persistent_client_optimizer", True, text)
-            sentence = "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
+            sentence = (
+                "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
+            )
             require(self.moments > 0, "persistent_client_optimizer", True, sentence)
         read_schedules(self.lr_schedule)
         text = f"one of {', '.join(OPTIMIZERS)} with dp: another class may look at more than the gradient"
@@ -143,7 +188,10 @@ class LocalTraining(Configurable):
         """The arguments of the optimizer beside `lr`, by PyTorch's names."""
         if self.own:
             return dict(self.optimizer_options or {})
-        usual, given = OPTIMIZERS[self.optimizer], {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer]}
+        usual, given = (
+            OPTIMIZERS[self.optimizer],
+            {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer]},
+        )
         return {name: usual[name] if value is None else value for name, value in given.items()}
 
     @property
@@ -160,7 +208,13 @@ class LocalTraining(Configurable):
     def moments(self) -> int:
         """How many numbers the optimizer remembers of each parameter."""
         moving = int(self.momentum > 0)
-        counts = {"sgd": moving, "adam": 2, "adamw": 2, "rmsprop": 1 + moving + self.centered, "adagrad": 1}
+        counts = {
+            "sgd": moving,
+            "adam": 2,
+            "adamw": 2,
+            "rmsprop": 1 + moving + self.centered,
+            "adagrad": 1,
+        }
         return counts.get(self.optimizer, 0)
 
     def rates(
@@ -201,8 +255,8 @@ class Moments:
     """What clients keep of their optimizers between rounds, for each model that they train (a track).
 
     Args:
-        values: what the optimizer remembers of each trained parameter, such as the first moment and the second of
-            Adam; see `RowOptimizer`.
+        values: what the optimizer remembers of each trained parameter, such as the first moment and
+            the second of Adam; see `RowOptimizer`.
         taken: steps taken so far.
     """
 
@@ -210,7 +264,9 @@ class Moments:
     taken: Int[Tensor, "clients tracks"]
 
     @staticmethod
-    def fresh(local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]) -> "Moments":
+    def fresh(
+        local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]
+    ) -> "Moments":
         """Return those of clients that have not trained.
 
         Args:
@@ -219,16 +275,18 @@ class Moments:
             rows: the trainable parameters; only their shape and type are used.
         """
         clients, trainable = rows.shape
-        values = rows.new_full((clients, tracks, local.moments, trainable), local.initial_accumulator_value)
+        values = rows.new_full(
+            (clients, tracks, local.moments, trainable), local.initial_accumulator_value
+        )
         return Moments(values, torch.zeros(clients, tracks, dtype=torch.int64))
 
 
 class RowOptimizer:
     """One optimizer state for each row, updated in place.
 
-    The moments are, of "sgd": the momentum, where there is one; of "adam" and "adamw": the mean gradient and the mean
-    square; of "rmsprop": the mean square, then the momentum and the mean gradient, where there are such; of "adagrad":
-    the sum of squares.
+    The moments are, of "sgd": the momentum, where there is one; of "adam" and "adamw": the mean
+    gradient and the mean square; of "rmsprop": the mean square, then the momentum and the mean
+    gradient, where there are such; of "adagrad": the sum of squares.
 
     Args:
         local: which optimizer and its settings.
@@ -245,11 +303,15 @@ class RowOptimizer:
         taken: Int[Tensor, " clients"] | None = None,
     ) -> None:
         if local.own:
-            raise ConfigError(f"optimizer {local.own!r} trains one client after another; expected engine = 'loop'")
+            raise ConfigError(
+                f"optimizer {local.own!r} trains one client after another; expected engine = 'loop'"
+            )
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
         self.arguments = local.arguments
         if moments is None:
-            self.state = [torch.full_like(rows, local.initial_accumulator_value) for _ in range(local.moments)]
+            self.state = [
+                torch.full_like(rows, local.initial_accumulator_value) for _ in range(local.moments)
+            ]
         else:
             self.state = list(moments.unbind(1))
 
@@ -262,14 +324,15 @@ class RowOptimizer:
     ) -> None:
         """Update `rows` in place; `grads` may be overwritten.
 
-        Products with `rows` are rounded before they are added: a row then ends with the same bits whether it is part
-        of a larger matrix or not.
+        Products with `rows` are rounded before they are added: a row then ends with the same bits
+        whether it is part of a larger matrix or not.
 
         Args:
             rows: the trainable parameters.
             grads: their gradients.
             number: of this step in this training, from 1.
-            lr: the learning rate of this step, that of each client in float64; that of the settings when None.
+            lr: the learning rate of this step, that of each client in float64; that of the settings
+                when None.
         """
         rate: Any = self.local.lr if lr is None else lr
         count: Any = number

@@ -25,25 +25,37 @@ def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) ->
     Raises:
         ConfigError: with what was found and what to use instead.
     """
-    require(precision in get_args(Precision), "precision", precision, f"one of {', '.join(get_args(Precision))}")
+    require(
+        precision in get_args(Precision),
+        "precision",
+        precision,
+        f"one of {', '.join(get_args(Precision))}",
+    )
     cuda = torch.device(device).type == "cuda"
     if precision != "full" and dtype != torch.float32:
-        raise ConfigError(f"precision = {precision!r} is for dtype = 'float32'; found {dtype}: leave precision 'full'")
+        raise ConfigError(
+            f"precision = {precision!r} is for dtype = 'float32'; found {dtype}: leave precision 'full'"
+        )
     if precision == "tf32" and not cuda:
-        raise ConfigError(f"precision = 'tf32' is for a CUDA device; found device {device!r}: take 'full' or 'bf16'")
+        raise ConfigError(
+            f"precision = 'tf32' is for a CUDA device; found device {device!r}: take 'full' or 'bf16'"
+        )
     if cuda_graphs and not cuda:
-        raise ConfigError(f"cuda_graphs is for a CUDA device; found device {device!r}: leave it out")
+        raise ConfigError(
+            f"cuda_graphs is for a CUDA device; found device {device!r}: leave it out"
+        )
 
 
 @contextmanager
 def computing(precision: str, device: torch.device) -> Iterator[None]:
     """Compute products at a precision, and restore PyTorch's settings afterwards.
 
-    Threads take turns: settings are those of the process, and modules are lent the tensors of one model at a time.
+    Threads take turns: settings are those of the process, and modules are lent the tensors of one
+    model at a time.
 
     Args:
-        precision: "full": that of the models, even where PyTorch would use TF32; "tf32": float32 with mantissas of
-            10 bits; "bf16": bfloat16 by `torch.autocast`.
+        precision: "full": that of the models, even where PyTorch would use TF32; "tf32": float32
+            with mantissas of 10 bits; "bf16": bfloat16 by `torch.autocast`.
         device: the device of the products.
     """
     with _TURN, _set(precision, device):
@@ -67,4 +79,6 @@ def _set(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )

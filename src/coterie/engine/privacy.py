@@ -1,9 +1,9 @@
 r"""Differential privacy of local training: DP-SGD, and what each client has spent.
 
-A step takes each training sample of a client with probability $q$ on its own (Poisson sampling), clips the gradient of
-each to a norm $C$, adds Gaussian noise of standard deviation $\sigma C$ to their sum, and divides by the expected size
-of the batch: a number that does not depend on the draw. What an optimizer does with such a gradient needs no more
-privacy.
+A step takes each training sample of a client with probability $q$ on its own (Poisson sampling),
+clips the gradient of each to a norm $C$, adds Gaussian noise of standard deviation $\sigma C$ to
+their sum, and divides by the expected size of the batch: a number that does not depend on the draw.
+What an optimizer does with such a gradient needs no more privacy.
 
 Abadi et al., Deep learning with differential privacy, CCS 2016, https://arxiv.org/abs/1607.00133.
 """
@@ -24,7 +24,8 @@ from coterie._util import extras
 from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveFloat, parse, plain
 from coterie.errors import ConfigError
 
-_MORE_ORDERS = (128, 256, 512, 1024)  # of Rényi divergences: small epsilons have their best order there
+# of Rényi divergences: small epsilons have their best order there
+_MORE_ORDERS = (128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class DPSGD(Configurable):
 
     Args:
         clip: largest norm of a sample's gradient ($C$); a longer one is shortened to it.
-        noise_multiplier: standard deviation of the noise on the sum of a batch's gradients, in units of `clip`
-            ($\sigma$). 0 only clips: there is no privacy, and epsilon is infinite.
+        noise_multiplier: standard deviation of the noise on the sum of a batch's gradients, in
+            units of `clip` ($\sigma$). 0 only clips: there is no privacy, and epsilon is infinite.
         delta: the $\delta$ for which epsilon is stated; below 1 / training samples of every client.
     """
 
@@ -125,18 +126,21 @@ class PrivateSteps:
         return sums.div_(self.expected[members, None].to(sums))
 
 
-def shares(gradients: Float[Tensor, "samples trainable"], clip: float) -> Float[Tensor, "samples 1"]:
+def shares(
+    gradients: Float[Tensor, "samples trainable"], clip: float
+) -> Float[Tensor, "samples 1"]:
     """Return the factor of each sample's gradient that shortens it to a norm of at most `clip`.
 
-    A gradient that is not finite counts nothing: no sample may move a model by more than the clip. Such entries are
-    set to 0 in place.
+    A gradient that is not finite counts nothing: no sample may move a model by more than the clip.
+    Such entries are set to 0 in place.
 
     Example:
         >>> shares(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).flatten().tolist()
         [0.20000000298023224, 1.0]
     """
     if gradients.device.type == "cpu" and len(gradients):
-        norms = torch.stack([row.norm() for row in gradients])  # by row: the same bits whoever is beside
+        # by row: the same bits whoever is beside
+        norms = torch.stack([row.norm() for row in gradients])
     else:
         norms = gradients.norm(dim=1)
     lost = ~torch.isfinite(norms)
@@ -189,8 +193,8 @@ class Spent:
         r"""Return the $\varepsilon$ of each client for a $\delta$, in float64: 0 for data that were not used.
 
         By Rényi divergences of the subsampled Gaussian mechanism (Mironov, Talwar, Zhang, 2019,
-        https://arxiv.org/abs/1908.10530), which opacus computes. Several gradients of one batch, $k$ of them, are one
-        query with noise $\sigma / \sqrt{k}$.
+        https://arxiv.org/abs/1908.10530), which opacus computes. Several gradients of one batch,
+        $k$ of them, are one query with noise $\sigma / \sqrt{k}$.
         """
         wanted = {client: row for row, client in enumerate(ids.tolist())}
         found = torch.zeros(len(ids), dtype=torch.float64)
@@ -204,7 +208,9 @@ class Spent:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return it as tensors, for a checkpoint; none where nothing was used."""
-        rows = [(client, query, times) for (client, query), times in sorted(self.uses.items()) if times]
+        rows = [
+            (client, query, times) for (client, query), times in sorted(self.uses.items()) if times
+        ]
         if not rows:
             return {}
         whole = torch.tensor([[client, query.gradients, times] for client, query, times in rows])
@@ -220,7 +226,9 @@ class Spent:
         """Restore the result of `snapshot`."""
         self.uses.clear()
         if tensors:
-            columns = [tensors[name].tolist() for name in ("client", "rate", "noise", "gradients", "times")]
+            columns = [
+                tensors[name].tolist() for name in ("client", "rate", "noise", "gradients", "times")
+            ]
             for client, rate, noise, gradients, times in zip(*columns, strict=True):
                 self.uses[client, Query(rate, noise, gradients)] = times
 
@@ -255,7 +263,9 @@ def _divergences(query: Query) -> Float[np.ndarray, " orders"]:
     noise = query.noise / query.gradients**0.5
     if not noise:
         return np.full(len(orders), np.inf)
-    return np.asarray(rdp.compute_rdp(q=query.rate, noise_multiplier=noise, steps=1, orders=orders), dtype=float)
+    return np.asarray(
+        rdp.compute_rdp(q=query.rate, noise_multiplier=noise, steps=1, orders=orders), dtype=float
+    )
 
 
 def _epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
@@ -264,5 +274,8 @@ def _epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
     if not np.isfinite(divergences).any():
         return float("inf")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the best order is the first or the last: a bound all the same
-        return max(0.0, float(rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0]))
+        # the best order is the first or the last: a bound all the same
+        warnings.simplefilter("ignore")
+        return max(
+            0.0, float(rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
+        )

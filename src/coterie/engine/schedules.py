@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor on the rate of each step, from the number of the round or of the step.
 
-A schedule is a frozen dataclass whose fields a study file sets: `lr_schedule = { kind = "cosine", over = "rounds" }`.
-Several multiply: a warm-up and a cosine, one over rounds and one over steps.
+A schedule is a frozen dataclass whose fields a study file sets: `lr_schedule = { kind = "cosine",
+over = "rounds" }`. Several multiply: a warm-up and a cosine, one over rounds and one over steps.
 """
 
 import inspect
@@ -26,8 +26,9 @@ class LrSchedule(Configurable):
     """The base of schedules.
 
     Args:
-        over: what it counts: "rounds" of the run, or "steps" of one local training, which begins anew in every round.
-            Both count from 0. What is trained before the first exchange has the rate of round 0.
+        over: what it counts: "rounds" of the run, or "steps" of one local training, which begins
+            anew in every round. Both count from 0. What is trained before the first exchange has
+            the rate of round 0.
 
     Attributes:
         kind: its name in study files.
@@ -97,7 +98,9 @@ class Linear(LrSchedule):
 
     def factor(self, number: int, total: int) -> float:
         """See `LrSchedule.factor`."""
-        return self.start + (self.end - self.start) * min(1.0, number / (self.length or max(1, total)))
+        return self.start + (self.end - self.start) * min(
+            1.0, number / (self.length or max(1, total))
+        )
 
 
 @final
@@ -164,11 +167,15 @@ class Step(LrSchedule):
     def check(self) -> None:
         """One of the two says when."""
         if (self.every is None) == (not self.at):
-            raise ConfigError(f"every is {self.every!r} and at is {list(self.at)}; expected one of the two")
+            raise ConfigError(
+                f"every is {self.every!r} and at is {list(self.at)}; expected one of the two"
+            )
 
     def factor(self, number: int, total: int) -> float:
         """See `LrSchedule.factor`."""
-        passed = sum(number >= one for one in self.at) if self.every is None else number // self.every
+        passed = (
+            sum(number >= one for one in self.at) if self.every is None else number // self.every
+        )
         return self.gamma**passed
 
 
@@ -178,8 +185,8 @@ class Own(LrSchedule):
     """A function of yours, (number, total) -> factor, by its import path.
 
     Args:
-        path: "package.module:function". It is called with the number of the round or step, from 0, and with how many
-            there are, and returns a number, 0 or larger.
+        path: "package.module:function". It is called with the number of the round or step, from 0,
+            and with how many there are, and returns a number, 0 or larger.
     """
 
     kind: ClassVar[str] = "own"
@@ -194,9 +201,15 @@ class Own(LrSchedule):
     def factor(self, number: int, total: int) -> float:
         """See `LrSchedule.factor`."""
         found = self.function()(number, total)
-        if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= float(found) < math.inf:
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, Real)
+            or not 0 <= float(found) < math.inf
+        ):
             said = f"lr_schedule {self.path!r} returned {found!r} for ({number}, {total})"
-            raise ConfigError(f"{said}; expected a factor on the learning rate: a number, 0 or larger")
+            raise ConfigError(
+                f"{said}; expected a factor on the learning rate: a number, 0 or larger"
+            )
         return float(found)
 
     def function(self) -> Callable[[int, int], Any]:
@@ -210,23 +223,30 @@ class Own(LrSchedule):
         try:
             inspect.signature(found).bind(0, 1)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what} is {found!r}; expected a function (number, total) -> factor") from error
+            raise ConfigError(
+                f"{what} is {found!r}; expected a function (number, total) -> factor"
+            ) from error
         return found
 
 
-SCHEDULES: dict[str, type[LrSchedule]] = {one.kind: one for one in (Warmup, Linear, Cosine, Exponential, Step)}
+SCHEDULES: dict[str, type[LrSchedule]] = {
+    one.kind: one for one in (Warmup, Linear, Cosine, Exponential, Step)
+}
 """Every bundled schedule by its name."""
 
 Given = str | Mapping[str, Any] | LrSchedule | Callable[[int, int], float]
 """One schedule, as users give it: a name, an import path, a table, an instance or a function."""
 
 
-def read_schedules(given: Given | Sequence[Given] | None, where: str = "lr_schedule") -> tuple[LrSchedule, ...]:
+def read_schedules(
+    given: Given | Sequence[Given] | None, where: str = "lr_schedule"
+) -> tuple[LrSchedule, ...]:
     """Make schedules, without importing what is named by its path.
 
     Args:
-        given: one of them, or several that multiply. A name of SCHEDULES; an import path "package.module:function"; a
-            table with one of these as `kind` and the fields; a schedule; or a function.
+        given: one of them, or several that multiply. A name of SCHEDULES; an import path
+            "package.module:function"; a table with one of these as `kind` and the fields; a
+            schedule; or a function.
         where: how the user finds it.
 
     Raises:
@@ -271,7 +291,11 @@ def stored_schedules(given: Any) -> Any:
 
 
 def rates(
-    schedules: Sequence[LrSchedule], lr: float, length: Int[Tensor, "clients steps"], round: int, rounds: int | None
+    schedules: Sequence[LrSchedule],
+    lr: float,
+    length: Int[Tensor, "clients steps"],
+    round: int,
+    rounds: int | None,
 ) -> Float[Tensor, "clients steps"]:
     """Return the learning rate of each step of a local training, in float64.
 
@@ -300,6 +324,8 @@ def rates(
             found *= schedule.factor(max(0, round), rounds or 0)
             continue
         for total in own.unique().tolist():
-            factors = [schedule.factor(step, total) for step in range(total)] + [0.0] * (length.shape[1] - total)
+            factors = [schedule.factor(step, total) for step in range(total)] + [0.0] * (
+                length.shape[1] - total
+            )
             found[own == total] *= torch.tensor(factors, dtype=torch.float64)
     return found

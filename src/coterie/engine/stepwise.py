@@ -22,18 +22,23 @@ from coterie.functional import metrics
 class Stepwise:
     """One local training of some clients, whose steps a method takes itself; see `Task.stepwise`.
 
-    Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train` would use in it.
+    Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train`
+    would use in it.
 
     Args:
         engine: computes the gradients.
         work: the local training as a whole.
         block: clients trained at once.
         schedule: its batches.
-        foreign: (step, client's row) -> a context in which PyTorch's own generator is that client's.
+        foreign: (step, client's row) -> a context in which PyTorch's own generator is that
+            client's.
         spent: told the seconds that gradients and steps took.
-        leave: told what the optimizers keep, where their state outlasts a round: track, moments, steps taken.
-        kept: (track) -> the state of an optimizer to go on from, which may be changed, and steps taken before.
-        used: told that a gradient of a step's batch was taken, and how many there were so far with it.
+        leave: told what the optimizers keep, where their state outlasts a round: track, moments,
+            steps taken.
+        kept: (track) -> the state of an optimizer to go on from, which may be changed, and steps
+            taken before.
+        used: told that a gradient of a step's batch was taken, and how many there were so far with
+            it.
         only: which trained parameters `descend` moves; all when None.
 
     Attributes:
@@ -54,7 +59,8 @@ class Stepwise:
     losses: Float[Tensor, "clients steps"] = field(init=False)
     _samples: Int[Tensor, " clients"] = field(init=False)  # processed
     _optimizers: "dict[int, _Kept]" = field(init=False, default_factory=dict)
-    _asked: dict[int, int] = field(init=False, default_factory=dict)  # gradients of each step's batch
+    # gradients of each step's batch
+    _asked: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse an optimizer that cannot be asked for single steps."""
@@ -76,12 +82,15 @@ class Stepwise:
         """Return, on the CPU, which clients have a batch in a step: after its last one a client has none."""
         return self.schedule.taken[:, step]
 
-    def gradient(self, params: Float[Tensor, "clients params"], step: int) -> Float[Tensor, "clients trainable"]:
+    def gradient(
+        self, params: Float[Tensor, "clients params"], step: int
+    ) -> Float[Tensor, "clients trainable"]:
         """Return the gradient of the mean loss of each client's batch; zeros for a client without one.
 
         Args:
-            params: the models, whose rows lie apart. Running statistics are updated in place, as in training; trained
-                parameters are not changed, unless their gradient is not finite: then they become NaN.
+            params: the models, whose rows lie apart. Running statistics are updated in place, as in
+                training; trained parameters are not changed, unless their gradient is not finite:
+                then they become NaN.
             step: which batch, from 0.
         """
         started = time.perf_counter()
@@ -121,7 +130,9 @@ class Stepwise:
         """
         started = time.perf_counter()
         if track not in self._optimizers:
-            self._optimizers[track] = _Kept(*self.kept(track), torch.zeros(len(params), dtype=torch.int64))
+            self._optimizers[track] = _Kept(
+                *self.kept(track), torch.zeros(len(params), dtype=torch.int64)
+            )
         self._optimizers[track].step(self, params, gradient, step)
         self.spent(time.perf_counter() - started)
 
@@ -135,7 +146,8 @@ class Stepwise:
         """End the training, and return what `Task.train` reports: `train_samples` counts those of all gradients.
 
         Args:
-            params: the models that it led to; a client with NaN or infinity in one of them has diverged.
+            params: the models that it led to; a client with NaN or infinity in one of them has
+                diverged.
         """
         for track, optimizer in self._optimizers.items():
             if optimizer.moments is not None and optimizer.before is not None:
@@ -196,7 +208,9 @@ class _Kept:
                 self.moments[:, :, columns] = torch.stack(self._optimizer.state, 1)
 
 
-def _columns(only: Bool[Tensor, " trainable"] | None, trainable: int) -> slice | Int[Tensor, " columns"]:
+def _columns(
+    only: Bool[Tensor, " trainable"] | None, trainable: int
+) -> slice | Int[Tensor, " columns"]:
     """Return the columns of a row that are moved: a range where they lie together, which needs no copy."""
     if only is None:
         return slice(trainable)

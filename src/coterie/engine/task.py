@@ -62,7 +62,8 @@ class Shared:
     tests: tuple[RawSamples, ...]
     positions: dict[str, Positions]
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by split: models, losses; NaN: not yet
+    # by split: models, losses; NaN: not yet
+    scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     train_seconds: float = 0.0
     spent: Spent = field(default_factory=Spent)
 
@@ -76,7 +77,9 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
     """
     chosen = split == wanted
     count = chosen.sum(1)
-    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, : max(1, int(count.max()))]
+    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[
+        :, : max(1, int(count.max()))
+    ]
     inside = torch.arange(order.shape[1]) < count[:, None]
     return Positions(torch.where(inside, order, 0), count)
 
@@ -84,8 +87,8 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
 def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) -> Inputs:
     """Return what becomes of an input before the module takes it.
 
-    Whole numbers stay whole for a module that can take them (an embedding needs them), and are numbers of `dtype` for
-    others, such as a linear layer.
+    Whole numbers stay whole for a module that can take them (an embedding needs them), and are
+    numbers of `dtype` for others, such as a linear layer.
     """
     x = federation.x[0, :2]
     whole = not (federation.parts or x.is_floating_point() or is_images(x[0]))
@@ -107,7 +110,9 @@ class Carried:
     before: Moments
     after: Moments | None = None  # a copy, made when the first training ends
 
-    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0) -> None:
+    def leave(
+        self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0
+    ) -> None:
         """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
         if self.after is None:
             self.after = Moments(self.before.values.clone(), self.before.taken.clone())
@@ -130,19 +135,23 @@ class Task:
     Args:
         federation: the hosted rows, without truth (see `Federation.host`).
         model: a name of `models.NETS`, an nn.Module, or a factory of modules.
-        init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the module's own values.
-        buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters, "local" keeps each
-            client's own, "reset" restores the initial ones.
-        shared: patterns of the tensors that clients share; everything when empty. See `models.part.chosen`.
-        similarity_on: patterns of the tensors in which models are compared, of those that are trained and shared.
+        init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the
+            module's own values.
+        buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters,
+            "local" keeps each client's own, "reset" restores the initial ones.
+        shared: patterns of the tensors that clients share; everything when empty. See
+            `models.part.chosen`.
+        similarity_on: patterns of the tensors in which models are compared, of those that are
+            trained and shared.
         home: (layout) -> patterns of the tensors that stay at home beside.
         owner: whose wish `home` is, for messages.
         engine: "auto" or a name of `engine.ENGINES`.
-        block: how many clients are trained at once; chosen from the size of the model when None. It changes the
-            speed, never the result.
+        block: how many clients are trained at once; chosen from the size of the model when None. It
+            changes the speed, never the result.
         dtype: floating-point type of models and inputs.
         device: where models and data live; ids, counts, losses and other reports are on the CPU.
-        precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
+        precision: of the products in training and measuring: "full", "tf32" or "bf16"; see
+            `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
         metrics: what `evaluate` measures beside the loss and the metric that goes with it.
@@ -151,9 +160,11 @@ class Task:
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
         own_optimizer: `LocalTraining.own`, which only the loop engine runs.
         rounds: of the run, for learning-rate schedules that run over all of them.
-        pool: the task of one client that has everybody's samples, for methods that declare that they need it.
-        secret: seed of the draws that make training private (who is in a batch, and the noise), 0 or larger; that of
-            the run when None, which is for simulations alone: whoever knows it can take the noise off again.
+        pool: the task of one client that has everybody's samples, for methods that declare that
+            they need it.
+        secret: seed of the draws that make training private (who is in a batch, and the noise), 0
+            or larger; that of the run when None, which is for simulations alone: whoever knows it
+            can take the noise off again.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -191,8 +202,15 @@ class Task:
         pool: "Task | None" = None,
         secret: int | None = None,
     ) -> None:
-        require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
-        require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
+        require(
+            init in ("shared", "per_client", "given"),
+            "init",
+            init,
+            "'shared', 'per_client' or 'given'",
+        )
+        require(
+            buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}"
+        )
         require(block is None or block >= 1, "block", block, "at least 1")
         check_device(device)
         check_precision(precision, cuda_graphs, device, dtype)
@@ -201,9 +219,15 @@ class Task:
         module = template(self.model)
         self.objective = loss or usual_loss(federation.y.flatten(0, 1), federation.classes)
         self.layout = Layout(module, dtype, _arguments(module, federation, dtype)).to(device)
-        self.part = Part.of(self.layout, shared, similarity_on, () if home is None else home(self.layout), owner)
+        self.part = Part.of(
+            self.layout, shared, similarity_on, () if home is None else home(self.layout), owner
+        )
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
-        self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
+        self.ids, self.population, self.classes = (
+            federation.ids,
+            federation.population,
+            federation.classes,
+        )
         self.clusters = clusters
         where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
 
@@ -238,7 +262,9 @@ class Task:
             own_optimizer=own_optimizer,
         )
         self.rounds, self._pool, self._secret = rounds, pool, secret
-        self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
+        self.block = block or (
+            1 if self.engine.name == "loop" else default_block(self.layout, device)
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -251,7 +277,9 @@ class Task:
         except MODULE_ERRORS:
             return
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
-            raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
+            raise ModelError(
+                f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class"
+            )
         for samples in (self._shared.samples, *self._shared.tests):
             if len(samples):
                 self.objective.fits(outputs, samples.y)
@@ -268,9 +296,14 @@ class Task:
             return
         name, samples = self._shared.federation.name_of(int(self._at[alone[0]])), counts[alone[0]]
         more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
-        needs, other = "batch normalization needs two or more", "a model without it (nn.GroupNorm, nn.LayerNorm)"
+        needs, other = (
+            "batch normalization needs two or more",
+            "a model without it (nn.GroupNorm, nn.LayerNorm)",
+        )
         if local.batch_size == 1:
-            raise ModelError(f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}")
+            raise ModelError(
+                f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}"
+            )
         if samples == 1:
             raise ModelError(
                 f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}"
@@ -292,7 +325,9 @@ class Task:
         for name, part in self.layout.train_module.named_modules():
             kind = type(part).__name__.removeprefix("Returned")
             joins = isinstance(part, ReturnedBatchNorm | nn.modules.batchnorm._BatchNorm)
-            if joins or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats):
+            if joins or (
+                isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
+            ):
                 raise ModelError(
                     f"local.dp needs the gradient of each sample, and {kind} {name!r} joins samples: take nn.GroupNorm "
                     "or nn.LayerNorm"
@@ -313,7 +348,9 @@ class Task:
         """Whether the module trains on a batch of one sample."""
         try:
             with torch.no_grad():
-                copy.deepcopy(self.layout.train_module)(self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64)))
+                copy.deepcopy(self.layout.train_module)(
+                    self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64))
+                )
         except ValueError as error:
             return "more than one value a channel" not in str(error)
         except MODULE_ERRORS:  # left to the engines
@@ -376,7 +413,11 @@ class Task:
     def origin(self, rng: Rng) -> Float[Tensor, "clients params"]:
         """Return the first models again; with a shared start, a view of one row."""
         if self._fixed:
-            return self.layout.flatten_copy(self.layout.train_module).to(self.device).expand(len(self), -1)
+            return (
+                self.layout.flatten_copy(self.layout.train_module)
+                .to(self.device)
+                .expand(len(self), -1)
+            )
         key = (rng.seed, self.init_mode)
         if self.init_mode != "per_client":
             if key not in self._shared.origins:
@@ -395,7 +436,10 @@ class Task:
         With `init="given"` the first has the module's own values and the others are drawn.
         """
         first = self._draw(rng.at(-1), EVERYONE)
-        others = [initial(self.model, self.layout, rng.at(-1), purpose=f"init.{c}") for c in range(1, count)]
+        others = [
+            initial(self.model, self.layout, rng.at(-1), purpose=f"init.{c}")
+            for c in range(1, count)
+        ]
         return torch.stack([first, *(row.to(self.device) for row in others)])
 
     def apply_buffer_policy(
@@ -410,7 +454,11 @@ class Task:
             return self.part.kept(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
-            own = self.layout.flatten_copy(self.layout.train_module)[start:].to(merged).expand(len(merged), -1)
+            own = (
+                self.layout.flatten_copy(self.layout.train_module)[start:]
+                .to(merged)
+                .expand(len(merged), -1)
+            )
         return self.part.kept(before, torch.cat([merged[:, :start], own], dim=1))
 
     # ------------------------------------------------------------------ data
@@ -425,7 +473,9 @@ class Task:
         if not self.classes:
             return torch.zeros(len(self), 0, dtype=torch.int64)
         inside = self._shared.federation.split[self._at] == SPLITS["train"]
-        labels = torch.where(inside, self._shared.federation.y[self._at].to(torch.int64), self.classes)
+        labels = torch.where(
+            inside, self._shared.federation.y[self._at].to(torch.int64), self.classes
+        )
         counts = torch.zeros(len(self), self.classes + 1, dtype=torch.int64)
         return counts.scatter_add_(1, labels, torch.ones_like(labels))[:, : self.classes]
 
@@ -450,7 +500,9 @@ class Task:
             return None
         carried, rows = self._carried
         left = carried.after or carried.before
-        return left if len(rows) == len(left.taken) else Moments(left.values[rows], left.taken[rows])
+        return (
+            left if len(rows) == len(left.taken) else Moments(left.values[rows], left.taken[rows])
+        )
 
     def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
         """Return the initial state of the optimizers.
@@ -459,7 +511,9 @@ class Task:
             local: the optimizer.
             tracks: how many models each client trains in a round.
         """
-        like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
+        like = torch.empty(1, dtype=self.dtype, device=self.device).expand(
+            len(self), self.layout.trainable
+        )
         return Moments.fresh(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
@@ -481,27 +535,32 @@ class Task:
     ) -> tuple[Float[Tensor, "clients params"], dict[str, Tensor]]:
         r"""Train every hosted client on its own training data.
 
-        Optimizers start fresh, unless `local.persistent_client_optimizer` is set and this view carries their state.
+        Optimizers start fresh, unless `local.persistent_client_optimizer` is set and this view
+        carries their state.
 
         Args:
             params: the models to start from; not changed, unless `in_place`.
             rng: the streams of the round.
             local: epochs, batches, optimizer.
             anchor: models of the proximal term; needed when `prox` is not 0.
-            prox: weight $\mu$ of the proximal term $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
+            prox: weight $\mu$ of the proximal term $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on
+                trained parameters.
             inputs: values of the layout's input buffers in every step.
-            purpose: names the stream of batch orders; a second training in one round takes another name.
+            purpose: names the stream of batch orders; a second training in one round takes another
+                name.
             track: which of the client's models this is, where optimizers go on from their state.
             in_place: change `params` instead of a copy, which saves memory; its rows lie apart.
 
         Returns:
-            The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
-            its update; NaN after a client's last step), `train_samples` (processed), and `diverged` (a loss or a
-            parameter is not finite).
+            The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of
+            each step, before its update; NaN after a client's last step), `train_samples`
+            (processed), and `diverged` (a loss or a parameter is not finite).
         """
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
-            raise ModelError(f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}")
+            raise ModelError(
+                f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}"
+            )
         started = time.perf_counter()
         schedule = plan(local, self.counts("train"), self.ids, self._hidden(rng, local), purpose)
         moments, taken = self._kept(local, track)
@@ -524,7 +583,9 @@ class Task:
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
-            carried.leave(rows, track, moments, taken + schedule.taken.sum(1), local.initial_accumulator_value)
+            carried.leave(
+                rows, track, moments, taken + schedule.taken.sum(1), local.initial_accumulator_value
+            )
         self._use(local, schedule.taken.sum(1), 1)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
@@ -547,19 +608,29 @@ class Task:
             schedule.length,
             local,
             inputs=inputs or {},
-            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys) if self.layout.keys else None,
+            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys)
+            if self.layout.keys
+            else None,
             augment=self._augment(local, rng, purpose),
             noise=None if noise is None else noise.to(self._shared.samples.device),
             rates=local.rates(schedule.taken.to(torch.int64), rng.round, self.rounds),
-            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
+            foreign=lambda row: rng.torch_globals(
+                f"{purpose}.torch", int(self.ids[row]), self.device
+            ),
             private=self._private(rng, local, schedule, purpose),
         )
 
     def _hidden(self, rng: Rng, local: LocalTraining) -> Rng:
         """Return the streams of which batches and noise are drawn."""
-        return rng if local.private is None or self._secret is None else replace(rng, seed=self._secret)
+        return (
+            rng
+            if local.private is None or self._secret is None
+            else replace(rng, seed=self._secret)
+        )
 
-    def _private(self, rng: Rng, local: LocalTraining, schedule: BatchPlan, purpose: str) -> PrivateSteps | None:
+    def _private(
+        self, rng: Rng, local: LocalTraining, schedule: BatchPlan, purpose: str
+    ) -> PrivateSteps | None:
         if local.private is None or schedule.count is None:
             return None
         self.check_private(local)
@@ -595,14 +666,15 @@ class Task:
     ) -> Stepwise:
         """Return a local training whose steps a method takes itself, gradient by gradient.
 
-        For methods whose local work is not `train`'s: several models that move together, a gradient at another point
-        than the model that it moves, a part of the parameters. Engines agree in it as they do in `train`, which is
-        faster where it does.
+        For methods whose local work is not `train`'s: several models that move together, a gradient
+        at another point than the model that it moves, a part of the parameters. Engines agree in it
+        as they do in `train`, which is faster where it does.
 
         Args:
             rng: the streams of the round.
             local: epochs, batches, optimizer.
-            purpose: names the stream of batch orders; a second training in one round takes another name.
+            purpose: names the stream of batch orders; a second training in one round takes another
+                name.
             only: which trained parameters the steps move; all when None.
 
         Raises:
@@ -631,7 +703,9 @@ class Task:
             self._training(rng, local, schedule, purpose),
             self.block,
             schedule,
-            lambda step, row: rng.torch_globals(f"{purpose}.torch.{step}", int(self.ids[row]), self.device),
+            lambda step, row: rng.torch_globals(
+                f"{purpose}.torch.{step}", int(self.ids[row]), self.device
+            ),
             spent,
             leave,
             lambda track: self._kept(local, track),
@@ -644,12 +718,15 @@ class Task:
     ) -> tuple[Float[Tensor, "1 params"], dict[str, Tensor]]:
         """Train one model on the training data of all clients of the population; see `train`.
 
-        Where optimizers go on from their state, that of the first of these clients is meant, and all are left the same.
+        Where optimizers go on from their state, that of the first of these clients is meant, and
+        all are left the same.
         """
         pool = self._pooled
         if self._carried is not None:
             carried, rows = self._carried
-            pool = pool.carrying(Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]]))
+            pool = pool.carrying(
+                Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]])
+            )
         started = time.perf_counter()
         out, info = pool.train(params, rng, local)
         self._shared.spent.share(pool.spent, self.ids.tolist())
@@ -657,7 +734,12 @@ class Task:
         if self._carried is not None and (left := pool.moments) is not None:
             carried, rows = self._carried
             number = len(rows)
-            carried.leave(rows, 0, left.values[:, 0].expand(number, -1, -1).clone(), left.taken[:, 0].expand(number))
+            carried.leave(
+                rows,
+                0,
+                left.values[:, 0].expand(number, -1, -1).clone(),
+                left.taken[:, 0].expand(number),
+            )
         return out, info
 
     @property
@@ -668,7 +750,9 @@ class Task:
     @property
     def _pooled(self) -> "Task":
         if self._pool is None:
-            raise ConfigError("this method needs the data of all clients in one place; there is no such place here")
+            raise ConfigError(
+                "this method needs the data of all clients in one place; there is no such place here"
+            )
         return self._pool
 
     def _keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
@@ -679,7 +763,9 @@ class Task:
         federation = self._shared.federation
         if federation.noise is None:
             return None
-        return Noise(rng.keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1])
+        return Noise(
+            rng.keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1]
+        )
 
     def _kept(self, local: LocalTraining, track: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return a copy of the state of each client's optimizer, and its steps so far, if it keeps one."""
@@ -696,22 +782,32 @@ class Task:
             return None
         samples = self._shared.samples
         if len(samples.features) != 3:
-            raise ModelError(f"local.augment is {local.augment!r}; it takes images, found shape {samples.features}")
+            raise ModelError(
+                f"local.augment is {local.augment!r}; it takes images, found shape {samples.features}"
+            )
         return CropFlip(self._keys(rng, f"{purpose}.augment"), local.padding, samples.black())
 
     # ------------------------------------------------------------------ evaluation
 
     def loss(
-        self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
+        self,
+        params: Float[Tensor, "clients params"],
+        split: str,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, " clients"]:
         """Return the mean loss of each client's model on its own data; NaN for a client without such data."""
         return self.measure(params, split, inputs)[metrics.LOSS.name]
 
     def measure(
-        self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
+        self,
+        params: Float[Tensor, "clients params"],
+        split: str,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return the loss of each client's model on its own data, and what it is judged by. No random draw is made."""
-        return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
+        return self._measure(
+            params, torch.arange(len(self)), torch.arange(len(self)), split, inputs
+        )
 
     def sample_losses(
         self, params: Float[Tensor, "clients params"], split: str = "train"
@@ -720,13 +816,17 @@ class Task:
         places, counts, everybody = self._places(split), self.counts(split), torch.arange(len(self))
         pairs = Pairs(self._shared.samples, places, counts, everybody, everybody)
         found = torch.full(places.shape, torch.nan, dtype=self.dtype)
-        for client, _, outputs in self.engine.outputs(params, pairs, self.layout.zero_inputs(len(params)), self.block):
+        for client, _, outputs in self.engine.outputs(
+            params, pairs, self.layout.zero_inputs(len(params)), self.block
+        ):
             count = int(counts[client])
             targets = self._shared.samples.targets(places[client, :count])
             found[client, :count] = self.objective(outputs[0], targets).to(found)
         return found
 
-    def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
+    def score(
+        self, inbox: Inbox, split: str = "train", *, keep: bool = False
+    ) -> Float[Tensor, "clients peers"]:
         """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
 
         A model of which only a part was shared is measured with what its receiver has at home.
@@ -743,7 +843,9 @@ class Task:
             if inbox.part is None or inbox.own is None:
                 out[clients, slots] = self._losses(inbox.table, models, clients, split, keep)
             else:
-                out[clients, slots] = self._completed(inbox.part, inbox.own, inbox.table, models, clients, split)
+                out[clients, slots] = self._completed(
+                    inbox.part, inbox.own, inbox.table, models, clients, split
+                )
         return out
 
     def _completed(
@@ -752,12 +854,21 @@ class Task:
         """Measure shared parts, each with the home part of who measures it, as many models at once as memory holds."""
         found = []
         for some in torch.arange(len(models)).split(max(1, _COMPLETED // table.shape[1])):
-            received, readers = table[models[some].to(table.device)], own[clients[some].to(own.device)]
+            received, readers = (
+                table[models[some].to(table.device)],
+                own[clients[some].to(own.device)],
+            )
             joined = part.kept(readers, received)
-            found.append(self._measure(joined, torch.arange(len(some)), clients[some], split)[metrics.LOSS.name])
+            found.append(
+                self._measure(joined, torch.arange(len(some)), clients[some], split)[
+                    metrics.LOSS.name
+                ]
+            )
         return torch.cat(found)
 
-    def _losses(self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool) -> Tensor:
+    def _losses(
+        self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool
+    ) -> Tensor:
         if not keep or self._shared.federation.noise is not None:  # noise is another in every round
             return self._measure(table, models, clients, split)[metrics.LOSS.name]
         known = self._shared.scored.get(split)
@@ -782,12 +893,17 @@ class Task:
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Measure pairs of (row of the table, hosted client) on the client's own data."""
         noise = self._noise(self._rng, "noise")
-        pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients, noise)
+        pairs = Pairs(
+            self._shared.samples, self._places(split), self.counts(split), models, clients, noise
+        )
         values = self._run(table, pairs, inputs)
-        repeats = self.objective.kind == self.objective.metric  # then the metric says what the loss says
+        # then the metric says what the loss says
+        repeats = self.objective.kind == self.objective.metric
         return {metrics.LOSS.name: values[metrics.LOSS.name]} if repeats else values
 
-    def _run(self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def _run(
+        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
         extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
         return self.engine.measure(table, pairs, extra, self.block)
 
@@ -796,15 +912,18 @@ class Task:
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; equal models are measured once on each.
 
-        The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and `metrics`. No random draw
-        is made.
+        The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and
+        `metrics`. No random draw is made.
         """
         return {**self._evaluate(params, inputs), **self.judged(params, self.metrics, inputs)}
 
     def _evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None
     ) -> dict[str, Float[Tensor, " clients"]]:
-        out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
+        out = {
+            name: torch.full((len(self),), torch.nan, dtype=self.dtype)
+            for name in self.engine.metrics
+        }
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
         for number in range(len(self._shared.tests)):
@@ -827,14 +946,19 @@ class Task:
             wanted: the metrics; NaN where one is not defined, and for a test set without samples.
             inputs: values of the layout's input buffers.
         """
-        out = {metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted}
+        out = {
+            metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted
+        }
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
         for number, test in enumerate(self._shared.tests if wanted else ()):
             rows = (serves == number).nonzero().flatten()
             models, which = same[rows].unique(return_inverse=True)
             pairs = self._whole_test(number, models)
-            values = {metric.name: torch.full((len(models),), torch.nan, dtype=self.dtype) for metric in wanted}
+            values = {
+                metric.name: torch.full((len(models),), torch.nan, dtype=self.dtype)
+                for metric in wanted
+            }
             extra = self.layout.zero_inputs(len(params)) if inputs is None else inputs
             targets = test.targets(torch.arange(len(test)))
             for _, part, outputs in self.engine.outputs(params, pairs, extra, self.block):
@@ -855,7 +979,9 @@ class Task:
     def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
         test = self._shared.tests[number]
         everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
-        return Pairs(test, everything, size, models, torch.zeros_like(models), self._test_noise(number, 1))
+        return Pairs(
+            test, everything, size, models, torch.zeros_like(models), self._test_noise(number, 1)
+        )
 
     def _test_noise(self, number: int, sets: int) -> Noise | None:
         """Return the noise of a test set that is cut into so many sets: that of its samples, however it is cut."""
@@ -871,10 +997,13 @@ class Task:
     ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
         """Return what `evaluate` returns, up to the rounding of the loss, from one pass over each class's samples.
 
-        With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
-        how many samples it has.
+        With it the recall of each class on the test set that serves each client, NaN for a class
+        without samples, and how many samples it has.
         """
-        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
+        values = {
+            name: torch.full((len(self),), torch.nan, dtype=self.dtype)
+            for name in self.engine.metrics
+        }
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)
@@ -885,9 +1014,15 @@ class Task:
             found, count = labels.unique(return_counts=True)
             order = list(torch.argsort(labels, stable=True).split(count.tolist()))
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
-            models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
+            models, sets = (
+                chosen.repeat_interleave(len(found)),
+                torch.arange(len(found)).repeat(len(chosen)),
+            )
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
-            means = {n: v.reshape(len(chosen), len(found)) for n, v in self._run(params, pairs, None).items()}
+            means = {
+                n: v.reshape(len(chosen), len(found))
+                for n, v in self._run(params, pairs, None).items()
+            }
             recall[rows[:, None], found] = means[metrics.ACCURACY.name][which]
             number[rows[:, None], found] = count
             for name in values:
@@ -901,6 +1036,8 @@ class Task:
         chosen, which = distinct(models).unique(return_inverse=True)
         right, total = torch.zeros(len(chosen), dtype=self.dtype), 0
         for number, test in enumerate(self._shared.tests):
-            right += self._run(models, self._whole_test(number, chosen), None)[metrics.ACCURACY.name] * len(test)
+            right += self._run(models, self._whole_test(number, chosen), None)[
+                metrics.ACCURACY.name
+            ] * len(test)
             total += len(test)
         return (right / total)[which]

@@ -1,14 +1,16 @@
 """Accepting: an exchange whose messages are judged before a method sees them.
 
-A member of a run is known, not trusted. What is no number is refused; so is a model that does worse on the reader's
-own data than both the reader's model and one that has learned nothing. What is accepted moves its reader by a bounded
-way and counts for a bounded number of samples. Methods need no change: a refused message is one that did not arrive.
+A member of a run is known, not trusted. What is no number is refused; so is a model that does worse
+on the reader's own data than both the reader's model and one that has learned nothing. What is
+accepted moves its reader by a bounded way and counts for a bounded number of samples. Methods need
+no change: a refused message is one that did not arrive.
 
-The rules are those of the literature, put together: a loss on the own data is what UBAR (Guo et al., 2021,
-https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own model is the idea of BALANCE
-(Fang et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the way to a peer's model is ClippedGossip (He,
-Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its
-own training step.
+The rules are those of the literature, put together: a loss on the own data is what UBAR (Guo et
+al., 2021, https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own
+model is the idea of BALANCE (Fang et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the
+way to a peer's model is ClippedGossip (He, Karimireddy, Jaggi, 2022,
+https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its own
+training step.
 """
 
 from collections.abc import Mapping
@@ -34,14 +36,16 @@ class Acceptance(Configurable):
     """The rules by which clients judge what they receive.
 
     Args:
-        worse: a model is refused when its loss on the reader's own data is above `worse` times that of the reader's
-            model, and above that of the reader's first model, which had learned nothing. The data are the validation
-            data, or the training data of a client that has no others.
-        clip: a model counts as if it were no farther from the reader's than `clip` times the reader's own training step
-            (the largest of the recent ones).
-        samples: a peer counts for no more than `samples` times as many training samples as the reader has.
-        quarantine: leave a peer unread for 1, 2, 4, ... rounds, up to 32,768, each time that it is refused; each time
-            that it is accepted takes one doubling back.
+        worse: a model is refused when its loss on the reader's own data is above `worse` times that
+            of the reader's model, and above that of the reader's first model, which had learned
+            nothing. The data are the validation data, or the training data of a client that has no
+            others.
+        clip: a model counts as if it were no farther from the reader's than `clip` times the
+            reader's own training step (the largest of the recent ones).
+        samples: a peer counts for no more than `samples` times as many training samples as the
+            reader has.
+        quarantine: leave a peer unread for 1, 2, 4, ... rounds, up to 32,768, each time that it is
+            refused; each time that it is accepted takes one doubling back.
     """
 
     worse: Annotated[float, Ge(1)] = 1.5
@@ -55,7 +59,8 @@ class Reputation:
     """What clients remember of the peers that they judged, and of themselves to judge by.
 
     Args:
-        first: loss of the client's first model on the data that it judges with; NaN without such data.
+        first: loss of the client's first model on the data that it judges with; NaN without such
+            data.
         step: length of its own training step, the largest of the recent ones; 0 before the first.
         strikes: how often it refused each member, less how often it accepted it since.
         until: the first round in which it reads each member again; 0 for one that it reads.
@@ -69,15 +74,22 @@ class Reputation:
     @staticmethod
     def start(first: Float[Tensor, " clients"], population: int) -> "Reputation":
         """Return the memory of clients that judged nobody."""
-        strikes, until = (torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32))
-        return Reputation(first.double(), torch.zeros(len(first), dtype=torch.float64), strikes, until)
+        strikes, until = (
+            torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32)
+        )
+        return Reputation(
+            first.double(), torch.zeros(len(first), dtype=torch.float64), strikes, until
+        )
 
     def take(self, rows: Int[Tensor, " rows"]) -> "Reputation":
         """Return the memory of some clients."""
         return Reputation(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
     def trained(
-        self, part: Part, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
+        self,
+        part: Part,
+        before: Float[Tensor, "clients params"],
+        after: Float[Tensor, "clients params"],
     ) -> "Reputation":
         """Return the memory after a local training; one that changed nothing, or diverged, says nothing."""
         rows = torch.arange(len(after))[:, None]
@@ -99,7 +111,11 @@ class Reputation:
         good = accepted & ~refused
         strikes = (self.strikes + refused.to(torch.int8) - good.to(torch.int8)).clamp(0, _STRIKES)
         pause = torch.pow(2, (strikes.to(torch.int32) - 1).clamp(min=0))
-        return replace(self, strikes=strikes, until=torch.where(refused, round + 1 + pause, self.until).to(torch.int32))
+        return replace(
+            self,
+            strikes=strikes,
+            until=torch.where(refused, round + 1 + pause, self.until).to(torch.int32),
+        )
 
 
 @runtime_checkable
@@ -114,7 +130,9 @@ class Judge(Protocol):
         """Return how many samples each client has in a split."""
         ...
 
-    def loss(self, params: Float[Tensor, "clients params"], split: str) -> Float[Tensor, " clients"]:
+    def loss(
+        self, params: Float[Tensor, "clients params"], split: str
+    ) -> Float[Tensor, " clients"]:
         """Return the loss of each client's model on its own data."""
         ...
 
@@ -171,7 +189,9 @@ class Accepting(Around[Exchange]):
         round: the number of the round.
     """
 
-    def __init__(self, inner: Exchange, rules: Acceptance, task: Judge, reputation: Reputation, round: int) -> None:
+    def __init__(
+        self, inner: Exchange, rules: Acceptance, task: Judge, reputation: Reputation, round: int
+    ) -> None:
         self.inner, self.rules, self.task, self.round = inner, rules, task, round
         self.reputation = reputation
         self.passes = torch.zeros(len(reputation.first), dtype=torch.int64)
@@ -182,7 +202,11 @@ class Accepting(Around[Exchange]):
         """Publish, read, and judge what was read: see `Exchange.pull`. The bytes of what is refused are counted."""
         inbox = self.inner.pull(message, peers)
         column = peers.clamp(min=0)
-        barred = ~self.reputation.readable(self.round).gather(1, column) if self.rules.quarantine else peers < -1
+        barred = (
+            ~self.reputation.readable(self.round).gather(1, column)
+            if self.rules.quarantine
+            else peers < -1
+        )
         arrived = inbox.mask & ~barred
         fine = arrived & _sound(inbox, arrived)
         scale = torch.ones(fine.shape, dtype=torch.float64)
@@ -200,7 +224,8 @@ class Accepting(Around[Exchange]):
         if self._own is None or self._own[0] is not own:
             self._own = own, own_losses(self.task, own)
         mine, first = self._own[1], self.reputation.first
-        bound = torch.fmax(self.rules.worse * mine, first)  # of a number and what is none, the number
+        # of a number and what is none, the number
+        bound = torch.fmax(self.rules.worse * mine, first)
         bound = torch.where(mine.isfinite(), bound, first)
         counts, found = torch.zeros_like(self.passes), {}
         for split in _splits(self.task):
@@ -208,19 +233,24 @@ class Accepting(Around[Exchange]):
             some = inbox.mask & rows[:, None]
             found[split] = self.task.score(replace(inbox, mask=some), split).double().cpu()
             counts = torch.where(rows, self.task.counts(split), counts)
-        losses = _by_split(self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64))
+        losses = _by_split(
+            self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64)
+        )
         self.passes = self.passes + inbox.mask.sum(1) * counts
         blind = counts == 0  # who has no data at all can judge nobody
         return inbox.mask & ((losses <= bound[:, None]) | blind[:, None])
 
-    def note_training(self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]) -> None:
+    def note_training(
+        self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
+    ) -> None:
         """Take note of how far the clients' own training moved their models."""
         self.reputation = self.reputation.trained(self.task.part, before, after)
 
     def judged(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
         """Return what the clients remember after the round, and the report of the round with what was judged.
 
-        Mixing weights become those that counted, after clipping; the passes of the trials are added to the method's.
+        Mixing weights become those that counted, after clipping; the passes of the trials are added
+        to the method's.
         """
         size = (len(self.passes), self.task.population)
         refused, accepted = (torch.zeros(size, dtype=torch.bool) for _ in range(2))
@@ -228,16 +258,27 @@ class Accepting(Around[Exchange]):
             for found, slots in ((refused, one.refused), (accepted, one.accepted)):
                 rows, at = slots.nonzero(as_tuple=True)
                 found[rows, one.peers[rows, at]] = True
-        reputation = self.reputation.judged(self.round, refused, accepted) if self.rules.quarantine else self.reputation
+        reputation = (
+            self.reputation.judged(self.round, refused, accepted)
+            if self.rules.quarantine
+            else self.reputation
+        )
         out = dict(info)
-        out[metrics.PASSES.name] = out.get(metrics.PASSES.name, torch.zeros_like(self.passes)) + self.passes
+        out[metrics.PASSES.name] = (
+            out.get(metrics.PASSES.name, torch.zeros_like(self.passes)) + self.passes
+        )
         out[metrics.REFUSED.name] = refused.sum(1).double()
         if "peers" in info:
-            out["slots_refused"] = refused.gather(1, info["peers"].clamp(min=0)) & (info["peers"] >= 0)
+            out["slots_refused"] = refused.gather(1, info["peers"].clamp(min=0)) & (
+                info["peers"] >= 0
+            )
         if "peers" in info and "weights" in info and "own_weight" in info:
             counted = info["weights"] * self._scale_of(info["peers"]).to(info["weights"])
             rest = torch.where(info["arrived"], info["weights"] - counted, 0).sum(1)
-            out |= {"weights": counted, "own_weight": info["own_weight"] + rest.to(info["own_weight"])}
+            out |= {
+                "weights": counted,
+                "own_weight": info["own_weight"] + rest.to(info["own_weight"]),
+            }
         return reputation, out
 
     def _scale_of(self, peers: Int[Tensor, "clients slots"]) -> Float[Tensor, "clients slots"]:

@@ -1,7 +1,8 @@
 """Attacking: an exchange in which some clients publish something else than their models, for experiments and tests.
 
-A simulation of members that are hostile, broken or idle. Their local training, and what they read, go on as the method
-has it; what leaves them is changed. "label-flip" changes their training data instead, see `simulation.attackers`.
+A simulation of members that are hostile, broken or idle. Their local training, and what they read,
+go on as the method has it; what leaves them is changed. "label-flip" changes their training data
+instead, see `simulation.attackers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +32,18 @@ class Attack(Configurable):
     """What some clients do.
 
     Args:
-        kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the own model and in
-            each number a normal draw of deviation `strength` times the root mean square of its numbers;
-            "a-little-is-enough" (Baruch et al., 2019, https://arxiv.org/abs/1902.06156), in each number the mean of
-            the honest models of the exchange less `strength` deviations over them; "label-flip", an honest model of
-            training data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in its last
-            exchange from the peer of the lowest number, and its first model until one arrived. Or the import path of a
-            function of yours, (Seen) -> models.
-        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or numbers. Of several
-            attacks each draws among the clients that the ones before left.
-        strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough" when None.
+        kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the
+            own model and in each number a normal draw of deviation `strength` times the root mean
+            square of its numbers; "a-little-is-enough" (Baruch et al., 2019,
+            https://arxiv.org/abs/1902.06156), in each number the mean of the honest models of the
+            exchange less `strength` deviations over them; "label-flip", an honest model of training
+            data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in
+            its last exchange from the peer of the lowest number, and its first model until one
+            arrived. Or the import path of a function of yours, (Seen) -> models.
+        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or
+            numbers. Of several attacks each draws among the clients that the ones before left.
+        strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough"
+            when None.
         samples: the number of training samples that they claim; their own when None.
     """
 
@@ -112,9 +115,15 @@ class Attacking(Around[Exchange]):
         self.attackers: Bool[Tensor, " population"] = torch.zeros(population, dtype=torch.bool)
         for _, members in self.groups:
             self.attackers[members] = True
-        copying = {int(i) for attack, members in self.groups if attack.kind == COPY for i in members}
+        copying = {
+            int(i) for attack, members in self.groups if attack.kind == COPY for i in members
+        }
         hosted = torch.arange(population) if ids is None else ids
-        self._copied = {client: first[row].clone() for row, client in enumerate(hosted.tolist()) if client in copying}
+        self._copied = {
+            client: first[row].clone()
+            for row, client in enumerate(hosted.tolist())
+            if client in copying
+        }
         self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
 
     def begin(self, rng: Rng) -> None:
@@ -163,7 +172,9 @@ class Attacking(Around[Exchange]):
             for attack, ids in self.groups:
                 if attack.samples is not None:
                     fields[SAMPLES][torch.isin(self._active, ids)] = attack.samples
-        models = self._models(message.params, self._active, number, self._everybody(message.params, self._active))
+        models = self._models(
+            message.params, self._active, number, self._everybody(message.params, self._active)
+        )
         return replace(message, params=models, fields=fields)
 
     @property
@@ -178,7 +189,11 @@ class Attacking(Around[Exchange]):
         return self.gather(params), self.gather(ids[:, None].double()).flatten().long()
 
     def _models(
-        self, params: Tensor, ids: Tensor, number: int = 0, everybody: tuple[Tensor, Tensor] | None = None
+        self,
+        params: Tensor,
+        ids: Tensor,
+        number: int = 0,
+        everybody: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return models, those of the attackers changed; what has no columns stays."""
         out = params.clone()
@@ -191,7 +206,9 @@ class Attacking(Around[Exchange]):
                 out[torch.isin(ids, members)] = made[torch.isin(whose[rows], ids)]
         return out
 
-    def _made(self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int) -> Tensor:
+    def _made(
+        self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int
+    ) -> Tensor:
         kind, power = str(attack.kind), attack.power
         if kind == LABEL_FLIP:
             return own
@@ -200,9 +217,15 @@ class Attacking(Around[Exchange]):
         if kind in ("sign-flip", "scale"):
             return own * (power if kind == "scale" else -power)
         if kind == "noise":
-            streams = (self._rng.generator(f"attack.noise.{number}", client) for client in ids.tolist())
-            draws = torch.from_numpy(np.stack([stream.standard_normal(own.shape[1]) for stream in streams]))
-            return own + power * own.double().square().mean(1, keepdim=True).sqrt() * draws.to(own.device)
+            streams = (
+                self._rng.generator(f"attack.noise.{number}", client) for client in ids.tolist()
+            )
+            draws = torch.from_numpy(
+                np.stack([stream.standard_normal(own.shape[1]) for stream in streams])
+            )
+            return own + power * own.double().square().mean(1, keepdim=True).sqrt() * draws.to(
+                own.device
+            )
         if kind == LITTLE:
             others = honest if len(honest) else own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
@@ -211,7 +234,9 @@ class Attacking(Around[Exchange]):
         made = function(Seen(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng))
         if not isinstance(made, Tensor) or made.shape != own.shape:
             found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            raise ConfigError(f"attack {kind!r} returned {found}; expected a tensor of shape {tuple(own.shape)}")
+            raise ConfigError(
+                f"attack {kind!r} returned {found}; expected a tensor of shape {tuple(own.shape)}"
+            )
         return made
 
     def snapshot(self) -> dict[str, Tensor]:

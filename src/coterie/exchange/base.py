@@ -1,12 +1,14 @@
 """Exchange: the only door to other clients.
 
-A method publishes a `Message` for the clients hosted here and pulls an `Inbox` of the messages that chosen peers
-published in the same exchange. Rounds are simultaneous: `pull` never returns a model that was merged in this round. A
-message is addressed by (round, number of the exchange in the round, client id); one that does not arrive is
-`mask == False`, never an exception. In a simulation all clients are hosted, so `InMemory` is indexing;
-`mailbox.Mailbox` joins several threads, and the network has its own exchange with the same contract.
+A method publishes a `Message` for the clients hosted here and pulls an `Inbox` of the messages that
+chosen peers published in the same exchange. Rounds are simultaneous: `pull` never returns a model
+that was merged in this round. A message is addressed by (round, number of the exchange in the
+round, client id); one that does not arrive is `mask == False`, never an exception. In a simulation
+all clients are hosted, so `InMemory` is indexing; `mailbox.Mailbox` joins several threads, and the
+network has its own exchange with the same contract.
 
-Rows of parameters are where the task's models are; ids, masks, weights and other small extras are on the CPU.
+Rows of parameters are where the task's models are; ids, masks, weights and other small extras are
+on the CPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +24,8 @@ from coterie.errors import ExchangeError
 from coterie.models.part import Part
 from coterie.rng import Rng
 
-_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}  # entries of a mix done at once: the temporary stays in a CPU's cache
+# entries of a mix done at once: the temporary stays in a CPU's cache
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}
 SAMPLES = "samples"
 """The extra in which a client says how many training samples it has."""
 _WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, without a temporary
@@ -89,8 +92,12 @@ def from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]
     out = {}
     for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
         head = f"{name}.{number}.field."
-        fields = {key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)}
-        out[number] = Message(tensors[f"{name}.{number}.params"], fields, tensors[f"{name}.{number}.ids"])
+        fields = {
+            key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)
+        }
+        out[number] = Message(
+            tensors[f"{name}.{number}.params"], fields, tensors[f"{name}.{number}.ids"]
+        )
     return out
 
 
@@ -100,7 +107,8 @@ class Limits:
 
     Args:
         own: the models that the readers published in this exchange.
-        scale: which part of the way from the reader's own model to that of each slot counts, in [0, 1].
+        scale: which part of the way from the reader's own model to that of each slot counts, in [0,
+            1].
         samples: the most training samples that a peer counts for.
     """
 
@@ -121,10 +129,12 @@ class Inbox:
         age: age of the message in rounds.
         fields: the senders' extras, aligned with the table.
         bytes: payload received in each slot.
-        part: what was exchanged of the models, where that is not everything; other columns of the table are 0.
-        own: the reader's own models then, with which the received parts are completed to be measured.
-        limits: how far a message may move its reader, where that is bounded. `field`, `mix` and `received` keep to it;
-            `table` and `fields` hold what was sent.
+        part: what was exchanged of the models, where that is not everything; other columns of the
+            table are 0.
+        own: the reader's own models then, with which the received parts are completed to be
+            measured.
+        limits: how far a message may move its reader, where that is bounded. `field`, `mix` and
+            `received` keep to it; `table` and `fields` hold what was sent.
     """
 
     table: Float[Tensor, "senders params"]
@@ -162,10 +172,10 @@ class Inbox:
     ) -> Float[Tensor, "clients params"]:
         """Return `own_weight * own + sum of weights * received`, without an array of clients x peers x params.
 
-        What stays at home is that of `own`. Slots without a message have weight 0; weights are not renormalized. Terms
-        are added in the order of sender ids, client by client, so that the order of the slots and the other hosted
-        clients change no bit. Where limits cut a model short, the rest of its weight goes to the model that the reader
-        published.
+        What stays at home is that of `own`. Slots without a message have weight 0; weights are not
+        renormalized. Terms are added in the order of sender ids, client by client, so that the
+        order of the slots and the other hosted clients change no bit. Where limits cut a model
+        short, the rest of its weight goes to the model that the reader published.
         """
         if self.limits is None:
             mixed = self._mixed(weights, own, own_weight)
@@ -248,7 +258,9 @@ def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
     """
     if expects is None:
         return
-    found = ReplyForm(reply.index.shape[1], {n: (v.dtype, tuple(v.shape[1:])) for n, v in reply.fields.items()})
+    found = ReplyForm(
+        reply.index.shape[1], {n: (v.dtype, tuple(v.shape[1:])) for n, v in reply.fields.items()}
+    )
     if found.models != expects.models or dict(found.fields) != dict(expects.fields):
         raise ExchangeError(
             f"the server's answer shows {found.models} models with {dict(found.fields)}; by its method's form it is "
@@ -272,8 +284,8 @@ def nbytes_row(table: Shaped[Tensor, "senders ..."]) -> int:
 class PeersMissing(ExchangeError):
     """Raised by `pull` of an exchange over a real network, so that the round can be drawn again without these peers.
 
-    Raised only in the first exchange of a round, and a bounded number of times; a peer that is chosen again, or is
-    missing later, is `mask == False`.
+    Raised only in the first exchange of a round, and a bounded number of times; a peer that is
+    chosen again, or is missing later, is `mask == False`.
 
     Args:
         ids: ids of the missing peers.
@@ -312,7 +324,8 @@ class Exchange(Protocol):
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
         """Return the clients that take part from now on: computed by the server, received from it elsewhere.
 
-        The server waits for these clients in `serve`. May be called again in a round, for another group.
+        The server waits for these clients in `serve`. May be called again in a round, for another
+        group.
         """
         ...
 
@@ -328,8 +341,9 @@ class Exchange(Protocol):
 Gather = Callable[[Float[Tensor, "clients _"]], Float[Tensor, "cohort _"]]
 """Returns a row of each client that takes part, in the order of their ids, from those of the clients hosted here.
 
-The blocks of one population have it as `gather`, and call it together: for experiments, whose measurements and attacks
-know what no client could know. Exchanges between machines of several owners have none.
+The blocks of one population have it as `gather`, and call it together: for experiments, whose
+measurements and attacks know what no client could know. Exchanges between machines of several
+owners have none.
 """
 
 
@@ -385,7 +399,9 @@ class Around(Generic[Inner]):
         self.inner.idle(exchanges)
 
 
-def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:
+def check_peers(
+    own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int
+) -> None:
     """Check the ids of the peers that clients ask for.
 
     Raises:
@@ -393,13 +409,20 @@ def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"
     """
     itself = (peers == own[:, None]).any(1)
     if bool(itself.any()):
-        raise ExchangeError(f"client {int(own[itself][0])} asked for its own message; a client is not its own peer")
+        raise ExchangeError(
+            f"client {int(own[itself][0])} asked for its own message; a client is not its own peer"
+        )
     if bool((peers >= population).any()) or bool((peers < -1).any()):
         low, high = int(peers.min()), int(peers.max())
         raise ExchangeError(f"peer ids run from {low} to {high}; expected -1 to {population - 1}")
 
 
-def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> Inbox:
+def read(
+    board: Message,
+    own: Int[Tensor, " clients"],
+    peers: Int[Tensor, "clients peers"],
+    population: int,
+) -> Inbox:
     """Read the messages of chosen peers from a board.
 
     Args:

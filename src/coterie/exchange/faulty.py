@@ -20,10 +20,13 @@ class Faulty(Around[InMemory]):
         inner: the exchange underneath.
         drop: probability that a message does not arrive, in [0, 1].
         delay: probability that an older message (of the previous round) arrives instead, in [0, 1].
-        duplicate: probability that a message arrives twice: it costs its bytes again and changes nothing else.
+        duplicate: probability that a message arrives twice: it costs its bytes again and changes
+            nothing else.
     """
 
-    def __init__(self, inner: "InMemory", *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0) -> None:
+    def __init__(
+        self, inner: "InMemory", *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0
+    ) -> None:
         for name, value in (("drop", drop), ("delay", delay), ("duplicate", duplicate)):
             if not 0 <= value <= 1:
                 raise ExchangeError(f"{name} is {value}; expected a probability between 0 and 1")
@@ -59,7 +62,9 @@ class Faulty(Around[InMemory]):
             inbox = _replace_late(inbox, late, before, own, self.inner.population)
         mask = inbox.mask & ~happens("drop", self.drop)
         twice = happens("duplicate", self.duplicate) & mask
-        return replace(inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64)))
+        return replace(
+            inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64))
+        )
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on."""
@@ -71,7 +76,9 @@ class Faulty(Around[InMemory]):
         self._old |= from_tensors("old", tensors)
 
 
-def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int) -> Inbox:
+def _replace_late(
+    inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int
+) -> Inbox:
     """Put the previous round's messages into the late slots; where there was none, nothing arrives."""
     if before is None:
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
@@ -80,7 +87,10 @@ def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tenso
     return replace(
         inbox,
         table=torch.cat([inbox.table, old.table.to(inbox.table.device)]),
-        fields={name: torch.cat([value, old.fields[name].to(value.device)]) for name, value in inbox.fields.items()},
+        fields={
+            name: torch.cat([value, old.fields[name].to(value.device)])
+            for name, value in inbox.fields.items()
+        },
         index=torch.where(late & old.mask, old.index + offset, inbox.index),
         mask=torch.where(late, old.mask, inbox.mask),
         age=torch.where(late & old.mask, 1, inbox.age),

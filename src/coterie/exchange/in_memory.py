@@ -52,7 +52,9 @@ class InMemory:
         number, self._number = self._number, self._number + 1
         message = replace(message, ids=self.active)
         if len(message) != len(self.active):
-            raise ExchangeError(f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted")
+            raise ExchangeError(
+                f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted"
+            )
         here = set(self.active.tolist())
         if not self._stopped:
             self.last[number] = message
@@ -63,8 +65,12 @@ class InMemory:
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
-        params = params[:, : message.params.shape[1]]  # no columns, when this exchange carries no models
-        old = {name: previous.fields[name][rows].to(value.device) for name, value in message.fields.items()}
+        # no columns, when this exchange carries no models
+        params = params[:, : message.params.shape[1]]
+        old = {
+            name: previous.fields[name][rows].to(value.device)
+            for name, value in message.fields.items()
+        }
         fields = {name: torch.cat([value, old[name]]) for name, value in message.fields.items()}
         board = Message(
             torch.cat([message.params, params.to(message.params.device)]),
@@ -95,5 +101,7 @@ class InMemory:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
-        self._stopped = {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
+        self._stopped = {
+            int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")
+        }
         self.last |= from_tensors("last", tensors)

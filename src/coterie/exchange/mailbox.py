@@ -1,6 +1,7 @@
 """Mailbox: an exchange between several hosts in one program, for tests and threads.
 
-It has the contract of every exchange, so a population hosted in any grouping must give the result of a simulation.
+It has the contract of every exchange, so a population hosted in any grouping must give the result
+of a simulation.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class PostOffice:
     """The messages of several hosts in one program, for tests and threads.
 
     Args:
-        population: number of clients in all. Create the mailboxes of all hosts before the first one starts.
+        population: number of clients in all. Create the mailboxes of all hosts before the first one
+            starts.
         timeout: seconds to wait for the others before a message counts as missing.
     """
 
@@ -73,7 +75,9 @@ class PostOffice:
         """Wait for the server's cohort."""
         with self._change:
             if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
-                raise ExchangeError(f"no server chose a cohort in round {address[0]}; is a process in the server role?")
+                raise ExchangeError(
+                    f"no server chose a cohort in round {address[0]}; is a process in the server role?"
+                )
             return self._cohorts[address]
 
     def answer(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
@@ -86,7 +90,9 @@ class PostOffice:
         """Wait for a server's reply."""
         with self._change:
             if not self._change.wait_for(lambda: address in self._replies, self.timeout):
-                raise ExchangeError(f"no server answered in round {address[0]}; is one process in the server role?")
+                raise ExchangeError(
+                    f"no server answered in round {address[0]}; is one process in the server role?"
+                )
             return self._replies[address]
 
 
@@ -148,7 +154,9 @@ class Mailbox:
             expected = self._cohort(self._round) if self._expected is None else self._expected
             whole = self.office.collect(address, set(expected.tolist()))
             if whole is None or whole.ids is None:
-                raise ExchangeError(f"no client's message reached the server in round {self._round}")
+                raise ExchangeError(
+                    f"no client's message reached the server in round {self._round}"
+                )
             self.office.answer(address, *rule(shared, whole), whole.ids)
         new, reply, order = self.office.reply(address)
         rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
@@ -157,7 +165,8 @@ class Mailbox:
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
         """Compute the cohort in the server role, or receive it elsewhere.
 
-        Exchanges are renumbered, so that a process that took no part in the last ones is in step again.
+        Exchanges are renumbered, so that a process that took no part in the last ones is in step
+        again.
         """
         address, self._groups = (self._round, self._groups), self._groups + 1
         self._number = self._groups * COHORT

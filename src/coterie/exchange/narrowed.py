@@ -1,7 +1,8 @@
 """Narrowed: an exchange of the shared columns of models alone.
 
-Methods see whole rows on both sides of it. What leaves a client is cut to the columns that are shared, and what comes
-is widened again with zeros in the others. So nothing that stays at home is in any message, whatever carries it.
+Methods see whole rows on both sides of it. What leaves a client is cut to the columns that are
+shared, and what comes is widened again with zeros in the others. So nothing that stays at home is
+in any message, whatever carries it.
 """
 
 from dataclasses import replace
@@ -21,7 +22,8 @@ class Narrowed(Around[Exchange]):
     Args:
         inner: the exchange underneath.
         part: what is shared.
-        own: the models of the clients that take part, for what comes in answer to a message without models.
+        own: the models of the clients that take part, for what comes in answer to a message without
+            models.
     """
 
     def __init__(self, inner: Exchange, part: Part, own: Float[Tensor, "clients params"]) -> None:
@@ -54,7 +56,9 @@ class Narrowed(Around[Exchange]):
     def _wide(self, rows: Tensor) -> Tensor:
         count = self.part.shared.count
         if rows.shape[1] not in (0, count):
-            raise ExchangeError(f"a model of {rows.shape[1]} numbers was received; expected {count}, those shared")
+            raise ExchangeError(
+                f"a model of {rows.shape[1]} numbers was received; expected {count}, those shared"
+            )
         return self.part.shared.widened(rows) if rows.shape[1] else rows
 
 

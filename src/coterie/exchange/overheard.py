@@ -27,7 +27,8 @@ class Overheard(InMemory):
     def _listen(self, message: Message) -> None:
         if message.params.shape[1]:
             self.heard |= {
-                client: row.clone() for client, row in zip(self.active.tolist(), message.params, strict=True)
+                client: row.clone()
+                for client, row in zip(self.active.tolist(), message.params, strict=True)
             }
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -42,5 +43,7 @@ class Overheard(InMemory):
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Keep what stopped clients go on publishing."""
-        self.heard |= {client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)}
+        self.heard |= {
+            client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)
+        }
         super().retire(ids, params)

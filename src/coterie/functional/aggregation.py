@@ -14,7 +14,9 @@ _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 
 
 def fedavg(
-    samples: Float[Tensor, "clients peers"], own: Float[Tensor, " clients"], mask: Bool[Tensor, "clients peers"]
+    samples: Float[Tensor, "clients peers"],
+    own: Float[Tensor, " clients"],
+    mask: Bool[Tensor, "clients peers"],
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
     r"""Weight by the number of training samples, the client itself included: $n_j / \sum_{k \in M_i \cup i} n_k$.
 
@@ -48,8 +50,8 @@ def fedsim(
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
     r"""Weight by similarity, the client itself like its most similar peer.
 
-    $A_{ij} = u_j / \sum u$ with $u_j = \max(s_{ij}, 0)$ and $u_i = \max_j u_j$. The numbers of samples are not used.
-    A client whose peers all have $s_{ij} \le 0$ keeps its own model.
+    $A_{ij} = u_j / \sum u$ with $u_j = \max(s_{ij}, 0)$ and $u_i = \max_j u_j$. The numbers of
+    samples are not used. A client whose peers all have $s_{ij} \le 0$ keeps its own model.
 
     Args:
         similarity: $s_{ij}$ of this round.
@@ -84,11 +86,12 @@ class Received:
     """What an aggregation rule of yours merges, for one client or for a server.
 
     Args:
-        models: a client's own model first, then those that it received, by ascending id of their clients; on a server,
-            those that came back. A running statistic of the module is an entry like a parameter.
+        models: a client's own model first, then those that it received, by ascending id of their
+            clients; on a server, those that came back. A running statistic of the module is an
+            entry like a parameter.
         samples: the number of training samples behind each of them.
-        similarity: of each to the client's own model, where the method measures it (DAC); the own model counts like
-            the most similar other, as in `fedsim`. Else None.
+        similarity: of each to the client's own model, where the method measures it (DAC); the own
+            model counts like the most similar other, as in `fedsim`. Else None.
         before: the model that is kept where nothing is merged: the client's own, or the server's.
     """
 
@@ -122,7 +125,9 @@ def merged_by(rule: AggregationRule, received: Received, what: str) -> Float[Ten
     shape = tuple(received.before.shape)
     if not isinstance(found, Tensor):
         hint = ": is a `return` missing?" if found is None else ""
-        raise ConfigError(f"{what} returned {found!r:.60}; expected the merged model, a tensor of shape {shape}{hint}")
+        raise ConfigError(
+            f"{what} returned {found!r:.60}; expected the merged model, a tensor of shape {shape}{hint}"
+        )
     if tuple(found.shape) != shape or not found.is_floating_point():
         raise ConfigError(
             f"{what} returned {str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}; expected the "
@@ -137,7 +142,8 @@ def weighted_mean(
     r"""Average models: $\sum_k (n_k / n_P) \theta_k$, $n_P = \sum_k n_k$, accumulated in float64 and cast back.
 
     Args:
-        params: the models, in a fixed order (by client id): the order of the sum is part of the result.
+        params: the models, in a fixed order (by client id): the order of the sum is part of the
+            result.
         weights: not negative, their sum above 0; renormalized over the rows given.
 
     Example:
@@ -146,7 +152,9 @@ def weighted_mean(
     """
     share = (weights.double() / weights.double().sum())[None, :].to(params.device)
     width = max(1, _CHUNK // max(1, len(params)))
-    room = pages.empty(len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device)
+    room = pages.empty(
+        len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device
+    )
     parts = []
     for part in params.split(width, dim=1):
         wide = room[: part.numel()].view(part.shape).copy_(part)
@@ -174,7 +182,11 @@ def grouped_mean(
     def mean(rows: Tensor, group: int) -> Tensor:
         if float(weights[rows].sum()) <= 0:
             return empty[group]
-        return weighted_mean(params, weights) if bool(rows.all()) else weighted_mean(params[rows], weights[rows])
+        return (
+            weighted_mean(params, weights)
+            if bool(rows.all())
+            else weighted_mean(params[rows], weights[rows])
+        )
 
     return _by_group(mean, label, empty, least)
 
@@ -207,7 +219,9 @@ def grouped_by(
     """Merge models group by group by a rule of the user's; see `grouped_mean`."""
 
     def merged(rows: Tensor, group: int) -> Tensor:
-        return merged_by(rule, Received(params[rows], samples[rows].to(params), None, empty[group].clone()), what)
+        return merged_by(
+            rule, Received(params[rows], samples[rows].to(params), None, empty[group].clone()), what
+        )
 
     return _by_group(merged, label, empty, least)
 
@@ -223,9 +237,9 @@ def server_step(
 ) -> tuple[Float[Tensor, "clusters params"], Float[Tensor, "clusters trainable"]]:
     r"""Move each model towards the mean of the returned models, with momentum on the server (FedAvgM).
 
-    $d = \theta - \bar\theta$, $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$; with Nesterov
-    $\theta \leftarrow \theta - \eta_s (d + \beta v)$. Running statistics, which lie behind the trained entries,
-    follow the plain mean.
+    $d = \theta - \bar\theta$, $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$;
+    with Nesterov $\theta \leftarrow \theta - \eta_s (d + \beta v)$. Running statistics, which lie
+    behind the trained entries, follow the plain mean.
 
     Args:
         model: the models sent out ($\theta^t$).

@@ -1,7 +1,7 @@
 """Clustering of clients: pure functions on losses, updates and models.
 
-FedGWC's rewards, interaction matrix and affinity, and the choice of a split; CFL's exact bipartition; FeSEM's
-E-step. They find labels and never use the planted clusters.
+FedGWC's rewards, interaction matrix and affinity, and the choice of a split; CFL's exact
+bipartition; FeSEM's E-step. They find labels and never use the planted clusters.
 """
 
 import warnings
@@ -30,19 +30,22 @@ def gaussian_rewards(
 ) -> Float[Tensor, " clients"]:
     r"""Reward of each client: how typical its losses are among those of its round ($\omega_k$ of FedGWC), in (0, 1].
 
-    $r_k^s = \exp(-(\ell_k^s - m^s)^2 / (2 (\sigma^s)^2))$ with mean $m^s$ and variance $(\sigma^s)^2$ over the
-    clients, averaged over the steps $s$. Adding a constant to all losses or scaling them changes nothing.
+    $r_k^s = \exp(-(\ell_k^s - m^s)^2 / (2 (\sigma^s)^2))$ with mean $m^s$ and variance
+    $(\sigma^s)^2$ over the clients, averaged over the steps $s$. Adding a constant to all losses or
+    scaling them changes nothing.
 
     Args:
-        losses: batch loss before each local step ($\ell_k^{t,s}$); NaN where a client took fewer steps.
+        losses: batch loss before each local step ($\ell_k^{t,s}$); NaN where a client took fewer
+            steps.
         ddof: 1 for the sample variance, 0 for the biased one.
-        weights: of the clients in mean and variance ($n_k$); all equal by default. With weights the variance is
-            biased, whatever `ddof`.
-        synthetic: standard normal draws; each becomes one more loss, at the mean plus so many standard deviations,
-            before mean and variance are taken again.
+        weights: of the clients in mean and variance ($n_k$); all equal by default. With weights the
+            variance is biased, whatever `ddof`.
+        synthetic: standard normal draws; each becomes one more loss, at the mean plus so many
+            standard deviations, before mean and variance are taken again.
 
     Returns:
-        One reward a client; 1 where all losses of a step are equal or fewer than two clients took it.
+        One reward a client; 1 where all losses of a step are equal or fewer than two clients took
+        it.
     """
     losses = losses.double()
     here = torch.isfinite(losses)
@@ -75,8 +78,8 @@ def interact(
 ) -> Float[Tensor, "population population"]:
     r"""Update FedGWC's interaction matrix: $P_{kj} \leftarrow (1 - \alpha) P_{kj} + \alpha \omega_k$ for sampled k, j.
 
-    The increment depends on the row's client; the diagonal is the running mean of its reward ($\gamma_k$). Pairs not
-    sampled together keep their value.
+    The increment depends on the row's client; the diagonal is the running mean of its reward
+    ($\gamma_k$). Pairs not sampled together keep their value.
 
     Args:
         matrix: $P$, in [0, 1].
@@ -100,13 +103,14 @@ def affinity(
 ) -> Float[Tensor, "clients clients"]:
     r"""Similarity of clients from the interaction matrix: $W_{kj} = \exp(-\beta \lVert v_k^j - v_j^k \rVert^2)$.
 
-    $v_k^j$ is vector k of $P$ without entries k and j (the unbiased pairwise vector), so both run over the same
-    other clients.
+    $v_k^j$ is vector k of $P$ without entries k and j (the unbiased pairwise vector), so both run
+    over the same other clients.
 
     Args:
         matrix: the interaction matrix of one cluster.
         beta: width of the kernel ($\beta$).
-        axis: whether a client's vector is its column (how its presence changes the others' rewards) or its row.
+        axis: whether a client's vector is its column (how its presence changes the others' rewards)
+            or its row.
         minmax: scale the matrix to [0, 1] first.
         diagonal: value of $W_{kk}$.
 
@@ -140,7 +144,9 @@ def spectral(
     from sklearn.cluster import SpectralClustering
 
     graph = np.maximum(affinity.double().numpy(), _WEAK)
-    model = SpectralClustering(count, affinity="precomputed", assign_labels=labels, random_state=seed)
+    model = SpectralClustering(
+        count, affinity="precomputed", assign_labels=labels, random_state=seed
+    )
     return torch.from_numpy(model.fit_predict(graph).astype(np.int64))
 
 
@@ -164,8 +170,8 @@ def propose_split(
         seed: see `spectral`.
 
     Returns:
-        A label from 0 for each client, groups numbered by their first member; None for no split: no partition has an
-        index below 1, or the best one has a part that is too small.
+        A label from 0 for each client, groups numbered by their first member; None for no split: no
+        partition has an index below 1, or the best one has a part that is too small.
     """
     size = len(affinity)
     best: tuple[float, Tensor] | None = None
@@ -176,7 +182,11 @@ def propose_split(
         index = davies_bouldin(_features(affinity, count, space, seed), found)
         if best is None or index < best[0]:
             best = index, found
-    if best is None or not best[0] < 1 or int(torch.bincount(renumber(best[1])).min()) < min_cluster_size:
+    if (
+        best is None
+        or not best[0] < 1
+        or int(torch.bincount(renumber(best[1])).min()) < min_cluster_size
+    ):
         return None
     return renumber(best[1])
 
@@ -191,11 +201,14 @@ def _features(affinity: Tensor, count: int, space: Space, seed: int) -> Tensor:
     return torch.from_numpy(model.fit_transform(graph))
 
 
-def davies_bouldin(points: Float[Tensor, "clients features"], label: Int[Tensor, " clients"]) -> float:
+def davies_bouldin(
+    points: Float[Tensor, "clients features"], label: Int[Tensor, " clients"]
+) -> float:
     """Davies-Bouldin index, lower is better; infinite where scikit-learn's 0 would mean that all points coincide.
 
-    scikit-learn returns 0, a perfect score, when all within-cluster distances or all distances of centroids vanish.
-    Coinciding centroids are no clusters at all; coinciding points in distinct clusters are perfect ones.
+    scikit-learn returns 0, a perfect score, when all within-cluster distances or all distances of
+    centroids vanish. Coinciding centroids are no clusters at all; coinciding points in distinct
+    clusters are perfect ones.
     """
     from sklearn.metrics import davies_bouldin_score
 
@@ -214,7 +227,9 @@ def renumber(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
         tensor([0, 1, 0, 2])
     """
     seen: dict[int, int] = {}
-    return torch.tensor([seen.setdefault(int(group), len(seen)) for group in label], dtype=torch.int64)
+    return torch.tensor(
+        [seen.setdefault(int(group), len(seen)) for group in label], dtype=torch.int64
+    )
 
 
 # ---------------------------------------------------------------- CFL
@@ -232,7 +247,8 @@ def update_cosines(updates: Float[Tensor, "clients params"]) -> Float[Tensor, "c
 
 
 def bipartition(
-    similarity: Float[Tensor, "clients clients"], linkage_method: Literal["single", "complete"] = "single"
+    similarity: Float[Tensor, "clients clients"],
+    linkage_method: Literal["single", "complete"] = "single",
 ) -> Bool[Tensor, " clients"]:
     """Split clients in two so that the largest similarity across the cut is as small as possible.
 
@@ -255,7 +271,9 @@ def bipartition(
     return torch.from_numpy(parts != parts[0])
 
 
-def cross_similarity(similarity: Float[Tensor, "clients clients"], part: Bool[Tensor, " clients"]) -> float:
+def cross_similarity(
+    similarity: Float[Tensor, "clients clients"], part: Bool[Tensor, " clients"]
+) -> float:
     """The largest similarity across a bipartition."""
     return float(similarity[part][:, ~part].max())
 
@@ -274,14 +292,20 @@ def squared_distances(
     points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Float[Tensor, "clients clusters"]:
     """Squared Euclidean distances, summed in float64."""
-    return torch.stack([(points - center).square().sum(1, dtype=torch.float64) for center in centers], dim=1)
+    return torch.stack(
+        [(points - center).square().sum(1, dtype=torch.float64) for center in centers], dim=1
+    )
 
 
-def k_means(points: Float[Tensor, "clients params"], count: int, *, seed: int) -> Int[Tensor, " clients"]:
+def k_means(
+    points: Float[Tensor, "clients params"], count: int, *, seed: int
+) -> Int[Tensor, " clients"]:
     """Group points into `count` clusters by k-means with ten restarts, numbered by their first members."""
     from sklearn.cluster import KMeans
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
         model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType] (the stubs)
-        return renumber(torch.from_numpy(model.fit_predict(points.double().numpy()).astype(np.int64)))
+        return renumber(
+            torch.from_numpy(model.fit_predict(points.double().numpy()).astype(np.int64))
+        )

@@ -21,8 +21,10 @@ class Split:
     """How the mixture is fitted and read.
 
     Args:
-        em: "hard": every score belongs to one component in each step; "soft": to both, in proportion, until the end.
-        component: which component is the neighbors': the one with the "larger" mean, or the "first".
+        em: "hard": every score belongs to one component in each step; "soft": to both, in
+            proportion, until the end.
+        component: which component is the neighbors': the one with the "larger" mean, or the
+            "first".
         monotone: count every score at or above that component's mean too.
     """
 
@@ -40,18 +42,19 @@ def neighbors(
     r"""Split each client's scores into neighbors and others by EM over two Gaussians.
 
     Component 0 starts with the presumed neighbors, component 1 with the others. Each has a weight
-    $\beta_r = n_r / |M|$, a mean and a population standard deviation, the latter at least 0.01 of that of all scores
-    and 1e-8, so that the split does not depend on the scores' scale or offset.
+    $\beta_r = n_r / |M|$, a mean and a population standard deviation, the latter at least 0.01 of
+    that of all scores and 1e-8, so that the split does not depend on the scores' scale or offset.
 
     Args:
         scores: similarities; larger is more similar.
-        first: slots that start in component 0 (PANM: those from the bag, $S$); the others are candidates ($C$).
+        first: slots that start in component 0 (PANM: those from the bag, $S$); the others are
+            candidates ($C$).
         mask: which slots arrived; the others are ignored.
         how: the options.
 
     Returns:
-        Which slots are neighbors, and for which clients the split is usable: not where one component was empty at the
-        start, or component 0 became empty.
+        Which slots are neighbors, and for which clients the split is usable: not where one
+        component was empty at the start, or component 0 became empty.
 
     References:
         Li, Wu, Towards effective clustered federated learning, 2022, https://arxiv.org/abs/2203.12285
@@ -72,7 +75,9 @@ def neighbors(
     inside = share > 0.5
     usable = start & inside.any(1)
     zero, one = inside.double(), (mask & ~inside).double()
-    mean_zero, mean_one = (_moments(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one))
+    mean_zero, mean_one = (
+        _moments(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one)
+    )
     switch = (one.sum(1) > 0) & (mean_one > mean_zero) & torch.tensor(how.component == "larger")
     chosen = torch.where(switch[:, None], mask & ~inside, inside)
     if how.monotone:
@@ -111,13 +116,18 @@ def _moments(scores: Tensor, share: Tensor, number: Tensor) -> tuple[Tensor, Ten
     return mean, variance.sqrt()
 
 
-def _assign(scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em) -> Tensor:
+def _assign(
+    scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em
+) -> Tensor:
     """Return each score's share in component 0 after one step of EM from the shares before."""
     log_odds = torch.zeros_like(scores)
     for part, sign in ((share, 1), (mask.double() - share, -1)):
         size = part.sum(1)
         mean, deviation = _moments(scores, part, size.clamp(min=torch.finfo(torch.float64).tiny))
         deviation = torch.maximum(deviation, floor)
-        likelihood = -0.5 * ((scores - mean[:, None]) / deviation[:, None]).square() - deviation.log()[:, None]
+        likelihood = (
+            -0.5 * ((scores - mean[:, None]) / deviation[:, None]).square()
+            - deviation.log()[:, None]
+        )
         log_odds = log_odds + sign * ((size / number).log()[:, None] + likelihood)
     return (log_odds > 0).double() if em == "hard" else torch.sigmoid(log_odds)

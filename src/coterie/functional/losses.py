@@ -1,8 +1,9 @@
 """Losses: what a model is trained to make small, one value a sample, by name or import path.
 
-A loss is a function of outputs and targets. A bundled one is a frozen dataclass whose fields are its arguments, so
-that a study file can set them: `loss = { kind = "cross-entropy", label_smoothing = 0.1 }`. Each names the metric by
-which it is usually judged, measured on each sample beside the loss.
+A loss is a function of outputs and targets. A bundled one is a frozen dataclass whose fields are
+its arguments, so that a study file can set them: `loss = { kind = "cross-entropy", label_smoothing
+= 0.1 }`. Each names the metric by which it is usually judged, measured on each sample beside the
+loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie._util.importing import imported, kind_of, path_of
-from coterie._util.settings import Configurable, NonNegativeFloat, PositiveFloat, Share, parse, plain
+from coterie._util.settings import (
+    Configurable,
+    NonNegativeFloat,
+    PositiveFloat,
+    Share,
+    parse,
+    plain,
+)
 from coterie.errors import ConfigError, CoterieError, DataError, ModelError
 from coterie.functional.metrics import (
     ACCURACY,
@@ -42,10 +50,10 @@ class Loss(Configurable):
         kind: its name in study files.
         summary: what it is, in a line.
         targets: what it takes as a target.
-        form: in which form `judged` gives outputs and targets to metrics, see `functional.scores`; None where only the
-            type and the shape of targets tell.
-        whole: whether the loss of a sample depends on the others of its batch: evaluations then take all samples of a
-            set at once.
+        form: in which form `judged` gives outputs and targets to metrics, see `functional.scores`;
+            None where only the type and the shape of targets tell.
+        whole: whether the loss of a sample depends on the others of its batch: evaluations then
+            take all samples of a set at once.
         metric: name of what `score` measures; None for nothing.
         class_axis: the axis of the classes among those of the outputs, where an output is a class.
     """
@@ -59,13 +67,17 @@ class Loss(Configurable):
     class_axis: ClassVar[int] = -1
 
     def __call__(
-        self, outputs: Float[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+        self,
+        outputs: Float[Tensor, "samples *outputs"],
+        targets: Shaped[Tensor, "samples *targets"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         raise NotImplementedError
 
     def score(
-        self, outputs: Float[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+        self,
+        outputs: Float[Tensor, "samples *outputs"],
+        targets: Shaped[Tensor, "samples *targets"],
     ) -> Float[Tensor, " samples"]:
         """Return what `metric` says of each sample; its mean over samples is the metric."""
         if self.metric is None:
@@ -74,10 +86,14 @@ class Loss(Configurable):
 
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets in the form that metrics take; here numbers in the shape of the targets."""
-        alike = self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
+        alike = (
+            self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
+        )
         return (outputs.reshape(targets.shape) if alike else outputs), targets
 
-    def seen_by(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def seen_by(
+        self, metric: SampleMetric, outputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as a metric takes them: in the form of this loss, or as they are."""
         return self.judged(outputs, targets) if metric.takes else (outputs, targets)
 
@@ -112,7 +128,9 @@ class Loss(Configurable):
         """
         return classes or _entries(y)
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """Refuse outputs and targets that this loss does not take.
 
         Args:
@@ -124,12 +142,16 @@ class Loss(Configurable):
             DataError: when a target has no value that is expected.
         """
 
-    def _shapes(self, fit: bool, expected: str, outputs: Tensor, targets: Tensor, advice: str) -> None:
+    def _shapes(
+        self, fit: bool, expected: str, outputs: Tensor, targets: Tensor, advice: str
+    ) -> None:
         if not fit:
             found = f"{_shape(outputs)} and {_shape(targets)}"
             raise ModelError(f"loss {self.kind!r} takes {expected}; found {found}: {advice}")
 
-    def _values(self, fit: Bool[Tensor, "samples *targets"], expected: str, targets: Tensor) -> None:
+    def _values(
+        self, fit: Bool[Tensor, "samples *targets"], expected: str, targets: Tensor
+    ) -> None:
         if not bool(fit.all()):
             found = targets[~fit].flatten()[0].item()
             raise DataError(f"loss {self.kind!r}: a target is {found}; expected {expected}")
@@ -142,7 +164,8 @@ def probabilities(
 
     Args:
         form: of the outputs, see `functional.scores`.
-        outputs: logits. One for each sample, where a sample has one of two classes, is that of the second.
+        outputs: logits. One for each sample, where a sample has one of two classes, is that of the
+            second.
         class_axis: see `Loss`.
 
     Raises:
@@ -155,7 +178,9 @@ def probabilities(
     if form == "labels":
         return outputs.sigmoid()
     if form not in ("class", "positions"):
-        raise ConfigError(f"the outputs are {_FORMS[form]}, which have no probabilities; ask for the outputs")
+        raise ConfigError(
+            f"the outputs are {_FORMS[form]}, which have no probabilities; ask for the outputs"
+        )
     if form == "class" and outputs.numel() == len(outputs):
         yes = outputs.reshape(-1).sigmoid()
         return torch.stack([1 - yes, yes], 1)
@@ -181,7 +206,9 @@ def _entries(y: Tensor) -> int:
 
 
 def _shape(values: Tensor) -> str:
-    return f"({', '.join(['samples', *map(str, values.shape[1:])])}{',' if values.dim() == 1 else ''})"
+    return (
+        f"({', '.join(['samples', *map(str, values.shape[1:])])}{',' if values.dim() == 1 else ''})"
+    )
 
 
 def _tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
@@ -197,13 +224,15 @@ def _tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
 class CrossEntropy(Loss):
     r"""Cross-entropy of logits, for one class a sample: $-\sum_c w_c q_c \log p_c$ with $p$ the softmax of the outputs.
 
-    $q_c$ is 1 for the class and 0 else, or with label smoothing $\varepsilon$ that times $1 - \varepsilon$, plus
-    $\varepsilon$ / classes (Szegedy et al., Rethinking the Inception architecture, CVPR 2016).
+    $q_c$ is 1 for the class and 0 else, or with label smoothing $\varepsilon$ that times $1 -
+    \varepsilon$, plus $\varepsilon$ / classes (Szegedy et al., Rethinking the Inception
+    architecture, CVPR 2016).
 
     Args:
-        weight: factor on the loss of the samples of each class ($w$); 1 for all when empty. The mean over samples is
-            not divided by the mean weight.
-        label_smoothing: share of the target that is spread evenly over all classes ($\varepsilon$), in [0, 1].
+        weight: factor on the loss of the samples of each class ($w$); 1 for all when empty. The
+            mean over samples is not divided by the mean weight.
+        label_smoothing: share of the target that is spread evenly over all classes ($\varepsilon$),
+            in [0, 1].
     """
 
     kind: ClassVar[str] = "cross-entropy"
@@ -223,7 +252,9 @@ class CrossEntropy(Loss):
             outputs, targets, weight, reduction="none", label_smoothing=self.label_smoothing
         )
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         expected = "outputs (samples, classes) and targets (samples,), one class a sample"
         advice = "a class at each position is for 'tokens' or 'segmentation', columns of 0 and 1 are for 'multi-label'"
@@ -231,7 +262,9 @@ class CrossEntropy(Loss):
         classes = outputs.shape[1]
         whole = "whole numbers: numbers are for a loss such as 'mse'"
         self._values(targets == targets.round(), whole, targets)
-        self._values((targets >= 0) & (targets < classes), f"a class from 0 to {classes - 1}", targets)
+        self._values(
+            (targets >= 0) & (targets < classes), f"a class from 0 to {classes - 1}", targets
+        )
         if self.weight and len(self.weight) != classes:
             raise ConfigError(
                 f"loss {self.kind!r}: weight has {len(self.weight)} entries; expected {classes}, one a class"
@@ -267,17 +300,23 @@ class Binary(Loss):
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.judged`: as two classes, of which the logit of the first is 0."""
         logits = outputs.reshape(-1)
-        return torch.stack([torch.zeros_like(logits), logits], 1), targets.reshape(-1).to(torch.int64)
+        return torch.stack([torch.zeros_like(logits), logits], 1), targets.reshape(-1).to(
+            torch.int64
+        )
 
     def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
         """See `Loss.width`."""
         return 1
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         expected = "outputs (samples, 1) and targets (samples,), one yes or no a sample"
         advice = "one output a class is for 'cross-entropy', several columns of 0 and 1 are for 'multi-label'"
-        self._shapes(_entries(outputs) == 1 and _entries(targets) == 1, expected, outputs, targets, advice)
+        self._shapes(
+            _entries(outputs) == 1 and _entries(targets) == 1, expected, outputs, targets, advice
+        )
         self._values((targets == 0) | (targets == 1), "0 or 1", targets)
 
 
@@ -289,11 +328,14 @@ class MultiLabel(Loss):
     The loss of a sample is the mean over labels. Targets are 0 and 1, as numbers or as integers.
 
     Args:
-        pos_weight: factor on the loss of a label where its target is 1 ($w$), one a label; 1 for all when empty.
+        pos_weight: factor on the loss of a label where its target is 1 ($w$), one a label; 1 for
+            all when empty.
     """
 
     kind: ClassVar[str] = "multi-label"
-    summary: ClassVar[str] = "a yes or no in each column: cross-entropy of a logit each, the mean over columns"
+    summary: ClassVar[str] = (
+        "a yes or no in each column: cross-entropy of a logit each, the mean over columns"
+    )
     targets: ClassVar[Targets] = "labels"
     form: ClassVar[Form | None] = "labels"
     metric: ClassVar[str | None] = LABEL_ACCURACY.name
@@ -305,14 +347,18 @@ class MultiLabel(Loss):
         """Return the loss of each sample."""
         logits, wanted = self.judged(outputs, targets.to(outputs.dtype))
         weight = _tensor(self.pos_weight, outputs)
-        every = functional.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
+        every = functional.binary_cross_entropy_with_logits(
+            logits, wanted, pos_weight=weight, reduction="none"
+        )
         return every.mean(1)
 
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.judged`."""
         return outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         expected = "outputs (samples, labels) and targets (samples, labels)"
         advice = "the module needs one output a label, its logit"
@@ -321,7 +367,9 @@ class MultiLabel(Loss):
         labels = _entries(targets)
         if self.pos_weight and len(self.pos_weight) != labels:
             found = len(self.pos_weight)
-            raise ConfigError(f"loss {self.kind!r}: pos_weight has {found} entries; expected {labels}, one a label")
+            raise ConfigError(
+                f"loss {self.kind!r}: pos_weight has {found} entries; expected {labels}, one a label"
+            )
 
 
 # ---------------------------------------------------------------- a class at each position
@@ -354,7 +402,9 @@ class _Positions(Loss):
 
     def _classes(self, classes: int, targets: Tensor) -> None:
         """Refuse targets that are no class."""
-        self._values(targets == targets.round(), "whole numbers, the class of each position", targets)
+        self._values(
+            targets == targets.round(), "whole numbers, the class of each position", targets
+        )
         fit = (targets == self.ignore_index) | ((targets >= 0) & (targets < classes))
         ignored = f"or {self.ignore_index} where a position does not count (ignore_index)"
         self._values(fit, f"a class from 0 to {classes - 1}, {ignored}", targets)
@@ -373,12 +423,16 @@ class Tokens(_Positions):
     """
 
     kind: ClassVar[str] = "tokens"
-    summary: ClassVar[str] = "a class at each position of a sequence: cross-entropy, the mean over those that count"
+    summary: ClassVar[str] = (
+        "a class at each position of a sequence: cross-entropy, the mean over those that count"
+    )
     metric: ClassVar[str | None] = TOKEN_ACCURACY.name
     label_smoothing: Share = 0.0
 
     def __call__(
-        self, outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+        self,
+        outputs: Float[Tensor, "samples positions classes"],
+        targets: Int[Tensor, "samples positions"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         log = functional.log_softmax(outputs, -1)
@@ -388,7 +442,9 @@ class Tokens(_Positions):
             losses = (1 - self.label_smoothing) * losses - self.label_smoothing * log.mean(-1)
         return _over_positions(losses, counted)
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         fit = outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[1] == targets.shape[1]
         expected = "outputs (samples, positions, classes) and targets (samples, positions)"
@@ -408,11 +464,15 @@ class _Pixels(_Positions):
         """See `Loss.judged`."""
         return super().judged(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         fit = outputs.dim() > 2 and outputs.shape[2:] == targets.shape[1:]
         expected = "outputs (samples, classes, height, width) and targets (samples, height, width)"
-        advice = "the module needs one output a class at each pixel, the classes before height and width"
+        advice = (
+            "the module needs one output a class at each pixel, the classes before height and width"
+        )
         self._shapes(fit, expected, outputs, targets, advice)
         self._classes(outputs.shape[1], targets)
 
@@ -428,7 +488,8 @@ def _of_pixels(outputs: Tensor, counted: Tensor, known: Tensor) -> Tensor:
 class Segmentation(_Pixels):
     """Cross-entropy of the class of each pixel, the mean over the pixels of a sample that count.
 
-    A sample where no pixel counts has the loss 0. Volumes, with a third axis behind height and width, are taken too.
+    A sample where no pixel counts has the loss 0. Volumes, with a third axis behind height and
+    width, are taken too.
 
     Args:
         ignore_index: the target of a pixel that does not count.
@@ -438,7 +499,9 @@ class Segmentation(_Pixels):
     summary: ClassVar[str] = "a class at each pixel: cross-entropy, the mean over pixels that count"
 
     def __call__(
-        self, outputs: Float[Tensor, "samples classes *places"], targets: Int[Tensor, "samples *places"]
+        self,
+        outputs: Float[Tensor, "samples classes *places"],
+        targets: Int[Tensor, "samples *places"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         return _of_pixels(outputs, *_counted(targets, self.ignore_index))
@@ -449,8 +512,9 @@ class Segmentation(_Pixels):
 class Dice(_Pixels):
     r"""Soft Dice loss: 1 - the mean over classes of $(2 \sum p_c y_c + s) / (\sum p_c + \sum y_c + s)$.
 
-    $p$ is the softmax of the outputs and $y_c$ is 1 at pixels of the class; sums are over the pixels of a sample that
-    count (Milletari et al., V-Net, 3DV 2016; Sudre et al., Generalised Dice overlap, DLMIA 2017).
+    $p$ is the softmax of the outputs and $y_c$ is 1 at pixels of the class; sums are over the
+    pixels of a sample that count (Milletari et al., V-Net, 3DV 2016; Sudre et al., Generalised Dice
+    overlap, DLMIA 2017).
 
     Args:
         ignore_index: the target of a pixel that does not count.
@@ -459,22 +523,32 @@ class Dice(_Pixels):
     """
 
     kind: ClassVar[str] = "dice"
-    summary: ClassVar[str] = "a class at each pixel: soft Dice over classes, on request with cross-entropy"
+    summary: ClassVar[str] = (
+        "a class at each pixel: soft Dice over classes, on request with cross-entropy"
+    )
     smooth: PositiveFloat = 1.0
     cross_entropy: NonNegativeFloat = 0.0
 
     def __call__(
-        self, outputs: Float[Tensor, "samples classes *places"], targets: Int[Tensor, "samples *places"]
+        self,
+        outputs: Float[Tensor, "samples classes *places"],
+        targets: Int[Tensor, "samples *places"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         counted, known = _counted(targets, self.ignore_index)
-        classes = torch.arange(outputs.shape[1], device=outputs.device).reshape(-1, *[1] * (targets.dim() - 1))
+        classes = torch.arange(outputs.shape[1], device=outputs.device).reshape(
+            -1, *[1] * (targets.dim() - 1)
+        )
         there = counted.unsqueeze(1).to(outputs.dtype)
         wanted = (known.unsqueeze(1) == classes).to(outputs.dtype) * there
         found = functional.softmax(outputs, 1) * there
         both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
-        return loss + self.cross_entropy * _of_pixels(outputs, counted, known) if self.cross_entropy else loss
+        return (
+            loss + self.cross_entropy * _of_pixels(outputs, counted, known)
+            if self.cross_entropy
+            else loss
+        )
 
 
 # ---------------------------------------------------------------- numbers
@@ -492,7 +566,9 @@ class _Numbers(Loss):
         """See `Loss.judged`."""
         return outputs.reshape(targets.shape), targets
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         expected = "as many outputs as a target has entries"
         advice = "the module needs one output for each entry of a target"
@@ -536,21 +612,26 @@ class AbsoluteError(_Numbers):
 class Huber(_Numbers):
     r"""Half the squared error up to an error of $\delta$, then $\delta (|e| - \delta / 2)$; the mean over entries.
 
-    P. J. Huber, Robust estimation of a location parameter, Annals of Mathematical Statistics 35, 1964.
+    P. J. Huber, Robust estimation of a location parameter, Annals of Mathematical Statistics 35,
+    1964.
 
     Args:
         delta: $\delta$, where the square ends.
     """
 
     kind: ClassVar[str] = "huber"
-    summary: ClassVar[str] = "numbers: squared error where it is small, absolute error where it is large"
+    summary: ClassVar[str] = (
+        "numbers: squared error where it is small, absolute error where it is large"
+    )
     delta: PositiveFloat = 1.0
 
     def __call__(
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        every = functional.huber_loss(outputs.reshape(targets.shape), targets, reduction="none", delta=self.delta)
+        every = functional.huber_loss(
+            outputs.reshape(targets.shape), targets, reduction="none", delta=self.delta
+        )
         return every.reshape(len(targets), -1).mean(1)
 
 
@@ -559,7 +640,8 @@ class Huber(_Numbers):
 class Poisson(_Numbers):
     r"""Negative log-likelihood of counts $y$, of which the outputs $z$ are the logarithms of the means: $e^z - y z$.
 
-    The mean over entries; $\log y!$, which depends on the targets alone, is left out. Metrics see $e^z$.
+    The mean over entries; $\log y!$, which depends on the targets alone, is left out. Metrics see
+    $e^z$.
     """
 
     kind: ClassVar[str] = "poisson"
@@ -576,7 +658,9 @@ class Poisson(_Numbers):
         """See `Loss.judged`: the means."""
         return outputs.reshape(targets.shape).exp(), targets
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         super().fits(outputs, targets)
         self._values(targets >= 0, "a count, 0 or more", targets)
@@ -587,8 +671,9 @@ class Poisson(_Numbers):
 class Quantile(_Numbers):
     r"""Pinball loss of quantiles $q$: $\max(q e, (q - 1) e)$ with $e$ the target minus the output, the mean over all.
 
-    A target's entry has an output for each quantile, those of an entry beside each other. Metrics see the quantile
-    nearest to the median (R. Koenker and G. Bassett, Regression quantiles, Econometrica 46, 1978).
+    A target's entry has an output for each quantile, those of an entry beside each other. Metrics
+    see the quantile nearest to the median (R. Koenker and G. Bassett, Regression quantiles,
+    Econometrica 46, 1978).
 
     Args:
         quantiles: $q$, each between 0 and 1.
@@ -603,7 +688,10 @@ class Quantile(_Numbers):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         away = targets.unsqueeze(-1) - self._apart(outputs, targets)
-        every = [torch.maximum(q * away[..., i], (q - 1) * away[..., i]) for i, q in enumerate(self.quantiles)]
+        every = [
+            torch.maximum(q * away[..., i], (q - 1) * away[..., i])
+            for i, q in enumerate(self.quantiles)
+        ]
         return torch.stack(every, -1).reshape(len(targets), -1).mean(1)
 
     def _apart(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -618,12 +706,20 @@ class Quantile(_Numbers):
         """See `Loss.width`."""
         return _entries(y) * len(self.quantiles)
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         number = len(self.quantiles)
         expected = f"{number} outputs, one a quantile, for each entry of a target"
         fit = _entries(outputs) == number * _entries(targets)
-        self._shapes(fit, expected, outputs, targets, f"the module needs {number * _entries(targets)} outputs")
+        self._shapes(
+            fit,
+            expected,
+            outputs,
+            targets,
+            f"the module needs {number * _entries(targets)} outputs",
+        )
 
 
 # ---------------------------------------------------------------- times of events
@@ -634,12 +730,14 @@ class Quantile(_Numbers):
 class Cox(Loss):
     r"""Negative partial log-likelihood of proportional hazards: at each event $\log \sum_{t_j \ge t_i} e^{z_j} - z_i$.
 
-    A target is a time, and 1 where the event took place at it, 0 where it had not by then (censored); an output $z$ is
-    the logarithm of a hazard, up to a constant. The loss of a censored sample is 0. Ties are handled as by Breslow:
-    all events of one time see the same samples at risk. The mean over all n samples of a set is 1/n of the negative
-    partial log-likelihood of the set; in training only the samples of the batch are at risk, so take large batches.
+    A target is a time, and 1 where the event took place at it, 0 where it had not by then
+    (censored); an output $z$ is the logarithm of a hazard, up to a constant. The loss of a censored
+    sample is 0. Ties are handled as by Breslow: all events of one time see the same samples at
+    risk. The mean over all n samples of a set is 1/n of the negative partial log-likelihood of the
+    set; in training only the samples of the batch are at risk, so take large batches.
 
-    D. R. Cox, Regression models and life-tables, J. R. Stat. Soc. B 34, 1972; N. Breslow, discussion of it.
+    D. R. Cox, Regression models and life-tables, J. R. Stat. Soc. B 34, 1972; N. Breslow,
+    discussion of it.
     """
 
     kind: ClassVar[str] = "cox"
@@ -654,7 +752,8 @@ class Cox(Loss):
         """Return the loss of each sample."""
         logs, time, event = outputs.reshape(-1), targets[:, 0], targets[:, 1]
         order = torch.argsort(time, descending=True, stable=True)
-        sums = torch.logcumsumexp(logs.gather(0, order), 0)  # of the samples at risk, from the last time to the first
+        # of the samples at risk, from the last time to the first
+        sums = torch.logcumsumexp(logs.gather(0, order), 0)
         later = (-time).contiguous()
         last = torch.searchsorted(later.gather(0, order).contiguous(), later, right=True) - 1
         return event * (sums.gather(0, last) - logs)
@@ -667,14 +766,18 @@ class Cox(Loss):
         """See `Loss.width`."""
         return 1
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`."""
         expected = "outputs (samples, 1) and targets (samples, 2): a time, and 1 for an event or 0 for none"
         advice = "the module needs one output, the logarithm of a hazard"
         fit = _entries(outputs) == 1 and targets.shape[1:] == (2,)
         self._shapes(fit, expected, outputs, targets, advice)
         event = targets[:, 1]
-        self._values((event == 0) | (event == 1), "1 for an event or 0 for none, in the second column", event)
+        self._values(
+            (event == 0) | (event == 1), "1 for an event or 0 for none, in the second column", event
+        )
 
 
 # ---------------------------------------------------------------- by name or import path
@@ -698,7 +801,9 @@ class Own(Loss):
         """Find the function."""
         found = imported(self.path, f"loss {self.path!r}")
         if not callable(found):
-            raise ConfigError(f"loss {self.path!r} is {found!r}; expected a function (outputs, targets)")
+            raise ConfigError(
+                f"loss {self.path!r} is {found!r}; expected a function (outputs, targets)"
+            )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each sample."""
@@ -712,7 +817,9 @@ class Own(Loss):
             )
         return found
 
-    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def fits(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """See `Loss.fits`: try the function."""
         try:
             self(outputs, targets[: len(outputs)])
@@ -720,7 +827,9 @@ class Own(Loss):
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            shapes = f"outputs {tuple(outputs.shape)} and targets {(len(outputs), *targets.shape[1:])}"
+            shapes = (
+                f"outputs {tuple(outputs.shape)} and targets {(len(outputs), *targets.shape[1:])}"
+            )
             raise ModelError(f"loss {self.path!r} fails on {shapes}: {said}") from error
 
 
@@ -732,12 +841,15 @@ LOSSES: dict[str, type[Loss]] = {one.kind: one for one in _BUNDLED}
 """Every bundled loss by its name."""
 
 
-def read_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any], where: str = "loss") -> Loss:
+def read_loss(
+    given: str | Mapping[str, Any] | Loss | Callable[..., Any], where: str = "loss"
+) -> Loss:
     """Make a loss.
 
     Args:
-        given: a name of LOSSES; an import path "package.module:name" of a function or of a subclass of `Loss`; a table
-            with one of these as `kind` and the fields of the loss; a loss; or a function.
+        given: a name of LOSSES; an import path "package.module:name" of a function or of a subclass
+            of `Loss`; a table with one of these as `kind` and the fields of the loss; a loss; or a
+            function.
         where: how the user finds it.
 
     Raises:
@@ -791,14 +903,17 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
         classes: number of classes, where each target is one.
 
     Raises:
-        ConfigError: when several losses would fit: whole numbers that are no classes, or 0 and 1 in several columns.
+        ConfigError: when several losses would fit: whole numbers that are no classes, or 0 and 1 in
+            several columns.
     """
     if classes:
         return CrossEntropy()
     entries = _entries(y)
     answers = bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any())
     if not y.is_floating_point():
-        fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(y.dim(), [])
+        fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(
+            y.dim(), []
+        )
         fitting = ["multi-label", *fitting] if answers and entries > 1 else fitting
         many = "a whole number" if entries == 1 else f"{entries} whole numbers"
         raise ConfigError(
@@ -813,7 +928,9 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     return SquaredError()
 
 
-def loss_targets(loss: Loss, y: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
+def loss_targets(
+    loss: Loss, y: Shaped[Tensor, "*shape"], dtype: torch.dtype
+) -> Shaped[Tensor, "*shape"]:
     """Return targets as the losses take them: whole numbers as int64, numbers as `dtype`.
 
     Yes and no, and the targets of a function of yours, stay what they are of the two.

@@ -1,7 +1,7 @@
 r"""Membership inference: was a sample among those that a model was trained on? Attacks, and how well they do.
 
-Values and memberships have a row for each of several runs, trained alike on different halves of the same samples: runs
-$2k$ and $2k + 1$ are a pair, in which each sample is a member of exactly one.
+Values and memberships have a row for each of several runs, trained alike on different halves of the
+same samples: runs $2k$ and $2k + 1$ are a pair, in which each sample is a member of exactly one.
 """
 
 import torch
@@ -17,7 +17,8 @@ _LEAST = 1e-7  # loss: a probability nearer to 1 is rounding
 def confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     r"""Return the logit of the probability $p = e^{-\ell}$ that stands behind a cross-entropy, in float64.
 
-    It is near to normally distributed over models, as losses are not (Carlini et al. 2022). It falls with any loss.
+    It is near to normally distributed over models, as losses are not (Carlini et al. 2022). It
+    falls with any loss.
 
     Example:
         >>> confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
@@ -32,11 +33,12 @@ def likelihood_ratio(
 ) -> Float[Tensor, "runs samples"]:
     r"""Return the score of LiRA for each sample in each run: how much likelier its value is for a member.
 
-    Normal distributions of a sample's value, with and without it in the training data, are fitted to the runs outside
-    of the pair of the one attacked: as many of each. Means are of the sample, variances of all samples together, as
-    the paper advises for few models.
+    Normal distributions of a sample's value, with and without it in the training data, are fitted
+    to the runs outside of the pair of the one attacked: as many of each. Means are of the sample,
+    variances of all samples together, as the paper advises for few models.
 
-    N. Carlini et al., Membership inference attacks from first principles, 2022, https://arxiv.org/abs/2112.03570.
+    N. Carlini et al., Membership inference attacks from first principles, 2022,
+    https://arxiv.org/abs/2112.03570.
 
     Args:
         values: such as `confidence`; an even number of runs, 6 at least.
@@ -50,7 +52,10 @@ def likelihood_ratio(
         others[run // 2 * 2 : run // 2 * 2 + 2] = False
         fitted = [_normal(values[others], inside) for inside in (member[others], ~member[others])]
         (mean_in, spread_in), (mean_out, spread_out) = fitted
-        away_in, away_out = (values[run] - mean_in) / spread_in, (values[run] - mean_out) / spread_out
+        away_in, away_out = (
+            (values[run] - mean_in) / spread_in,
+            (values[run] - mean_out) / spread_out,
+        )
         scores[run] = (away_out.square() - away_in.square()) / 2 + torch.log(spread_out / spread_in)
     return scores
 
@@ -78,7 +83,9 @@ def auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) -> floa
     return float((rank[member].sum() - inside * (inside + 1) / 2) / (inside * outside))
 
 
-def true_positives(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"], false: float = 0.01) -> float:
+def true_positives(
+    scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"], false: float = 0.01
+) -> float:
     """Return the share of members that are found at a share of non-members, at most, that are taken for such.
 
     Example:

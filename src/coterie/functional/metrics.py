@@ -1,9 +1,10 @@
 """Metrics: the registry of what is measured and how it is shown, and the formulas of clients, clusters and runs.
 
-Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module (`metrics.ACCURACY`) or
-finds it by the name that a table holds (`REGISTRY[name]`). A method adds its own in `Method.reports`. One that is
-computed from outputs and targets is a `SampleMetric` too, found by its name or import path (`read_metric`).
-A value that is not defined for its arguments is NaN, never 0, and a warning of class `Undefined` names the reason.
+Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module
+(`metrics.ACCURACY`) or finds it by the name that a table holds (`REGISTRY[name]`). A method adds
+its own in `Method.reports`. One that is computed from outputs and targets is a `SampleMetric` too,
+found by its name or import path (`read_metric`). A value that is not defined for its arguments is
+NaN, never 0, and a warning of class `Undefined` names the reason.
 """
 
 import dataclasses
@@ -44,11 +45,12 @@ class Metric(Configurable):
         unit: what a shown value is in, such as "%"; empty for a plain number.
         scale: what a value is multiplied with to be shown in its unit.
         digits: decimals of a shown value; None for four significant digits.
-        over: "client": a value of each client, averaged over clients and over clusters; "run": one value of the whole
-            run (or round), the same at every client.
-        shown: "result": the tables that compare methods; "further": tables beside them; "curve": over rounds only;
-            "cost": what a run cost; "not".
-        on_samples: whether it is measured on the samples of a split, which headings then name ("test accuracy").
+        over: "client": a value of each client, averaged over clients and over clusters; "run": one
+            value of the whole run (or round), the same at every client.
+        shown: "result": the tables that compare methods; "further": tables beside them; "curve":
+            over rounds only; "cost": what a run cost; "not".
+        on_samples: whether it is measured on the samples of a split, which headings then name
+            ("test accuracy").
         needs: what it is defined for; None for every run.
         undefined: why a client may have no value.
     """
@@ -103,7 +105,9 @@ class Metric(Configurable):
         """
         if value is None or not math.isfinite(value):
             return "–"
-        digits = ".4g" if self.digits is None else f".{min(self.digits, 1) if brief else self.digits}f"
+        digits = (
+            ".4g" if self.digits is None else f".{min(self.digits, 1) if brief else self.digits}f"
+        )
         return f"{self.scale * value:{'+' if signed else ''}{digits}}"
 
 
@@ -112,12 +116,13 @@ class SampleMetric(Metric):
     """A metric that is computed from the outputs of a model and the targets.
 
     Args:
-        function: (outputs, targets) -> one number for all samples of a set, or, with `each`, one a sample. NaN with a
-            warning of class `Undefined` where there is none.
-        each: whether it is a value of each sample, whose mean over samples is the metric; it is then computed in
-            batches, where the model is. Else it gets all outputs of a set, on the CPU.
-        takes: the forms of outputs and targets that it takes, see `functional.scores`; nothing for a function that
-            takes those of the module and of the data as they are.
+        function: (outputs, targets) -> one number for all samples of a set, or, with `each`, one a
+            sample. NaN with a warning of class `Undefined` where there is none.
+        each: whether it is a value of each sample, whose mean over samples is the metric; it is
+            then computed in batches, where the model is. Else it gets all outputs of a set, on the
+            CPU.
+        takes: the forms of outputs and targets that it takes, see `functional.scores`; nothing for
+            a function that takes those of the module and of the data as they are.
         least: the smallest value that there can be; None where there is no limit.
         most: the largest.
         path: the import path under which it was found, if it is not bundled.
@@ -139,10 +144,14 @@ class SampleMetric(Metric):
     @property
     def entry(self) -> Metric:
         """What is stored and shown of it: the same without its function."""
-        return Metric(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Metric)})
+        return Metric(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Metric)}
+        )
 
     def values(
-        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+        self,
+        outputs: Shaped[Tensor, "samples *outputs"],
+        targets: Shaped[Tensor, "samples *targets"],
     ) -> Float[Tensor, " samples"]:
         """Return the value of each sample; for metrics with `each`.
 
@@ -159,7 +168,9 @@ class SampleMetric(Metric):
         return found
 
     def __call__(
-        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+        self,
+        outputs: Shaped[Tensor, "samples *outputs"],
+        targets: Shaped[Tensor, "samples *targets"],
     ) -> float:
         """Return the metric of a set.
 
@@ -168,7 +179,8 @@ class SampleMetric(Metric):
             targets: in that form.
 
         Returns:
-            NaN, with a warning of class `Undefined`, for a set without samples or where the function says so.
+            NaN, with a warning of class `Undefined`, for a set without samples or where the
+            function says so.
 
         Raises:
             ConfigError: when the function returns no number.
@@ -209,8 +221,12 @@ class Metrics(dict[str, Metric]):
         Raises:
             ConfigError: when an entry is no metric.
         """
-        known = {field.name for field in dataclasses.fields(Metric)}  # a later version may store more
-        tables = {name: {key: value for key, value in entry.items() if key in known} for name, entry in stored.items()}
+        # a later version may store more
+        known = {field.name for field in dataclasses.fields(Metric)}
+        tables = {
+            name: {key: value for key, value in entry.items() if key in known}
+            for name, entry in stored.items()
+        }
         found = [parse(Metric, table, name) for name, table in tables.items()]
         return Metrics({**{one.name: one for one in found}, **self})
 
@@ -224,14 +240,30 @@ def stored(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
 def _share(name: str, text: str, **more: Any) -> Metric:
     """Return a metric that is a share of samples, shown in per cent."""
     return Metric(
-        name, text, **{"better": "higher", "unit": "%", "scale": 100.0, "digits": 2, "on_samples": True, **more}
+        name,
+        text,
+        **{
+            "better": "higher",
+            "unit": "%",
+            "scale": 100.0,
+            "digits": 2,
+            "on_samples": True,
+            **more,
+        },
     )
 
 
 def _largest(base: Metric, short: str) -> Metric:
-    text = f"{base.text}, in the round with the largest mean over clients; on test data, so optimistic"
+    text = (
+        f"{base.text}, in the round with the largest mean over clients; on test data, so optimistic"
+    )
     return replace(
-        base, name=f"{base.name}_max", text=text, title=f"largest {base.title}", short=short, shown="further"
+        base,
+        name=f"{base.name}_max",
+        text=text,
+        title=f"largest {base.title}",
+        short=short,
+        shown="further",
     )
 
 
@@ -239,7 +271,13 @@ def _reduced(how: str, words: str, short: str) -> Metric:
     text = f"final accuracy of the whole federation, clients weighed {words}"
     title = f"accuracy weighed {words}"
     return replace(
-        ACCURACY, name=f"{ACCURACY.name}_{how}", text=text, title=title, short=short, over="run", shown="further"
+        ACCURACY,
+        name=f"{ACCURACY.name}_{how}",
+        text=text,
+        title=title,
+        short=short,
+        over="run",
+        shown="further",
     )
 
 
@@ -253,7 +291,9 @@ def _cost(name: str, text: str, title: str, unit: str = "") -> Metric:
 
 
 # Measured on samples, by `Task`.
-ACCURACY = _share("accuracy", "share of samples whose class is predicted", shown="result", needs="classes")
+ACCURACY = _share(
+    "accuracy", "share of samples whose class is predicted", shown="result", needs="classes"
+)
 MSE = Metric(
     "mse",
     "mean squared error",
@@ -264,9 +304,15 @@ MSE = Metric(
     on_samples=True,
     needs="regression",
 )
-LABEL_ACCURACY = _share("label_accuracy", "share of right answers, yes or no, over samples and labels")
-TOKEN_ACCURACY = _share("token_accuracy", "share of positions whose class is predicted, sample by sample")
-PIXEL_ACCURACY = _share("pixel_accuracy", "share of pixels whose class is predicted, sample by sample")
+LABEL_ACCURACY = _share(
+    "label_accuracy", "share of right answers, yes or no, over samples and labels"
+)
+TOKEN_ACCURACY = _share(
+    "token_accuracy", "share of positions whose class is predicted, sample by sample"
+)
+PIXEL_ACCURACY = _share(
+    "pixel_accuracy", "share of pixels whose class is predicted, sample by sample"
+)
 IOU = _share(
     "iou",
     "intersection over union of predicted and true pixels, the mean over classes",
@@ -301,9 +347,18 @@ CALIBRATION_ERROR = _number(
     "an output is not finite",
     short="ECE",
 )
-BRIER = _number("brier", "Brier score: squared error of probabilities", "lower", title="Brier score", short="Brier")
+BRIER = _number(
+    "brier",
+    "Brier score: squared error of probabilities",
+    "lower",
+    title="Brier score",
+    short="Brier",
+)
 PERPLEXITY = _number(
-    "perplexity", "exponential of the mean cross-entropy of positions", "lower", "no position of a client counts"
+    "perplexity",
+    "exponential of the mean cross-entropy of positions",
+    "lower",
+    "no position of a client counts",
 )
 MAE = _number("mae", "mean absolute error", "lower", title="mean absolute error", short="MAE")
 R2 = _number(
@@ -319,7 +374,9 @@ CONCORDANCE = _number(
     "higher",
     "no event of a client's test set comes before another time",
 )
-LOSS = Metric("loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True)
+LOSS = Metric(
+    "loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True
+)
 BALANCED_ACCURACY = _share(
     "balanced_accuracy",
     "mean recall of the classes in the client's test set",
@@ -358,16 +415,37 @@ STD_OVER_CLUSTERS = replace(
     shown="not",
 )
 # Of the clusters that a method found.
-N_CLUSTERS = Metric("n_clusters", "clusters that the method found", "number of clusters", "clusters", over="run")
-RAND = Metric("rand", "Rand index of found and planted clusters", "Rand index", "Rand", "higher", over="run")
+N_CLUSTERS = Metric(
+    "n_clusters", "clusters that the method found", "number of clusters", "clusters", over="run"
+)
+RAND = Metric(
+    "rand", "Rand index of found and planted clusters", "Rand index", "Rand", "higher", over="run"
+)
 ADJUSTED_RAND = Metric(
-    "adjusted_rand", "Rand index adjusted for chance", "adjusted Rand index", "adj. Rand", "higher", over="run"
+    "adjusted_rand",
+    "Rand index adjusted for chance",
+    "adjusted Rand index",
+    "adj. Rand",
+    "higher",
+    over="run",
 )
 WAS = Metric(
-    "was", "Wasserstein adjusted silhouette of the found clusters", "WAS", "WAS", "higher", over="run", needs="classes"
+    "was",
+    "Wasserstein adjusted silhouette of the found clusters",
+    "WAS",
+    "WAS",
+    "higher",
+    over="run",
+    needs="classes",
 )
 WADB = Metric(
-    "wadb", "Wasserstein adjusted Davies-Bouldin index of them", "WADB", "WADB", "lower", over="run", needs="classes"
+    "wadb",
+    "Wasserstein adjusted Davies-Bouldin index of them",
+    "WADB",
+    "WADB",
+    "lower",
+    over="run",
+    needs="classes",
 )
 LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
 DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
@@ -384,9 +462,13 @@ EPSILON = Metric(
 )
 # Of a round, reported by methods.
 PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
-EXTRA_MODELS = _cost("extra_models", "numbers received beside pulled models, in units of a model", "further models")
+EXTRA_MODELS = _cost(
+    "extra_models", "numbers received beside pulled models, in units of a model", "further models"
+)
 EXTRA_FLOATS = _cost("extra_floats", "further numbers received", "further numbers")
-EXTRA_BYTES = _cost("extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B")
+EXTRA_BYTES = _cost(
+    "extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B"
+)
 BYTES_DOWN = _cost("bytes_down", "bytes received from a server", "bytes from a server", "B")
 BYTES_UP = _cost("bytes_up", "bytes sent to a server", "bytes to a server", "B")
 # Of a whole run, as PANM's authors count: the cost ledger predicts them.
@@ -404,7 +486,9 @@ BANDWIDTH = Metric(
     better="lower",
     shown="not",
 )
-REFUSED = Metric("refused", "models that a client refused to mix, in a round", "refused models", shown="curve")
+REFUSED = Metric(
+    "refused", "models that a client refused to mix, in a round", "refused models", shown="curve"
+)
 ATTACKER_WEIGHT = Metric(
     "attacker_weight",
     "share of a client's mixing weight that is of attackers, its own model included in the whole",
@@ -448,19 +532,37 @@ INTERACTION_CHANGE = Metric(
 REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
 """Every metric that is built in, in the order in which tables show them."""
 MAIN = (
-    *(ACCURACY, ACCURACY_MAX, BALANCED_ACCURACY, LABEL_ACCURACY, TOKEN_ACCURACY, IOU, PIXEL_ACCURACY, CONCORDANCE),
+    *(
+        ACCURACY,
+        ACCURACY_MAX,
+        BALANCED_ACCURACY,
+        LABEL_ACCURACY,
+        TOKEN_ACCURACY,
+        IOU,
+        PIXEL_ACCURACY,
+        CONCORDANCE,
+    ),
     *(MSE, MAE, RAND, LOSS),
 )
 """What methods are compared by: the first of these that there is."""
 COSTS = tuple(one for one in REGISTRY.values() if one.shown == "cost")
 """What any method may report of a round beside its training loss."""
-MAXIMA = {ACCURACY: ACCURACY_MAX, BALANCED_ACCURACY: BALANCED_ACCURACY_MAX, GLOBAL_ACCURACY: GLOBAL_ACCURACY_MAX}
+MAXIMA = {
+    ACCURACY: ACCURACY_MAX,
+    BALANCED_ACCURACY: BALANCED_ACCURACY_MAX,
+    GLOBAL_ACCURACY: GLOBAL_ACCURACY_MAX,
+}
 """Metrics whose largest mean over clients is reported, and as what."""
-REDUCTIONS = {"sample_weighted": ACCURACY_SAMPLE_WEIGHTED, "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT}
+REDUCTIONS = {
+    "sample_weighted": ACCURACY_SAMPLE_WEIGHTED,
+    "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT,
+}
 """Ways to reduce accuracy (see `federated`) other than the mean over clients, and as what they are reported."""
 
 
-def _of_samples(entry: Metric, function: Callable[..., Any], *takes: Form, **more: Any) -> SampleMetric:
+def _of_samples(
+    entry: Metric, function: Callable[..., Any], *takes: Form, **more: Any
+) -> SampleMetric:
     """Return a bundled metric with its function."""
     told = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Metric)}
     return SampleMetric(**told, function=function, takes=takes, **more)
@@ -492,13 +594,15 @@ MEASURES: dict[str, SampleMetric] = {
 """The bundled metrics of outputs and targets, by name."""
 
 
-def read_metric(given: str | SampleMetric | Callable[..., Any], where: str = "metrics") -> SampleMetric:
+def read_metric(
+    given: str | SampleMetric | Callable[..., Any], where: str = "metrics"
+) -> SampleMetric:
     """Return a metric of outputs and targets.
 
     Args:
-        given: a name of `MEASURES`; an import path "package.module:name" of a `SampleMetric` or of a function (outputs,
-            targets) -> number; or one of these. A function becomes a metric of its own name, with the first line of
-            its docstring.
+        given: a name of `MEASURES`; an import path "package.module:name" of a `SampleMetric` or of
+            a function (outputs, targets) -> number; or one of these. A function becomes a metric of
+            its own name, with the first line of its docstring.
         where: how the user finds it.
 
     Raises:
@@ -515,7 +619,9 @@ def read_metric(given: str | SampleMetric | Callable[..., Any], where: str = "me
         return MEASURES[path]
     found = imported(path, f"metric {path!r}")
     if isinstance(found, type) or not callable(found):
-        raise ConfigError(f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric")
+        raise ConfigError(
+            f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric"
+        )
     if not isinstance(found, SampleMetric):
         text = (getattr(found, "__doc__", None) or "").strip().partition("\n")[0]
         found = SampleMetric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
@@ -539,7 +645,11 @@ def stored_metric(metric: SampleMetric) -> str:
     if MEASURES.get(metric.name) == metric:
         return metric.name
     module = getattr(metric.function, "__module__", None)
-    names = [name for name, value in vars(sys.modules.get(module or "", None) or object).items() if value is metric]
+    names = [
+        name
+        for name, value in vars(sys.modules.get(module or "", None) or object).items()
+        if value is metric
+    ]
     if not metric.path and not names:
         raise ConfigError(
             f"metric {metric.name!r} has no import path; define it at the top of a module, beside its function"
@@ -587,8 +697,9 @@ def federated(
         values: of each client.
         samples: test samples of each ($m_k$).
         label: its cluster, for "cluster_then_client".
-        how: "client_mean": $\frac1K \sum A_k$; "sample_weighted": $\sum m_k A_k / \sum m_k$; "cluster_then_client":
-            weighted by $m_k$ inside clusters, and by their numbers of members across.
+        how: "client_mean": $\frac1K \sum A_k$; "sample_weighted": $\sum m_k A_k / \sum m_k$;
+            "cluster_then_client": weighted by $m_k$ inside clusters, and by their numbers of
+            members across.
     """
     values, weights = values.double(), samples.double()
     if how == "client_mean":
@@ -621,8 +732,8 @@ def _clusters(metric: str, label: Tensor) -> str | None:
 def was(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) -> float:
     r"""Wasserstein adjusted silhouette: the silhouette of clients by their sorted class frequencies, in [-1, 1].
 
-    The distance of two clients is $W_2$ between their frequency values. Blind to *which* classes a client has: it
-    scores levels of heterogeneity only.
+    The distance of two clients is $W_2$ between their frequency values. Blind to *which* classes a
+    client has: it scores levels of heterogeneity only.
 
     Args:
         counts: training samples of each class at each client.
@@ -643,8 +754,8 @@ def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"])
     """Wasserstein adjusted Davies-Bouldin index, lower is better, 0 or more; see `was`.
 
     Returns:
-        NaN unless there are at least 2 clusters and fewer than clients, and where two clusters' centroids coincide
-        (scikit-learn would give 0, a perfect score, when all do).
+        NaN unless there are at least 2 clusters and fewer than clients, and where two clusters'
+        centroids coincide (scikit-learn would give 0, a perfect score, when all do).
     """
     from sklearn.metrics import davies_bouldin_score
 
@@ -700,20 +811,28 @@ def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: f
     """
     if math.isnan(target):
         return undefined("the time to accuracy", "the target is undefined")
-    return float(next((r for r, value in zip(rounds, accuracy, strict=True) if value >= target), math.inf))
+    return float(
+        next((r for r, value in zip(rounds, accuracy, strict=True) if value >= target), math.inf)
+    )
 
 
 def tta_ratio(
-    rounds: Sequence[int], accuracy: Sequence[float], base_rounds: Sequence[int], base: Sequence[float]
+    rounds: Sequence[int],
+    accuracy: Sequence[float],
+    base_rounds: Sequence[int],
+    base: Sequence[float],
 ) -> float:
     """How many times sooner a method reaches the baseline's largest accuracy than the baseline did, for one seed.
 
     Returns:
-        1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN when the method was
-        there in round 0 and the baseline later, where no ratio exists.
+        1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN
+        when the method was there in round 0 and the baseline later, where no ratio exists.
     """
     target = acc_max(base)
-    own, theirs = time_to_accuracy(rounds, accuracy, target), time_to_accuracy(base_rounds, base, target)
+    own, theirs = (
+        time_to_accuracy(rounds, accuracy, target),
+        time_to_accuracy(base_rounds, base, target),
+    )
     if own == 0:
         return 1.0 if theirs == 0 else undefined("the TTA ratio", "the method was there in round 0")
     return theirs / own
@@ -723,8 +842,8 @@ def total_variance(updates: Float[Tensor, "clients params"]) -> float:
     r"""Total variance of updates: $\frac{1}{|P|} \sum_k \lVert \Delta_k - \bar\Delta \rVert^2$.
 
     Args:
-        updates: $\Delta_k$ of a round's clients, usually of the last layer (`heads.last_layer`); of a simplex model
-            all endpoints, one beside another.
+        updates: $\Delta_k$ of a round's clients, usually of the last layer (`heads.last_layer`); of
+            a simplex model all endpoints, one beside another.
     """
     if not len(updates):
         return undefined("the total variance", "there are no updates")

@@ -1,8 +1,9 @@
 """Paired comparisons of two methods: the interval of a mean difference, its p value, effect size and power.
 
-The unit is the seed. Clients of one seed share a split of the data and initial models, so their differences are not
-independent; their mean is one number a seed. Student's t over these means is exact where they are normal, and close to
-it with a few dozen clients a seed; with S seeds it has S - 1 degrees of freedom, and says so by its width.
+The unit is the seed. Clients of one seed share a split of the data and initial models, so their
+differences are not independent; their mean is one number a seed. Student's t over these means is
+exact where they are normal, and close to it with a few dozen clients a seed; with S seeds it has S
+- 1 degrees of freedom, and says so by its width.
 """
 
 import math
@@ -27,12 +28,13 @@ class Estimate:
     Args:
         mean: over seeds.
         std: sample standard deviation over seeds (S - 1 in its denominator); NaN for one seed.
-        low: lower end of the confidence interval of the mean; NaN where there is none: for one seed, and where all
-            seeds gave the same difference, which then are one observation, not several.
+        low: lower end of the confidence interval of the mean; NaN where there is none: for one
+            seed, and where all seeds gave the same difference, which then are one observation, not
+            several.
         high: its upper end.
         p: of the two-sided t test that the mean is 0; NaN where there is no interval.
-        effect: the mean in standard deviations over seeds (Cohen's d of paired differences); NaN where there is no
-            interval.
+        effect: the mean in standard deviations over seeds (Cohen's d of paired differences); NaN
+            where there is no interval.
     """
 
     mean: Float[np.ndarray, " *studies"]
@@ -54,17 +56,22 @@ def overlap_of(share: float) -> float:
 
 
 def mean_difference(
-    differences: Float[np.ndarray, "*studies seeds"], *, overlap: float = 0.0, confidence: float = CONFIDENCE
+    differences: Float[np.ndarray, "*studies seeds"],
+    *,
+    overlap: float = 0.0,
+    confidence: float = CONFIDENCE,
 ) -> Estimate:
     r"""Return the mean of paired differences with Student's confidence interval, for one study or many at once.
 
-    The variance of the mean is \(s^2 (1/S + \text{overlap})\), with the sample variance \(s^2\) over the S seeds.
+    The variance of the mean is \(s^2 (1/S + \text{overlap})\), with the sample variance \(s^2\)
+    over the S seeds.
 
     Args:
-        differences: a number a seed: the mean over its clients of what one method has more than the other.
-        overlap: 0 where seeds are independent. Where each seed splits the same samples anew, as repeated folds do, runs
-            share training data, and what is asked is about new samples: `n_test / n_train` (Nadeau and Bengio,
-            Inference for the generalization error, 2003).
+        differences: a number a seed: the mean over its clients of what one method has more than the
+            other.
+        overlap: 0 where seeds are independent. Where each seed splits the same samples anew, as
+            repeated folds do, runs share training data, and what is asked is about new samples:
+            `n_test / n_train` (Nadeau and Bengio, Inference for the generalization error, 2003).
         confidence: of the interval.
 
     Example:
@@ -88,8 +95,9 @@ def mean_difference(
 def holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies pairs"]:
     """Return p values corrected for their number by Holm's step-down rule.
 
-    To call established what is then at most 0.05 is wrong about any pair with a probability of at most 0.05, whatever
-    the pairs have to do with each other. NaN, of a pair without a test, stays NaN and does not count.
+    To call established what is then at most 0.05 is wrong about any pair with a probability of at
+    most 0.05, whatever the pairs have to do with each other. NaN, of a pair without a test, stays
+    NaN and does not count.
 
     Example:
         >>> holm(np.array([0.01, 0.04, 0.03])).round(3).tolist()
@@ -104,7 +112,9 @@ def holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies 
     return out
 
 
-def power(effect: float, seeds: int, *, level: float = 1 - CONFIDENCE, overlap: float = 0.0) -> float:
+def power(
+    effect: float, seeds: int, *, level: float = 1 - CONFIDENCE, overlap: float = 0.0
+) -> float:
     """Return the probability that the two-sided t test at a level finds a mean of `effect` standard deviations.
 
     The statistic then has the noncentral t distribution.
@@ -123,11 +133,19 @@ def power(effect: float, seeds: int, *, level: float = 1 - CONFIDENCE, overlap: 
     shift = abs(effect) / math.sqrt(1 / seeds + overlap)
     if shift > critical + 30:  # certain, and beyond what the distribution's series can do
         return 1.0
-    return float(stats.nct.sf(critical, seeds - 1, shift) + np.nan_to_num(stats.nct.cdf(-critical, seeds - 1, shift)))
+    return float(
+        stats.nct.sf(critical, seeds - 1, shift)
+        + np.nan_to_num(stats.nct.cdf(-critical, seeds - 1, shift))
+    )
 
 
 def seeds_needed(
-    effect: float, *, level: float = 1 - CONFIDENCE, wanted: float = POWER, overlap: float = 0.0, most: int = MOST_SEEDS
+    effect: float,
+    *,
+    level: float = 1 - CONFIDENCE,
+    wanted: float = POWER,
+    overlap: float = 0.0,
+    most: int = MOST_SEEDS,
 ) -> int | None:
     """Return the smallest number of seeds with which a difference of this size is found with the wanted power.
 
@@ -153,7 +171,8 @@ def seeds_needed(
 
     if not math.isfinite(effect):
         return None
-    normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))  # of a normal statistic: a first guess
+    # of a normal statistic: a first guess
+    normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))
     left = (effect / normal) ** 2 - overlap
     seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
     while seeds > 2 and enough(seeds - 1):

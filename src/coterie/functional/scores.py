@@ -1,16 +1,17 @@
 """How well outputs fit their targets: the formulas of what is measured on the samples of a set.
 
-They take outputs and targets in one of five forms, into which each loss brings its own (`Loss.judged`):
+They take outputs and targets in one of five forms, into which each loss brings its own
+(`Loss.judged`):
 
 * class: outputs [samples, classes], logits or log-probabilities; targets [samples], whole numbers;
 * labels: outputs [samples, columns], the logit of yes in each; targets [samples, columns], 0 or 1;
-* positions: outputs [samples, positions, classes]; targets [samples, positions], `UNCOUNTED` where one does not count;
-* numbers: outputs and targets of one shape, [samples, ...];
-* times: outputs [samples], larger where the event is expected sooner; targets [samples, 2]: a time, and 1 where the
+* positions: outputs [samples, positions, classes]; targets [samples, positions], `UNCOUNTED` where
+one does not count; * numbers: outputs and targets of one shape, [samples, ...]; * times: outputs
+[samples], larger where the event is expected sooner; targets [samples, 2]: a time, and 1 where the
   event took place at it, 0 where it had not by then (censored).
 
-A function returns a value of each sample, or one of all samples: NaN with a warning of class `Undefined` where there
-is none.
+A function returns a value of each sample, or one of all samples: NaN with a warning of class
+`Undefined` where there is none.
 """
 
 import math
@@ -51,7 +52,9 @@ def accuracy(
     return (outputs.argmax(-1) == targets).to(outputs.dtype)
 
 
-def balanced_accuracy(outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"]) -> float:
+def balanced_accuracy(
+    outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"]
+) -> float:
     """Mean recall of the classes that there are among the targets."""
     number = targets.bincount(minlength=outputs.shape[1])
     right = targets[outputs.argmax(1) == targets].bincount(minlength=outputs.shape[1])
@@ -98,11 +101,13 @@ def _over_columns(
     return sum(float(one(yes[:, c].numpy(), score[:, c].numpy())) for c in chosen) / len(chosen)
 
 
-def auroc(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+def auroc(
+    outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
+) -> float:
     """Area under the ROC curve: how often a yes scores above a no, ties as one half.
 
-    Of two classes that of the second; of more, the mean over classes of each against all others; of labels, the mean
-    over columns. Classes and columns that all samples have, or none, do not count.
+    Of two classes that of the second; of more, the mean over classes of each against all others; of
+    labels, the mean over columns. Classes and columns that all samples have, or none, do not count.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -110,11 +115,18 @@ def auroc(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "sa
         return (share > 0) & (share < 1)
 
     return _over_columns(
-        "AUROC", outputs, targets, both, "there is no class that only some samples have", roc_auc_score
+        "AUROC",
+        outputs,
+        targets,
+        both,
+        "there is no class that only some samples have",
+        roc_auc_score,
     )
 
 
-def average_precision(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+def average_precision(
+    outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
+) -> float:
     r"""Average precision $\sum_n (R_n - R_{n-1}) P_n$ over thresholds; classes and columns as in `auroc`.
 
     Classes and columns that no sample has do not count.
@@ -123,11 +135,18 @@ def average_precision(outputs: Float[Tensor, "samples columns"], targets: Shaped
 
     lacking = "no sample is a yes"
     return _over_columns(
-        "average precision", outputs, targets, lambda share: share > 0, lacking, average_precision_score
+        "average precision",
+        outputs,
+        targets,
+        lambda share: share > 0,
+        lacking,
+        average_precision_score,
     )
 
 
-def f1(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+def f1(
+    outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
+) -> float:
     """The mean over classes (all of them, of two classes both), or over columns, of 2 TP / (2 TP + FP + FN).
 
     Classes and columns that neither targets nor predictions have do not count.
@@ -155,7 +174,9 @@ def calibration_error(
     if not bool(torch.isfinite(confidence).all()):
         return undefined("the calibration error", "an output is not finite")
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    away = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, (found == targets).double() - confidence)
+    away = torch.zeros(bins, dtype=torch.float64).index_add_(
+        0, place, (found == targets).double() - confidence
+    )
     return float(away.abs().sum() / len(targets))
 
 
@@ -164,11 +185,14 @@ def brier(
 ) -> Float[Tensor, " samples"]:
     """Return the squared error of the probabilities of each sample.
 
-    Of more than two classes the sum over them (0 to 2); of two, that of the second; of labels, the mean over columns.
+    Of more than two classes the sum over them (0 to 2); of two, that of the second; of labels, the
+    mean over columns.
     """
     if targets.dim() == 2:
         return (outputs.sigmoid() - targets.to(outputs.dtype)).square().mean(1)
-    wanted = (targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)).to(outputs.dtype)
+    wanted = (targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)).to(
+        outputs.dtype
+    )
     every = (outputs.softmax(1) - wanted).square().sum(1)
     return every / 2 if outputs.shape[1] == 2 else every
 
@@ -184,19 +208,25 @@ def position_accuracy(
     return (accuracy(outputs, targets) * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 
-def perplexity(outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]) -> float:
+def perplexity(
+    outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+) -> float:
     """The exponential of the mean cross-entropy of all positions that count."""
     counted = targets != UNCOUNTED
     if not bool(counted.any()):
         return undefined("the perplexity", "no position counts")
     total, step = 0.0, max(1, _AT_ONCE // max(1, outputs[0].numel()))
-    for rows, wanted, counts in zip(outputs.split(step), targets.split(step), counted.split(step), strict=True):
+    for rows, wanted, counts in zip(
+        outputs.split(step), targets.split(step), counted.split(step), strict=True
+    ):
         losses = -rows[counts].double().log_softmax(1).gather(1, wanted[counts][:, None])
         total += float(losses.sum())
     return float(torch.tensor(total / int(counted.sum()), dtype=torch.float64).exp())
 
 
-def iou(outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]) -> float:
+def iou(
+    outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+) -> float:
     """Intersection over union of each class, over the positions of all samples together; the mean over classes.
 
     Classes that neither targets nor predictions have do not count.
@@ -228,7 +258,9 @@ def absolute_error(
     return (outputs - targets).abs().reshape(len(targets), -1).mean(1)
 
 
-def r2(outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]) -> float:
+def r2(
+    outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
+) -> float:
     r"""Coefficient of determination, $1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2$; the mean over a target's entries.
 
     Entries whose targets are all equal do not count.
@@ -250,8 +282,8 @@ def r2(outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "sampl
 def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samples 2"]) -> float:
     """Harrell's C: of the pairs where one is known to have had the event first, the share where its output is larger.
 
-    A pair is compared where the earlier time is that of an event; of equal times, where one is of an event and the
-    other censored. Equal outputs count one half.
+    A pair is compared where the earlier time is that of an event; of equal times, where one is of
+    an event and the other censored. Equal outputs count one half.
 
     F. E. Harrell et al., Evaluating the yield of medical tests, JAMA 247, 1982.
     """
@@ -263,5 +295,11 @@ def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samp
         own, risk = time[chosen, None], outputs[chosen, None]
         later = (time > own) | ((time == own) & ~event)
         pairs += float(later.sum())
-        right += float((later & (risk > outputs)).sum()) + 0.5 * float((later & (risk == outputs)).sum())
-    return right / pairs if pairs else undefined("the concordance", "there is no event before another time")
+        right += float((later & (risk > outputs)).sum()) + 0.5 * float(
+            (later & (risk == outputs)).sum()
+        )
+    return (
+        right / pairs
+        if pairs
+        else undefined("the concordance", "there is no event before another time")
+    )

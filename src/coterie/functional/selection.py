@@ -1,7 +1,8 @@
 """Peer selection: choices of peers as pure functions of keyed random draws.
 
-Every random choice over the population takes one Gumbel draw for each pair (client, member of the population), so
-that relabeling the clients relabels the choice, and the choice does not depend on where clients are hosted.
+Every random choice over the population takes one Gumbel draw for each pair (client, member of the
+population), so that relabeling the clients relabels the choice, and the choice does not depend on
+where clients are hosted.
 """
 
 import math
@@ -16,7 +17,9 @@ from coterie.errors import ConfigError
 
 
 def top(
-    scores: Float[Tensor, "clients population"], count: int, allowed: Bool[Tensor, "clients population"]
+    scores: Float[Tensor, "clients population"],
+    count: int,
+    allowed: Bool[Tensor, "clients population"],
 ) -> Int[Tensor, "clients peers"]:
     """Return the ids with the `count` largest scores among those allowed; ties go to the lowest id.
 
@@ -38,7 +41,8 @@ def top(
     scores = torch.where(allowed, scores, -torch.inf)
     values, chosen = scores.topk(min(count + 1, scores.shape[1]), dim=1)
     chosen = chosen[:, :count]
-    tied = (values[:, 1:] == values[:, :-1]).any(1)  # rare: which of equals comes first is left open by topk
+    # rare: which of equals comes first is left open by topk
+    tied = (values[:, 1:] == values[:, :-1]).any(1)
     if bool(tied.any()):
         chosen[tied] = torch.argsort(scores[tied], dim=1, descending=True, stable=True)[:, :count]
     return torch.where(allowed.gather(1, chosen), chosen, -1)
@@ -52,8 +56,9 @@ def sample(
 ) -> Int[Tensor, "clients peers"]:
     """Draw without replacement with probabilities proportional to exp(log_weights): Gumbel top-m.
 
-    The distribution is that of successive draws with renormalization; members of zero weight are drawn only when no
-    others are left. See Kool et al., Stochastic beams and where to find them, 2019.
+    The distribution is that of successive draws with renormalization; members of zero weight are
+    drawn only when no others are left. See Kool et al., Stochastic beams and where to find them,
+    2019.
 
     Args:
         log_weights: log of the (unnormalized) probabilities.
@@ -73,8 +78,9 @@ def race(
 ) -> tuple[Int[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
     r"""Choose as `sample` does, but take logarithms of a few draws only.
 
-    With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest first. Since
-    $u \le E$, a member outside the `count + 4` smallest $u / p$ has an $E / p$ above the largest of these.
+    With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest
+    first. Since $u \le E$, a member outside the `count + 4` smallest $u / p$ has an $E / p$ above
+    the largest of these.
 
     Args:
         mass: the (unnormalized) probabilities $p$.
@@ -94,7 +100,9 @@ def race(
     at = at.sort(dim=1).values
     weight, draw = mass.gather(1, at), draws.gather(1, at)
     scores = weight.log() - (-torch.log1p(-draw)).log()
-    order = torch.argsort(scores.masked_fill(~allowed.gather(1, at), -torch.inf), dim=1, descending=True, stable=True)
+    order = torch.argsort(
+        scores.masked_fill(~allowed.gather(1, at), -torch.inf), dim=1, descending=True, stable=True
+    )
     last = order[:, count - 1, None]
     reach = (-torch.log1p(-draw.gather(1, last)) / weight.gather(1, last))[:, 0]
     limit = few[:, -1] if few.shape[1] < population else torch.full_like(few[:, -1], torch.inf)
@@ -104,7 +112,9 @@ def race(
 
 
 def uniform(
-    noise: Float[Tensor, "clients population"], count: int, allowed: Bool[Tensor, "clients population"]
+    noise: Float[Tensor, "clients population"],
+    count: int,
+    allowed: Bool[Tensor, "clients population"],
 ) -> Int[Tensor, "clients peers"]:
     """Draw uniformly without replacement among those allowed."""
     return top(noise, count, allowed)
@@ -123,8 +133,9 @@ class Known:
         told: whether a peer has told it instead.
         count: how often it has read each member.
         age: rounds since it last read each member; -1 for never.
-        noise: standard Gumbel draws, keyed by seed, round, client and member: the members with the largest `noise + w`
-            are a draw without replacement with probabilities proportional to exp(w).
+        noise: standard Gumbel draws, keyed by seed, round, client and member: the members with the
+            largest `noise + w` are a draw without replacement with probabilities proportional to
+            exp(w).
     """
 
     client: int
@@ -152,7 +163,8 @@ def ranked_by(rule: SelectionRule, known: Known, count: int, what: str) -> Int[T
         what: how messages call it.
 
     Returns:
-        Ids, the largest number first; -1 where the rule leaves out so many (by minus infinity) that none is left.
+        Ids, the largest number first; -1 where the rule leaves out so many (by minus infinity) that
+        none is left.
 
     Raises:
         ConfigError: when the rule returns something else than a number for each member.
@@ -176,7 +188,9 @@ def ranked_by(rule: SelectionRule, known: Known, count: int, what: str) -> Int[T
     return top(scores[None], count, (known.candidates & (scores > -torch.inf))[None])[0]
 
 
-def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, "clients population"]:
+def among(
+    peers: Int[Tensor, "clients peers"], population: int
+) -> Bool[Tensor, "clients population"]:
     """Return which members of the population occur in each client's list of ids (-1 is ignored)."""
     out = torch.zeros(len(peers), population + 1, dtype=torch.bool)
     out.scatter_(1, torch.where(peers >= 0, peers, population), True)
@@ -280,8 +294,9 @@ def probabilities(
 ) -> Float[Tensor, "clients population"]:
     r"""Return the probability with which each client draws each other member of the population.
 
-    $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over those considered, and 0 for itself.
-    Those not considered get the floor $\varepsilon_p$ only. If none is considered, all others are equally probable.
+    $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over those considered,
+    and 0 for itself. Those not considered get the floor $\varepsilon_p$ only. If none is
+    considered, all others are equally probable.
 
     Args:
         similarity: $s_{ij}$, finite; the exponentials cannot overflow.
@@ -326,7 +341,8 @@ def entropy_tau(
         similarity: $s_{ij}$.
         considered: which members enter the softmax; None for all.
         ids: the clients.
-        bits: the wanted entropy in bits; $\tau$ is 0 unless this is below log2 of the number considered.
+        bits: the wanted entropy in bits; $\tau$ is 0 unless this is below log2 of the number
+            considered.
         limit: the largest $\tau$ tried.
     """
     low = torch.zeros(len(ids), dtype=torch.float64)
@@ -364,12 +380,14 @@ def two_hop(
 ) -> tuple[Float[Tensor, "clients population"], Bool[Tensor, "clients population"]]:
     r"""Estimate similarities that a client has not measured by those that a peer shares.
 
-    $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred one among the peers that know $j$; ties go to the lowest id.
+    $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred one among the peers that know $j$; ties
+    go to the lowest id.
 
     Args:
         known: members that need no estimate: the client itself and those it measured.
         peers: id of the peer in each slot.
-        preference: preference for the peer in each slot, such as $s_{ik}$; -inf where nothing arrived.
+        preference: preference for the peer in each slot, such as $s_{ik}$; -inf where nothing
+            arrived.
         index: row of `vectors` of each slot.
         vectors: the peers' similarities ($s_{kj}$).
         knows: the members for which a peer shares its similarity.
@@ -378,7 +396,8 @@ def two_hop(
         The estimates, and for which members there is one.
     """
     estimate, found = vectors.new_zeros(known.shape), torch.zeros_like(known)
-    for slot in _ranked(-preference, peers).flip(1).T:  # the preferred one last: it has the last word
+    # the preferred one last: it has the last word
+    for slot in _ranked(-preference, peers).flip(1).T:
         row = index.gather(1, slot[:, None])[:, 0]
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
         said = knows.index_select(0, row).bitwise_and_(arrived)
@@ -390,7 +409,8 @@ def two_hop(
 def cohort_size(members: int, participation: float | int, least: int = 1) -> int:
     r"""Return the number of a group's members that take part in a round.
 
-    A share gives $\min(K, \max(\mathrm{least}, \lfloor \rho K + 1/2 \rfloor))$, a count $m$ gives $\min(K, m)$.
+    A share gives $\min(K, \max(\mathrm{least}, \lfloor \rho K + 1/2 \rfloor))$, a count $m$ gives
+    $\min(K, m)$.
 
     Args:
         members: number of members ($K$).
@@ -406,11 +426,14 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
     return min(members, max(least, math.floor(participation * members + 0.5)))
 
 
-def turns(sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int) -> list[int]:
+def turns(
+    sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int
+) -> list[int]:
     r"""Share a round's places among groups of which each needs a few: groups take turns, those served least first.
 
-    Group $c$ of size $K_c$ asks for $\min(K_c, \max(\mathrm{least}, \lfloor m K_c / K + 1/2 \rfloor))$ of the $m$
-    places and gets them, or what is left if that is enough. A rest of fewer than `least` goes to the groups served.
+    Group $c$ of size $K_c$ asks for $\min(K_c, \max(\mathrm{least}, \lfloor m K_c / K + 1/2
+    \rfloor))$ of the $m$ places and gets them, or what is left if that is enough. A rest of fewer
+    than `least` goes to the groups served.
 
     Args:
         sizes: members of each group ($K_c$, in all $K$).

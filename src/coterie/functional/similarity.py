@@ -1,8 +1,9 @@
 """Similarities of clients and the peers they received models from, as pure functions.
 
-A similarity is a float64 number for each slot of an inbox, 0 where nothing arrived; larger means more similar. Only
-sampled pairs are computed. Products are accumulated in float64 in an order that depends on the number of parameters
-only: hosting, block size and threads change no bit, and no array of clients x peers x params is ever built.
+A similarity is a float64 number for each slot of an inbox, 0 where nothing arrived; larger means
+more similar. Only sampled pairs are computed. Products are accumulated in float64 in an order that
+depends on the number of parameters only: hosting, block size and threads change no bit, and no
+array of clients x peers x params is ever built.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ _ENTRIES = 1 << 19  # and on a device, 4 MB: fewer launches
 _ZERO = 1e-12  # norms below this count as zero
 
 
-def inverse(cost: Float[Tensor, "clients peers"], eps: float = 1e-6) -> Float[Tensor, "clients peers"]:
+def inverse(
+    cost: Float[Tensor, "clients peers"], eps: float = 1e-6
+) -> Float[Tensor, "clients peers"]:
     r"""Turn a loss or a distance into a similarity: $1 / (x + \varepsilon)$.
 
     Args:
@@ -59,7 +62,9 @@ def distance(
     clients, slots = mask.nonzero(as_tuple=True)
     out = torch.full(mask.shape, torch.inf, dtype=torch.float64)
     squares = torch.zeros(len(clients), dtype=torch.float64, device=own.device)
-    for part, left, place, right in _blocks((own, clients, None), (table, index[clients, slots], None)):
+    for part, left, place, right in _blocks(
+        (own, clients, None), (table, index[clients, slots], None)
+    ):
         squares[part] += _tree_sum(right.sub_(left.index_select(0, place)).square_())
     out[clients, slots] = squares.cpu().sqrt()
     return out
@@ -76,7 +81,8 @@ def cosine(
 ) -> Float[Tensor, "clients peers"]:
     r"""Return the cosine of each pair of models, or of each pair of updates since some origin.
 
-    $s_{ij} = \langle u_i, u_j \rangle / (\lVert u_i \rVert \lVert u_j \rVert)$ with $u = w$ or $u = w - w^0$.
+    $s_{ij} = \langle u_i, u_j \rangle / (\lVert u_i \rVert \lVert u_j \rVert)$ with $u = w$ or $u =
+    w - w^0$.
 
     Args:
         own: trained parameters of the hosted clients.
@@ -96,7 +102,9 @@ def cosine(
     """
     clients, slots = mask.nonzero(as_tuple=True)
     sums = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
-    for part, left, place, right in _blocks((own, clients, origin), (table, index[clients, slots], origins)):
+    for part, left, place, right in _blocks(
+        (own, clients, origin), (table, index[clients, slots], origins)
+    ):
         sums[0, part] += _tree_sum(left.square())[place]
         sums[1, part] += _tree_sum(right.square())
         sums[2, part] += _tree_sum(right.mul_(left.index_select(0, place)))
@@ -114,15 +122,17 @@ def _norms(squares: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
     return torch.where(norms < _ZERO, 0, norms)
 
 
-_Rows = tuple[Tensor, Tensor, Tensor | None]  # a matrix, the row of it for each pair, what is subtracted from rows
+# a matrix, the row of it for each pair, what is subtracted from rows
+_Rows = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Walk over pairs of rows, some pairs and columns at a time, in an order fixed by the number of columns.
 
     Yields:
-        The pairs; the distinct rows of `own` among them, in float64; the place of each pair's row among these; the row
-        of `table` of each pair, in float64. Both arrays are the caller's, to write over.
+        The pairs; the distinct rows of `own` among them, in float64; the place of each pair's row
+        among these; the row of `table` of each pair, in float64. Both arrays are the caller's, to
+        write over.
     """
     (matrix, rows, origin), (others, senders, origins) = own, table
     params = matrix.shape[1]

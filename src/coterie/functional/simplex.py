@@ -1,7 +1,7 @@
 r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, assignment of clients.
 
-A region is the part of the simplex within L1 distance `radius` of a center. A client trains models drawn from its
-region and uses the model at its center.
+A region is the part of the simplex within L1 distance `radius` of a center. A client trains models
+drawn from its region and uses the model at its center.
 """
 
 import math
@@ -39,8 +39,8 @@ def sample_region(
 ) -> Float[Tensor, "count topics"]:
     r"""Draw uniformly from $\{\alpha \in \Delta^{M-1} : \lVert \alpha - \mu \rVert_1 \le r\}$.
 
-    Exact rejection from two proposals (the L1 ball around the center; the whole simplex), and where both reject
-    200 times, a Gibbs chain over pairs of coordinates.
+    Exact rejection from two proposals (the L1 ball around the center; the whole simplex), and where
+    both reject 200 times, a Gibbs chain over pairs of coordinates.
 
     Args:
         stream: the random stream.
@@ -62,11 +62,15 @@ def sample_region(
     for _ in range(_BLOCKS):
         ball = mu + _ball(stream, size, radius, count * _TRIES)
         whole = stream.dirichlet(np.ones(size), count * _TRIES)
-        accepted = np.concatenate([ball[(ball >= 0).all(1)], whole[np.abs(whole - mu).sum(1) <= radius]])
+        accepted = np.concatenate(
+            [ball[(ball >= 0).all(1)], whole[np.abs(whole - mu).sum(1) <= radius]]
+        )
         found = np.concatenate([found, accepted])
         if len(found) >= count:
             return torch.from_numpy(_tidy(found[:count]))
-    return torch.from_numpy(_tidy(np.concatenate([found, _gibbs(stream, mu, radius, count - len(found))])))
+    return torch.from_numpy(
+        _tidy(np.concatenate([found, _gibbs(stream, mu, radius, count - len(found))]))
+    )
 
 
 def _tidy(points: np.ndarray) -> np.ndarray:
@@ -77,7 +81,9 @@ def _tidy(points: np.ndarray) -> np.ndarray:
 
 def _ball(stream: np.random.Generator, size: int, radius: float, count: int) -> np.ndarray:
     """Draw uniformly from the steps that sum to 0 with L1 norm up to `radius`."""
-    chances = np.array([math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float)
+    chances = np.array(
+        [math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float
+    )
     positives = stream.choice(np.arange(1, size), count, p=chances / chances.sum())
     rank = stream.random((count, size)).argsort(1).argsort(1)
     sign = rank < positives[:, None]
@@ -109,8 +115,8 @@ def sample_released(
 ) -> Float[Tensor, "count topics"]:
     """Draw as the public code does: a direction from U(-1, 1), divided by its L1 norm, and a uniform length.
 
-    Neither uniform nor on the simplex (sums differ from 1, entries may be negative); only for comparison with published
-    runs. No draw is farther than `radius` from the center, in L1.
+    Neither uniform nor on the simplex (sums differ from 1, entries may be negative); only for
+    comparison with published runs. No draw is farther than `radius` from the center, in L1.
     """
     direction = stream.uniform(-1, 1, (count, len(center)))
     direction /= np.abs(direction).sum(1, keepdims=True)
@@ -135,12 +141,16 @@ def topic_mixtures(
     """
     from sklearn.decomposition import LatentDirichletAllocation
 
-    require(topics <= counts.shape[1], "endpoints", topics, f"at most the {counts.shape[1]} classes")
+    require(
+        topics <= counts.shape[1], "endpoints", topics, f"at most the {counts.shape[1]} classes"
+    )
     model = LatentDirichletAllocation(topics, learning_method="online", random_state=seed)
     return torch.from_numpy(model.fit_transform(counts.numpy()))
 
 
-def l1_distances(a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]) -> Float[Tensor, "first second"]:
+def l1_distances(
+    a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]
+) -> Float[Tensor, "first second"]:
     """L1 distances of all pairs."""
     return (a[:, None, :] - b[None, :, :]).abs().sum(2)
 
@@ -197,7 +207,9 @@ def cluster_points(
     return best[1], best[2]
 
 
-def _far_apart(points: Tensor, count: int, stream: np.random.Generator, distances: Distances) -> Tensor:
+def _far_apart(
+    points: Tensor, count: int, stream: np.random.Generator, distances: Distances
+) -> Tensor:
     """Draw seeds with probability proportional to the squared distance to the seeds before (k-means++)."""
     chosen = [int(stream.integers(len(points)))]
     while len(chosen) < count:
@@ -209,7 +221,9 @@ def _far_apart(points: Tensor, count: int, stream: np.random.Generator, distance
     return points[chosen]
 
 
-def _centers(points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances) -> Tensor:
+def _centers(
+    points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances
+) -> Tensor:
     out = old.clone()
     for group in label.unique().tolist():
         members = points[label == group]
@@ -223,7 +237,9 @@ def _centers(points: Tensor, label: Tensor, old: Tensor, center: Center, distanc
 # ---------------------------------------------------------------- Floco's assignment from gradients
 
 
-def project(points: Float[Tensor, "clients topics"], total: float) -> Float[Tensor, "clients topics"]:
+def project(
+    points: Float[Tensor, "clients topics"], total: float
+) -> Float[Tensor, "clients topics"]:
     """Project on the simplex whose entries sum to `total` (Euclidean, by sorting).
 
     Example:
@@ -244,11 +260,14 @@ def riesz_energy(points: Float[Tensor, "clients topics"]) -> float:
     return float(gaps.pow(-2).mean().log())
 
 
-def gradient_points(gradients: Float[Tensor, "clients params"], topics: int) -> Float[Tensor, "clients topics"]:
+def gradient_points(
+    gradients: Float[Tensor, "clients params"], topics: int
+) -> Float[Tensor, "clients topics"]:
     r"""Place each client on the simplex by its head's update (Floco).
 
-    The updates are reduced to `topics` principal components and projected on simplices of 1,000 sizes in
-    [1e-4, 1]; the size with the least Riesz energy wins, and points are scaled to sum to 1.
+    The updates are reduced to `topics` principal components and projected on simplices of 1,000
+    sizes in [1e-4, 1]; the size with the least Riesz energy wins, and points are scaled to sum to
+    1.
 
     Args:
         gradients: $g_k$: the head that was sent minus the head that was returned. The sign matters.

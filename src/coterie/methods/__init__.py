@@ -1,7 +1,7 @@
 """The methods: one file each; the one line here that imports its methods builds them in.
 
-METHODS is what the command line, study files, contract tests and pages read; methods of other packages are found by
-`registry.find`.
+METHODS is what the command line, study files, contract tests and pages read; methods of other
+packages are found by `registry.find`.
 """
 
 from inspect import isabstract as _isabstract
@@ -15,7 +15,12 @@ from coterie.methods.dac import Dac as Dac, DacNoTwoHop as DacNoTwoHop, DacVar a
 from coterie.methods.ditto import Ditto as Ditto
 from coterie.methods.fedavg import FairAvg as FairAvg, FedAvg as FedAvg, FedAvgM as FedAvgM
 from coterie.methods.fedgwc import FedGwc as FedGwc
-from coterie.methods.fedper import DFedAlt as DFedAlt, FedBN as FedBN, FedPer as FedPer, FedRep as FedRep
+from coterie.methods.fedper import (
+    DFedAlt as DFedAlt,
+    FedBN as FedBN,
+    FedPer as FedPer,
+    FedRep as FedRep,
+)
 from coterie.methods.fedprox import FedProx as FedProx
 from coterie.methods.fesem import FeSem as FeSem
 from coterie.methods.fix_topology import FixTopology as FixTopology
@@ -29,7 +34,11 @@ from coterie.methods.perfedavg import PerFedAvg as PerFedAvg
 from coterie.methods.pfedme import PFedMe as PFedMe
 from coterie.methods.pooled import Pooled as Pooled
 from coterie.methods.random_gossip import Random as Random
-from coterie.methods.sosicfl import SosicFl as SosicFl, SosicFlAll as SosicFlAll, SosicFlPlus as SosicFlPlus
+from coterie.methods.sosicfl import (
+    SosicFl as SosicFl,
+    SosicFlAll as SosicFlAll,
+    SosicFlPlus as SosicFlPlus,
+)
 # isort: on
 
 METHODS: dict[str, type[Method]] = {

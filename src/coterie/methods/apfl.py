@@ -22,8 +22,8 @@ class Mixture:
     r"""What a client keeps to itself.
 
     Args:
-        model: the personal part ($v_i$); $w^0$ until the client first takes part. Its running statistics are those of
-            the mixture.
+        model: the personal part ($v_i$); $w^0$ until the client first takes part. Its running
+            statistics are those of the mixture.
         alpha: the share of the personal part ($\alpha_i$).
     """
 
@@ -36,17 +36,20 @@ class Mixture:
 class Apfl(PersonalModels):
     r"""Each client uses $\bar v_i = \alpha_i v_i + (1 - \alpha_i) w_i$; $w_i$ goes through FedAvg, $v_i$ stays home.
 
-    On each batch $w_i$ takes a step along $\nabla f_i(w_i)$, and $v_i$ one along
-    $\nabla_{v} f_i(\bar v_i) = \alpha_i \nabla f_i(\bar v_i)$, from the values before the step and each with an
-    optimizer of its own (the paper's is SGD). A client is served the mixture that it trained last. The authors' code
-    mixes the outputs of the two models instead of their parameters, and takes the step of $v_i$ after that of $w_i$.
+    On each batch $w_i$ takes a step along $\nabla f_i(w_i)$, and $v_i$ one along $\nabla_{v}
+    f_i(\bar v_i) = \alpha_i \nabla f_i(\bar v_i)$, from the values before the step and each with an
+    optimizer of its own (the paper's is SGD). A client is served the mixture that it trained last.
+    The authors' code mixes the outputs of the two models instead of their parameters, and takes the
+    step of $v_i$ after that of $w_i$.
 
     Args:
         alpha: $\alpha_i$, from 0 (FedAvg's model of the own last training) to 1 (local training).
-        adaptive: let $\alpha_i$ go down its own gradient, $\langle v_i - w_i, \nabla f_i(\bar v_i) \rangle$, with the
-            learning rate of the run and within [0, 1], in each step, as the paper's formula has it. The authors' code
-            does so in the first step of a round alone and adds $0.02 \alpha_i$ to the gradient.
-        weights: weights of the clients in the mean of the $w_i$: "uniform" as in the paper, or "samples".
+        adaptive: let $\alpha_i$ go down its own gradient, $\langle v_i - w_i, \nabla f_i(\bar v_i)
+            \rangle$, with the learning rate of the run and within [0, 1], in each step, as the
+            paper's formula has it. The authors' code does so in the first step of a round alone and
+            adds $0.02 \alpha_i$ to the gradient.
+        weights: weights of the clients in the mean of the $w_i$: "uniform" as in the paper, or
+            "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
     """
@@ -58,7 +61,9 @@ class Apfl(PersonalModels):
         "Deng, Kamani, Mahdavi, Adaptive personalized federated learning, 2020, https://arxiv.org/abs/2003.13461",
     )
     reports: ClassVar[tuple[Metric, ...]] = (
-        Metric("alpha", "share of the personal model in a client's mixture", "personal share", digits=3),
+        Metric(
+            "alpha", "share of the personal model in a client's mixture", "personal share", digits=3
+        ),
     )
     alpha: Share = 0.5
     adaptive: bool = False
@@ -89,9 +94,12 @@ class Apfl(PersonalModels):
             share = alpha[:, None]
             if self.adaptive:
                 products = (model - shared)[:, :trainable] * personal
-                towards = torch.stack([row.sum() for row in products])  # by row: the same bits whoever is beside
+                # by row: the same bits whoever is beside
+                towards = torch.stack([row.sum() for row in products])
                 rates = steps.rates(step).to(alpha)
-                alpha = torch.where(steps.active(step).to(alpha.device), alpha - rates * towards, alpha).clamp(0, 1)
+                alpha = torch.where(
+                    steps.active(step).to(alpha.device), alpha - rates * towards, alpha
+                ).clamp(0, 1)
             steps.descend(shared, slope, step)
             steps.descend(model, personal * share, step, track=1)
         report = steps.report(shared, model)

@@ -1,8 +1,9 @@
 """What a method is: State, Round, Method and PeerMethod.
 
-A method is written over the clients this process hosts and knows nothing of the others but what its exchange brings.
-It is a frozen dataclass: its fields are its hyperparameters, so it is its own configuration. All that evolves is in
-`State`, which goes in and comes out; `round` never changes its arguments.
+A method is written over the clients this process hosts and knows nothing of the others but what its
+exchange brings. It is a frozen dataclass: its fields are its hyperparameters, so it is its own
+configuration. All that evolves is in `State`, which goes in and comes out; `round` never changes
+its arguments.
 """
 
 import dataclasses
@@ -33,19 +34,30 @@ from coterie.rng import Rng
 Info = Mapping[str, Tensor]
 """Everything a round reports, one row a hosted client. Nothing later depends on it.
 
-Kept as metrics: `loss` (training), `diverged`, what a method may count of its cost (`metrics.COSTS`; `extra_models` and
-`extra_floats` are traffic beside the pulled models, in `bytes` or not, `extra_bytes` are received outside the slots),
-and the metrics that the method declares in `reports`, one number a client.
+Kept as metrics: `loss` (training), `diverged`, what a method may count of its cost
+(`metrics.COSTS`; `extra_models` and `extra_floats` are traffic beside the pulled models, in `bytes`
+or not, `extra_bytes` are received outside the slots), and the metrics that the method declares in
+`reports`, one number a client.
 
-With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
-`own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see `recorded_similarities`), `label` (found
-cluster), `losses` and `train_samples` of `Task.train`, `trained` (the models before the exchange that ends a round,
-which are the ones to judge). `slots_refused` is the loop's: which of the
-`peers` the client refused.
+With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of
+each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see
+`recorded_similarities`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
+`trained` (the models before the exchange that ends a round, which are the ones to judge).
+`slots_refused` is the loop's: which of the `peers` the client refused.
 """
 
 NOTES = frozenset(
-    {"peers", "arrived", "weights", "own_weight", "bytes", metrics.LABEL.name, "losses", "train_samples", "trained"}
+    {
+        "peers",
+        "arrived",
+        "weights",
+        "own_weight",
+        "bytes",
+        metrics.LABEL.name,
+        "losses",
+        "train_samples",
+        "trained",
+    }
     | {"slots_refused", "similarities", "probabilities"}
 )
 """Names of a report that are no metrics."""
@@ -62,10 +74,13 @@ class State:
 
     Args:
         params: the personal model of each hosted client.
-        memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or None.
+        memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or
+            None.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
-        moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not the method's.
-        reputation: what clients remember of the peers that they judged; the loop's, not the method's.
+        moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not
+            the method's.
+        reputation: what clients remember of the peers that they judged; the loop's, not the
+            method's.
     """
 
     params: Float[Tensor, "clients params"]
@@ -86,7 +101,11 @@ class State:
         def place(old: Tensor, update: Tensor) -> Tensor:
             return old.index_copy(0, rows.to(old.device), update)
 
-        own = ((self.memory, new.memory), (self.moments, new.moments), (self.reputation, new.reputation))
+        own = (
+            (self.memory, new.memory),
+            (self.moments, new.moments),
+            (self.reputation, new.reputation),
+        )
         parts = (None if old is None else zip_tensors(old, update, place) for old, update in own)
         memory, moments, reputation = parts
         return State(place(self.params, new.params), memory, new.shared, moments, reputation)
@@ -96,7 +115,9 @@ def map_tensors(value: Any, function: Any) -> Any:
     """Apply a function to every tensor of a dataclass; None stays None."""
     if value is None:
         return None
-    return replace(value, **{f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return replace(
+        value, **{f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    )
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -106,7 +127,10 @@ def tensors(value: Any) -> list[Tensor]:
 
 def zip_tensors(a: Any, b: Any, function: Any) -> Any:
     """Apply a function to the matching tensors of two dataclasses of one kind."""
-    return replace(a, **{f.name: function(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)})
+    return replace(
+        a,
+        **{f.name: function(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)},
+    )
 
 
 @dataclass(frozen=True)
@@ -118,11 +142,13 @@ class Round:
         task: model and data of the clients that take part and are hosted here.
         exchange: the only door to other clients.
         rng: the random streams of this round.
-        reachable: which members of the population can be read in this round; with a clients axis where that differs.
+        reachable: which members of the population can be read in this round; with a clients axis
+            where that differs.
         local: how clients train.
         order: whether the exchange or the local training comes first.
         extra_metrics: what the settings ask to report beside.
-        record_similarities: whether the settings ask to report similarities and probabilities of draws.
+        record_similarities: whether the settings ask to report similarities and probabilities of
+            draws.
     """
 
     index: int
@@ -160,14 +186,17 @@ class Method(Configurable, ABC):
         kind: the name in METHODS, in study files and on the command line.
         summary: one line on what it does.
         references: the papers, as "Authors, title, year, link".
-        needs: what it asks of the run beyond a client's own knowledge: "truth", the planted clusters (Oracle), or
-            "pool", the data of all clients in one place (Pooled). It is then a reference, no real federation.
+        needs: what it asks of the run beyond a client's own knowledge: "truth", the planted
+            clusters (Oracle), or "pool", the data of all clients in one place (Pooled). It is then
+            a reference, no real federation.
         exchanges: how many exchanges a round makes, always the same, so that nodes stay in step.
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
         tracks: how many models each client trains in a round.
-        timed_against: the kind of method against whose best accuracy the time to accuracy is measured.
-        reports: the metrics of its own that its rounds report, beside those of the classes that it extends.
+        timed_against: the kind of method against whose best accuracy the time to accuracy is
+            measured.
+        reports: the metrics of its own that its rounds report, beside those of the classes that it
+            extends.
     """
 
     kind: ClassVar[str]
@@ -187,15 +216,17 @@ class Method(Configurable, ABC):
         own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
         for one in own:
             fits = one.name not in NOTES and metrics.REGISTRY.get(one.name, one) == one
-            require(fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has")
+            require(
+                fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has"
+            )
         return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
 
     @property
     def unprotected(self) -> str:
         """What others learn of the training data by another way than trained models, in words; empty for nothing.
 
-        Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent that was computed
-        from the data, and choices made by it that show in what is sent later.
+        Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent
+        that was computed from the data, and choices made by it that show in what is sent later.
         """
         return ""
 
@@ -226,11 +257,13 @@ class Method(Configurable, ABC):
         """Exchange what is needed once, with every client, before round 0 (`rnd.index` is -1)."""
         return state
 
-    def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Any, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """Choose who takes part in a round; called where the server role is, or everywhere when there is none.
 
-        The draw is keyed by the round alone, so that methods see the same participants. Methods with clusters draw
-        in each cluster.
+        The draw is keyed by the round alone, so that methods see the same participants. Methods
+        with clusters draw in each cluster.
 
         Args:
             shared: what the server role keeps, from before the round.
@@ -247,8 +280,9 @@ class Method(Configurable, ABC):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the model that serves each hosted client now, for evaluation, and what is known of it.
 
-        Called between rounds with all hosted clients, those outside the last cohort included. Server-based methods
-        fetch the newest models; `label` in the second value is the found cluster.
+        Called between rounds with all hosted clients, those outside the last cohort included.
+        Server-based methods fetch the newest models; `label` in the second value is the found
+        cluster.
         """
         return state.params, {}
 
@@ -259,8 +293,9 @@ class Method(Configurable, ABC):
     def cost(self, setting: Setting, round: int) -> Cost:
         """Predict what a round costs a client that takes part, when everybody answers.
 
-        Where it depends on chance (who asks whom) it is the expected one under uniform draws; where it depends on what
-        was found (PANM's bag, PENS's neighbors) that is taken to be the own cluster.
+        Where it depends on chance (who asks whom) it is the expected one under uniform draws; where
+        it depends on what was found (PANM's bag, PENS's neighbors) that is taken to be the own
+        cluster.
 
         Args:
             setting: population, model and data.
@@ -270,7 +305,9 @@ class Method(Configurable, ABC):
             ConfigError: when the settings do not determine it.
         """
         if self.exchanges:
-            raise ConfigError(f"no prediction of what {self.kind} costs; count what a run of it cost")
+            raise ConfigError(
+                f"no prediction of what {self.kind} costs; count what a run of it cost"
+            )
         return Cost()
 
     def measuring(self, setting: Setting) -> Cost:
@@ -286,9 +323,10 @@ class Method(Configurable, ABC):
 class PeerMethod(Method):
     """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
 
-    Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score, remember, mix), and
-    `memory` and `trained` where they remember something. `fit` is written anew where the local training is not the
-    run's own, and `messages` where a round has several exchanges.
+    Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score,
+    remember, mix), and `memory` and `trained` where they remember something. `fit` is written anew
+    where the local training is not the run's own, and `messages` where a round has several
+    exchanges.
     """
 
     def memory(self, task: Task, rng: Rng) -> Any:
@@ -302,11 +340,12 @@ class PeerMethod(Method):
     def messages(self, task: Task, state: State) -> Sequence[Message]:
         """Return what the hosted clients publish in each exchange of a round, from their state before it.
 
-        Schedules in which clients act one after another ask for it: what a client published stands until it acts.
-        Methods with one exchange need not write it.
+        Schedules in which clients act one after another ask for it: what a client published stands
+        until it acts. Methods with one exchange need not write it.
 
         Raises:
-            ConfigError: where it is not known before the round, since it answers what others ask in the round.
+            ConfigError: where it is not known before the round, since it answers what others ask in
+                the round.
         """
         if self.exchanges > 1:
             raise ConfigError(
@@ -352,7 +391,10 @@ class PeerMethod(Method):
         if type(self).trained is not PeerMethod.trained:
             return False
         kept = [before.params, *tensors(before.memory), *tensors(mixed.memory)]
-        return all(mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in kept)
+        return all(
+            mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+            for t in kept
+        )
 
     @final
     def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
@@ -367,7 +409,8 @@ class PeerMethod(Method):
     def settled_exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Exchange, then apply the policy for running statistics.
 
-        When peers turn out to be missing, the method draws again among the others: its own rule names the replacements.
+        When peers turn out to be missing, the method draws again among the others: its own rule
+        names the replacements.
         """
         while True:
             try:
@@ -383,12 +426,15 @@ MANY = 20_000
 
 
 def drawn_uniformly(
-    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None = None, purpose: str = "peers"
+    rnd: Round,
+    count: int,
+    allowed: Bool[Tensor, "clients population"] | None = None,
+    purpose: str = "peers",
 ) -> Int[Tensor, "clients peers"]:
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
-    In a population above `MANY` a client draws members until it has enough, so that its cost does not grow with the
-    population: the same distribution, by other draws.
+    In a population above `MANY` a client draws members until it has enough, so that its cost does
+    not grow with the population: the same distribution, by other draws.
 
     Args:
         rnd: the round.
@@ -400,10 +446,17 @@ def drawn_uniformly(
     if population > MANY:
         return _drawn_in_turn(rnd, count, allowed, purpose)
     for rows in torch.arange(len(rnd.ids)).split(ROWS):
-        choice = rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
+        choice = (
+            rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
+        )
         draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
-        parts.append(selection.uniform(draws.neg_(), count, choice))  # the smallest has the largest Gumbel
-    return torch.cat(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+        # the smallest has the largest Gumbel
+        parts.append(selection.uniform(draws.neg_(), count, choice))
+    return (
+        torch.cat(parts)
+        if parts
+        else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+    )
 
 
 def _drawn_in_turn(
@@ -411,7 +464,8 @@ def _drawn_in_turn(
 ) -> Int[Tensor, "clients peers"]:
     """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
 
-    Where a client may choose so few that this would take long, its choice is among the list of them.
+    Where a client may choose so few that this would take long, its choice is among the list of
+    them.
     """
     population, reachable = rnd.task.population, rnd.reachable.numpy()
     peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
@@ -427,7 +481,12 @@ def _drawn_in_turn(
             found = members[members != client][stream.permutation(number)[:wanted]].tolist()
         while len(found) < wanted:
             for member in stream.integers(population, size=2 * wanted).tolist():
-                if len(found) < wanted and member != client and fits[member] and member not in found:
+                if (
+                    len(found) < wanted
+                    and member != client
+                    and fits[member]
+                    and member not in found
+                ):
                     found.append(member)
         peers[row, : len(found)] = found
     return torch.from_numpy(peers)
@@ -452,16 +511,23 @@ def mixing(
 
 
 def recorded_similarities(
-    rnd: Round, similarity: Float[Tensor, "clients peers"], probability: Float[Tensor, "clients peers"]
+    rnd: Round,
+    similarity: Float[Tensor, "clients peers"],
+    probability: Float[Tensor, "clients peers"],
 ) -> dict[str, Tensor]:
     """Return what a report says of similarities, where the run records them; else nothing.
 
     Args:
         rnd: the round.
-        similarity: that the client found of the peer in each slot of the report; NaN where it did not measure it.
+        similarity: that the client found of the peer in each slot of the report; NaN where it did
+            not measure it.
         probability: with which one draw of the client chose that peer; NaN where it is not known.
     """
-    return {"similarities": similarity, "probabilities": probability} if rnd.record_similarities else {}
+    return (
+        {"similarities": similarity, "probabilities": probability}
+        if rnd.record_similarities
+        else {}
+    )
 
 
 # ---------------------------------------------------------------- what a method returns
@@ -493,25 +559,41 @@ def returned_state(method: Method, name: str, found: Any, task: Task) -> State:
         )
     for part, owner in (("memory", found.memory), ("shared", found.shared)):
         if owner is not None and (isinstance(owner, type) or not dataclasses.is_dataclass(owner)):
-            raise ConfigError(f"{who} a state whose {part} is {_said(owner)}; expected a frozen dataclass of tensors")
+            raise ConfigError(
+                f"{who} a state whose {part} is {_said(owner)}; expected a frozen dataclass of tensors"
+            )
         for item in dataclasses.fields(owner) if owner is not None else ():
             value = getattr(owner, item.name)
-            fits = isinstance(value, Tensor) and (part == "shared" or (value.ndim > 0 and len(value) == rows))
-            wanted = f" with a row for each of the {rows} hosted clients" if part == "memory" else ""
+            fits = isinstance(value, Tensor) and (
+                part == "shared" or (value.ndim > 0 and len(value) == rows)
+            )
+            wanted = (
+                f" with a row for each of the {rows} hosted clients" if part == "memory" else ""
+            )
             if not fits:
-                raise ConfigError(f"{who} {part}.{item.name} as {_said(value)}; expected a tensor{wanted}")
+                raise ConfigError(
+                    f"{who} {part}.{item.name} as {_said(value)}; expected a tensor{wanted}"
+                )
     return found
 
 
 def returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
     """Check the state and the report that a function of a method returned; see `returned_state`."""
     if not isinstance(found, tuple) or len(found) != 2:
-        hint = ": is a `return` missing?" if found is None else ", the second {} where nothing is reported"
-        raise ConfigError(f"{method.kind}: {name} returned {_said(found)}; expected (state, info){hint}")
+        hint = (
+            ": is a `return` missing?"
+            if found is None
+            else ", the second {} where nothing is reported"
+        )
+        raise ConfigError(
+            f"{method.kind}: {name} returned {_said(found)}; expected (state, info){hint}"
+        )
     state, info = found
     returned_state(method, name, state, task)
     if not isinstance(info, Mapping):
-        raise ConfigError(f"{method.kind}: {name} returned {_said(info)} as its info; expected a dictionary of tensors")
+        raise ConfigError(
+            f"{method.kind}: {name} returned {_said(info)} as its info; expected a dictionary of tensors"
+        )
     for key, value in info.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(task):
             raise ConfigError(
@@ -595,7 +677,11 @@ def chosen_by(
             noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
         )
         parts.append(selection.ranked_by(rule, known, count, what))
-    return torch.stack(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+    return (
+        torch.stack(parts)
+        if parts
+        else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+    )
 
 
 def merged_by(
@@ -619,7 +705,8 @@ def merged_by(
         similarity: of each slot.
 
     Returns:
-        The new state, and what the record wants to know: each merged model has weight 1, for a rule tells none.
+        The new state, and what the record wants to know: each merged model has weight 1, for a rule
+        tells none.
     """
     what = f"aggregation {path!r}"
     rule, own, out = imported_function(str(path), what), state.params, state.params.clone()
@@ -637,8 +724,12 @@ def merged_by(
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
         received = aggregation.Received(models, counts.to(own), alike, models[0].clone())
         merged = aggregation.merged_by(rule, received, what)
-        out[row] = merged if rnd.task.part.whole else columns.put(out[row : row + 1], merged[None])[0]
-    return replace(state, params=out), mixing(inbox, keep.double(), torch.ones(len(own), dtype=torch.float64))
+        out[row] = (
+            merged if rnd.task.part.whole else columns.put(out[row : row + 1], merged[None])[0]
+        )
+    return replace(state, params=out), mixing(
+        inbox, keep.double(), torch.ones(len(own), dtype=torch.float64)
+    )
 
 
 def averaged(
@@ -671,7 +762,9 @@ def averaged(
 M = TypeVar("M", bound=Method)
 
 
-def variant(base: type[M], name: str, kind: str, summary: str, *, fixed: bool = False, **defaults: Any) -> type[M]:
+def variant(
+    base: type[M], name: str, kind: str, summary: str, *, fixed: bool = False, **defaults: Any
+) -> type[M]:
     """Return a method that differs from another in the defaults of some settings.
 
     Args:
@@ -682,7 +775,9 @@ def variant(base: type[M], name: str, kind: str, summary: str, *, fixed: bool = 
         fixed: these settings are no settings of the variant: it has always these values.
         defaults: by the name of the setting.
     """
-    hints = {item.name: ClassVar[item.type] if fixed else item.type for item in dataclasses.fields(base)}
+    hints = {
+        item.name: ClassVar[item.type] if fixed else item.type for item in dataclasses.fields(base)
+    }
     settings = ", ".join(f"{key} = {value!r}" for key, value in defaults.items() if key in hints)
     body = {
         "__module__": base.__module__,

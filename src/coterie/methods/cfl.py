@@ -34,24 +34,30 @@ class Updates(Clusters):
 class Cfl(ServerMethod):
     r"""Clustered federated learning by bipartition of update cosines.
 
-    A cluster is tested once $\lVert \sum_k (n_k / n_c) \Delta_k \rVert < \varepsilon_1$ and
-    $\max_k \lVert \Delta_k \rVert > \varepsilon_2$; it is split so that the largest cosine across is least. Children
-    start from the parent's model. Every client takes part in every round unless `participation` says otherwise.
+    A cluster is tested once $\lVert \sum_k (n_k / n_c) \Delta_k \rVert < \varepsilon_1$ and $\max_k
+    \lVert \Delta_k \rVert > \varepsilon_2$; it is split so that the largest cosine across is least.
+    Children start from the parent's model. Every client takes part in every round unless
+    `participation` says otherwise.
 
     Args:
         eps1: $\varepsilon_1$.
         eps2: $\varepsilon_2$.
         warmup_rounds: no split before this round.
         linkage: "single" is the exact bipartition, "complete" what the authors' code does.
-        gamma_max: accept a split only if this is below $\sqrt{(1 - a^{max}_{cross}) / 2}$; None for always.
+        gamma_max: accept a split only if this is below $\sqrt{(1 - a^{max}_{cross}) / 2}$; None for
+            always.
         min_cluster_size: a split with a smaller part is refused.
-        participation: "full": all clients in every round, whatever the run's participation; "partial": the run's
-            participation, and a cluster is tested once every member's last update is known.
-        max_age: with partial participation, rounds after which a last update is too old to count; None for never.
+        participation: "full": all clients in every round, whatever the run's participation;
+            "partial": the run's participation, and a cluster is tested once every member's last
+            update is known.
+        max_age: with partial participation, rounds after which a last update is too old to count;
+            None for never.
     """
 
     kind: ClassVar[str] = "cfl"
-    summary: ClassVar[str] = "clusters are split in two by the cosines of updates once the mean update vanishes"
+    summary: ClassVar[str] = (
+        "clusters are split in two by the cosines of updates once the mean update vanishes"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization "
         "under privacy constraints, 2020, https://arxiv.org/abs/1910.01991",
@@ -70,9 +76,13 @@ class Cfl(ServerMethod):
         start = Averaging().start(task.fresh(rng, 1), task.population, task.layout)
         width = task.part.compared.count if self.participation == "partial" else 0
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
-        return Updates(start.models, start.velocity, start.label, last, torch.full((task.population,), -1))
+        return Updates(
+            start.models, start.velocity, start.label, last, torch.full((task.population,), -1)
+        )
 
-    def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Any, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """All clients, or the run's share of them."""
         if self.participation == "full":
             return torch.arange(population)
@@ -86,14 +96,17 @@ class Cfl(ServerMethod):
         updates, alike = context.part.trained.of(moved), context.part.compared.of(moved)
         if self.participation == "partial":
             last = shared.last.index_copy(0, message.ids.to(shared.last.device), alike)
-            shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, context.index))
+            shared = replace(
+                shared, last=last, since=shared.since.index_fill(0, message.ids, context.index)
+            )
         members = sizes(shared.label, len(shared.models))
         merged = self.averaging.step(shared, message, group, members.clamp(max=context.least))
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
             part = self._split(context, shared, cluster, message, rows, updates, alike)
             if part is not None:
-                parent = shared.models[cluster]  # children start from it, not from this round's mean
+                # children start from it, not from this round's mean
+                parent = shared.models[cluster]
                 models = torch.cat([merged.models, parent[None]])
                 models[cluster] = parent
                 label = merged.label.index_fill(0, part, len(models) - 1)
@@ -116,14 +129,18 @@ class Cfl(ServerMethod):
         if context.index < self.warmup_rounds or len(rows) == 0:
             return None
         mean = weighted_mean(updates[rows], message.fields["samples"][rows])
-        if not (float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2):
+        if not (
+            float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2
+        ):
             return None
         ids, known = message.ids[rows], alike[rows]
         members = (shared.label == cluster).nonzero().flatten()
         if self.participation == "partial":
             ids, known = members, shared.last[members.to(shared.last.device)]
             age = context.index - shared.since[members]
-            if bool((shared.since[members] < 0).any()) or (self.max_age is not None and int(age.max()) > self.max_age):
+            if bool((shared.since[members] < 0).any()) or (
+                self.max_age is not None and int(age.max()) > self.max_age
+            ):
                 return None
         if len(ids) < len(members) or len(ids) <= 2:
             return None

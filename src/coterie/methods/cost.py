@@ -1,8 +1,8 @@
 """What a round costs a client: each method predicts it from its settings, in its own file.
 
-One unit of traffic is a model. Papers count the models that a client receives (with a server: down and up). That leaves
-out what else is sent: PANM's formula omits the neighbors that a correction round averages with but did not score, and
-PANMGrad reads an update beside every model.
+One unit of traffic is a model. Papers count the models that a client receives (with a server: down
+and up). That leaves out what else is sent: PANM's formula omits the neighbors that a correction
+round averages with but did not score, and PANMGrad reads an update beside every model.
 """
 
 from dataclasses import dataclass, fields
@@ -18,8 +18,9 @@ class Setting:
         population: clients ($K$).
         params: numbers in a model ($P$), of those that are shared.
         samples: training samples of a client ($n_i$).
-        group: members of the client's own cluster, itself included: Oracle's choice, and the size that PANM's bag and
-            PENS's neighbors are taken to have found. The whole population when None.
+        group: members of the client's own cluster, itself included: Oracle's choice, and the size
+            that PANM's bag and PENS's neighbors are taken to have found. The whole population when
+            None.
         number_bytes: bytes of a number as sent.
         start_apart: whether clients start from different models.
         compared: numbers of a model in which similarities compare; all when None.
@@ -44,7 +45,9 @@ class Setting:
         part = task.part
         samples, apart = int(task.samples.mean()), task.init_mode == "per_client"
         shared, compared = part.shared.count, part.compared.count
-        return Setting(task.population, shared, samples, group, task.dtype.itemsize, apart, compared)
+        return Setting(
+            task.population, shared, samples, group, task.dtype.itemsize, apart, compared
+        )
 
     @property
     def comparable(self) -> int:
@@ -68,7 +71,8 @@ class Cost:
 
     Args:
         models: models read (server-based methods: received and sent).
-        extra_models: numbers beside them in units of a model: updates, first models, models that others pushed.
+        extra_models: numbers beside them in units of a model: updates, first models, models that
+            others pushed.
         extra_floats: other numbers received: similarities, requests, answers.
         messages: messages received that carry no model.
         bytes: payload received (server-based methods: and sent).

@@ -86,7 +86,8 @@ def pull(
 def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, "clients peers"]:
     """Return the cosine of each pair of models' differences from their first models.
 
-    Where clients start from different models, the memory has `origin` and messages carry it; else all know it.
+    Where clients start from different models, the memory has `origin` and messages carry it; else
+    all know it.
     """
     compared = rnd.task.part.compared
     origin: Tensor = state.memory.origin
@@ -109,9 +110,10 @@ def push(
 ) -> Measured:
     r"""Let the peers measure: $\ell(w_i; D_j)$, answered by $j$. Three exchanges.
 
-    In the first exchange, without models, clients publish which peers they ask. In the second, a client and the peers
-    it asks pull each other's models. In the third, peers publish the losses. An answer to an older question does not
-    count: a peer that stopped, or answered late, counts as missing.
+    In the first exchange, without models, clients publish which peers they ask. In the second, a
+    client and the peers it asks pull each other's models. In the third, peers publish the losses.
+    An answer to an older question does not count: a peer that stopped, or answered late, counts as
+    missing.
 
     Args:
         rnd: the round.
@@ -126,9 +128,12 @@ def push(
     nothing = state.params[:, :0]
     everybody = torch.arange(rnd.task.population).expand(len(ids), -1)
     requests = rnd.exchange.pull(
-        Message(nothing, {"asked": peers, "round": now}), selection.within(everybody, rnd.candidates)
+        Message(nothing, {"asked": peers, "round": now}),
+        selection.within(everybody, rnd.candidates),
     )
-    asks = (requests.fields["asked"][:, :, None] == ids).any(1) & (requests.fields["round"] == rnd.index)[:, None]
+    asks = (requests.fields["asked"][:, :, None] == ids).any(1) & (
+        requests.fields["round"] == rnd.index
+    )[:, None]
     asked_by = asks[requests.index, torch.arange(len(ids))[:, None]] & requests.mask
     further = selection.listed(asked_by & ~selection.among(peers, rnd.task.population))
 
@@ -137,7 +142,9 @@ def push(
     loss = rnd.task.score(replace(models, mask=judged)).cpu()
     answers, given = _spread(models.peers, judged & torch.isfinite(loss), loss, rnd.task.population)
 
-    replies = rnd.exchange.pull(Message(nothing, {"loss": answers, "given": given, "round": now}), peers)
+    replies = rnd.exchange.pull(
+        Message(nothing, {"loss": answers, "given": given, "round": now}), peers
+    )
     column = ids[:, None]
     valid = replies.fields["given"][replies.index, column] & (replies.field("round") == rnd.index)
     heard = replies.mask & models.mask[:, :count] & valid
@@ -193,12 +200,16 @@ class Acquaintance:
     def none(population: int, origin: Float[Tensor, "clients origin"]) -> "Acquaintance":
         """Return a memory without similarities."""
         kinds = (torch.float64, torch.int8, torch.int32)
-        similarity, status, count = (pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds)
+        similarity, status, count = (
+            pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds
+        )
         return Acquaintance(similarity, status, count, origin)
 
     def rows(self, rows: slice) -> "Acquaintance":
         """Return the memory of some clients, not copied."""
-        return Acquaintance(self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows])
+        return Acquaintance(
+            self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows]
+        )
 
     def measured(
         self,
@@ -230,7 +241,9 @@ class Acquaintance:
             dtype: the type in which they are sent.
         """
         clients, population = self.status.shape
-        values, known = (pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool))
+        values, known = (
+            pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool)
+        )
         for first in range(0, clients, ROWS):
             rows = slice(first, first + ROWS)
             mine = self.rows(rows)
@@ -252,11 +265,19 @@ class Acquaintance:
             pick: use the estimate of the "most" or the "least" similar peer.
             fresh: change this memory instead of a copy, when nothing else refers to it.
         """
-        new = self if fresh else replace(self, similarity=pages.copy(self.similarity), status=pages.copy(self.status))
+        new = (
+            self
+            if fresh
+            else replace(
+                self, similarity=pages.copy(self.similarity), status=pages.copy(self.status)
+            )
+        )
         for first in range(0, len(ids), ROWS):
             rows = slice(first, first + ROWS)
             mine, peers = new.rows(rows), relays.peers[rows]
-            preference = mine.similarity.gather(1, peers.clamp(min=0)) * (1 if pick == "most" else -1)
+            preference = mine.similarity.gather(1, peers.clamp(min=0)) * (
+                1 if pick == "most" else -1
+            )
             heard = relays.mask[rows] & (peers >= 0)
             measured = mine.status == MEASURED
             estimate, found = selection.two_hop(
@@ -295,27 +316,34 @@ class DatedAcquaintance(Acquaintance):
 class Dac(PeerMethod):
     r"""Decentralized adaptive clustering.
 
-    Every client keeps a similarity to each member of the population and draws peers with $p_{ij} \propto
-    e^{\tau s_{ij}}$. It measures the similarity of the peers it reads, and estimates others from those that they share.
+    Every client keeps a similarity to each member of the population and draws peers with $p_{ij}
+    \propto e^{\tau s_{ij}}$. It measures the similarity of the peers it reads, and estimates others
+    from those that they share.
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
         tau: inverse temperature $\tau$ (with a schedule: its limit).
-        similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2", 1 over the distance
-            of the models; "cos_weight" and "cos_grad", the cosine of the models or of their updates since the start.
-        aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the probabilities with which
-            the peers were drawn, as the similarity paper's code does; or the import path of a rule of yours, a
-            function of `functional.aggregation.Received`.
+        similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
+            1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
+            or of their updates since the start.
+        aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the
+            probabilities with which the peers were drawn, as the similarity paper's code does; or
+            the import path of a rule of yours, a function of `functional.aggregation.Received`.
         two_hop: estimate similarities that were not measured by those that peers share.
-        two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one published code does.
-        two_hop_relay: peers share similarities that they measured themselves ("direct") or estimates too ("any").
-        two_hop_scope: ask this round's peers ("current"), or all ever read ("history": one more exchange).
-        unknown: members without a similarity enter the softmax with 0 ("zero") or get the floor only ("floor").
+        two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one
+            published code does.
+        two_hop_relay: peers share similarities that they measured themselves ("direct") or
+            estimates too ("any").
+        two_hop_scope: ask this round's peers ("current"), or all ever read ("history": one more
+            exchange).
+        unknown: members without a similarity enter the softmax with 0 ("zero") or get the floor
+            only ("floor").
         drop_nonpositive: treat similarities of 0 and below as unknown.
-        loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the peer's data, which
-            the peer measures (three exchanges).
-        tau_schedule: "constant"; "var", $1 + (\tau - 1) \tanh(bt/2)$; "reference", $1 + \tau \tanh(bt/2)$, as published
-            code does; "entropy", each client's own $\tau$ at which its probabilities have `entropy` bits.
+        loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the
+            peer's data, which the peer measures (three exchanges).
+        tau_schedule: "constant"; "var", $1 + (\tau - 1) \tanh(bt/2)$; "reference", $1 + \tau
+            \tanh(bt/2)$, as published code does; "entropy", each client's own $\tau$ at which its
+            probabilities have `entropy` bits.
         b: steepness of the schedules.
         entropy: bits, for tau_schedule = "entropy".
         scaling: "none", or "minmax": known similarities are scaled to [0, 1] before the softmax.
@@ -355,19 +383,34 @@ class Dac(PeerMethod):
     def check(self) -> None:
         """Parameters are compared at home only."""
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
-        require(fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'")
+        require(
+            fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"
+        )
         drawn = self.selection is None or self.aggregation != "fedsim_prior"
-        require(drawn, "aggregation", self.aggregation, "another one with selection: a rule draws with no probability")
+        require(
+            drawn,
+            "aggregation",
+            self.aggregation,
+            "another one with selection: a rule draws with no probability",
+        )
 
     @property
     def unprotected(self) -> str:
         """See `Method.unprotected`."""
-        return "models are mixed by their losses on the training data" if self.similarity == "inv_loss" else ""
+        return (
+            "models are mixed by their losses on the training data"
+            if self.similarity == "inv_loss"
+            else ""
+        )
 
     @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """One; two more for the answers of a push, one more to ask earlier peers."""
-        return 1 + 2 * (self.loss_direction == "push") + (self.two_hop and self.two_hop_scope == "history")
+        return (
+            1
+            + 2 * (self.loss_direction == "push")
+            + (self.two_hop and self.two_hop_scope == "history")
+        )
 
     def memory(self, task: Task, rng: Rng) -> Acquaintance:
         """Return a memory without similarities."""
@@ -380,7 +423,9 @@ class Dac(PeerMethod):
         if self.selection is None:
             return memory
         last = torch.full_like(memory.count, -1)
-        return DatedAcquaintance(memory.similarity, memory.status, memory.count, memory.origin, last)
+        return DatedAcquaintance(
+            memory.similarity, memory.status, memory.count, memory.origin, last
+        )
 
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and, with two-hop estimates, the similarities to share."""
@@ -395,7 +440,8 @@ class Dac(PeerMethod):
         """Publish the model, and with two_hop_scope = "history" the similarities apart from it.
 
         Raises:
-            ConfigError: with loss_direction = "push": peers measure and answer what they are asked in the same round.
+            ConfigError: with loss_direction = "push": peers measure and answer what they are asked
+                in the same round.
         """
         if self.loss_direction == "push":
             raise ConfigError(
@@ -417,11 +463,14 @@ class Dac(PeerMethod):
     def tau_at(self, round: int) -> float:
         """Return the inverse temperature of a round."""
         rise = math.tanh(self.b * round / 2)
-        return {"var": 1 + (self.tau - 1) * rise, "reference": 1 + self.tau * rise}.get(self.tau_schedule, self.tau)
+        return {"var": 1 + (self.tau - 1) * rise, "reference": 1 + self.tau * rise}.get(
+            self.tau_schedule, self.tau
+        )
 
     def probability(self, ids: Int[Tensor, " clients"], memory: Acquaintance, round: int) -> Tensor:
         """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
-        similarity, considered, tau = memory.similarity, None, self.tau_at(round)  # unknown ones are 0
+        # unknown ones are 0
+        similarity, considered, tau = memory.similarity, None, self.tau_at(round)
         if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
             usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
             similarity = torch.where(usable, similarity, 0)
@@ -437,7 +486,9 @@ class Dac(PeerMethod):
         if self.selection is not None:
             assert isinstance(memory, DatedAcquaintance)
             met = Met(memory.count, memory.last)
-            peers = chosen_by(self.selection, rnd, self.num_peers, met, memory.similarity, memory.status)
+            peers = chosen_by(
+                self.selection, rnd, self.num_peers, met, memory.similarity, memory.status
+            )
             return peers, torch.ones_like(peers, dtype=torch.float64)
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS):
@@ -463,18 +514,26 @@ class Dac(PeerMethod):
         drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
         told = recorded_similarities(rnd, measured.similarity, drawn)
         if self.aggregation == "fedavg":
-            weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+            weights, own_weight = aggregation.fedavg(
+                inbox.field("samples"), rnd.task.samples, inbox.mask
+            )
         elif self.aggregation == "fedsim":
             weights, own_weight = aggregation.fedsim(measured.similarity, inbox.mask)
         elif self.aggregation == "fedsim_prior":
             weights, own_weight = aggregation.fedsim_prior(prior, inbox.mask)
         else:
-            merged, report = merged_by(self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity)
+            merged, report = merged_by(
+                self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity
+            )
             memory, cost = self.remember(rnd, state, measured)
             return replace(merged, memory=memory), {**report, **cost, **told}
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.remember(rnd, state, measured)
-        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost, **told}
+        return replace(state, params=mixed, memory=memory), {
+            **mixing(inbox, weights, own_weight),
+            **cost,
+            **told,
+        }
 
     def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
         """Store measured similarities and estimates from peers; return the memory and the costs."""
@@ -489,7 +548,9 @@ class Dac(PeerMethod):
             relays = selection.listed((memory.count > 0) & rnd.candidates)
             inbox = rnd.exchange.pull(self._scores_alone(state), relays)
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
-        cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
+        cost["extra_floats"] = (
+            cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
+        )
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
     def cost(self, setting: Setting, round: int) -> Cost:
@@ -498,14 +559,18 @@ class Dac(PeerMethod):
         cost = reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
         if self.similarity == "cos_grad" and setting.start_apart:
             cost += Cost(extra_models=peers, bytes=peers * setting.comparable * size)
-        scores = setting.population * (size + 1)  # a similarity for each member, and whether it counts
+        # a similarity for each member, and whether it counts
+        scores = setting.population * (size + 1)
         if self.two_hop and self.two_hop_scope == "current":
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
         elif self.two_hop:
             known = setting.others * (1 - (1 - peers / max(1, setting.others)) ** (round + 1))
-            cost += Cost(extra_floats=known * setting.population, messages=known, bytes=known * scores)
+            cost += Cost(
+                extra_floats=known * setting.population, messages=known, bytes=known * scores
+            )
         if self.loss_direction == "push":
-            pushed = peers * (1 - peers / max(1, setting.others))  # those that ask and were not asked
+            # those that ask and were not asked
+            pushed = peers * (1 - peers / max(1, setting.others))
             beside = scores if self.two_hop and self.two_hop_scope == "current" else 0
             requests, answers = setting.others * (peers + 1) * 8, peers * (scores + 8)
             cost += Cost(
@@ -522,5 +587,9 @@ DacVar = variant(
     "DAC that explores first: the inverse temperature rises with the rounds", tau_schedule="var",
 )  # fmt: skip
 DacNoTwoHop = variant(
-    Dac, "DacNoTwoHop", "dac-no-two-hop", "DAC that knows only whom it has read itself", two_hop=False
+    Dac,
+    "DacNoTwoHop",
+    "dac-no-two-hop",
+    "DAC that knows only whom it has read itself",
+    two_hop=False,
 )

@@ -49,14 +49,17 @@ class PersonalModels(OneModel):
 class Ditto(PersonalModels):
     r"""FedAvg, and for each client $\min_v F_k(v) + \frac{\lambda}{2} \lVert v - w \rVert^2$.
 
-    The personal step is $v \leftarrow v - \eta (\nabla F_k(v) + \lambda (v - w^t))$ with the global model as received.
-    The global models are FedAvg's, bit for bit. A client uses its personal model.
+    The personal step is $v \leftarrow v - \eta (\nabla F_k(v) + \lambda (v - w^t))$ with the global
+    model as received. The global models are FedAvg's, bit for bit. A client uses its personal
+    model.
 
     Args:
-        lam: $\lambda$; 0 is local training, and large values keep the personal model at the global one. The step is
-            stable while `lam` times the step size is below 2.
-        weights: weights of the clients in the global mean: "samples", or "uniform" as in the original code.
-        interleaved: both models see the same mini-batches, as in the original code; otherwise each draws its own.
+        lam: $\lambda$; 0 is local training, and large values keep the personal model at the global
+            one. The step is stable while `lam` times the step size is below 2.
+        weights: weights of the clients in the global mean: "samples", or "uniform" as in the
+            original code.
+        interleaved: both models see the same mini-batches, as in the original code; otherwise each
+            draws its own.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
         aggregation: import path of a rule of yours that merges what came back, a function of
@@ -65,7 +68,9 @@ class Ditto(PersonalModels):
 
     kind: ClassVar[str] = "ditto"
     tracks: ClassVar[int] = 2
-    summary: ClassVar[str] = "FedAvg, and a personal model for each client that stays near the global one"
+    summary: ClassVar[str] = (
+        "FedAvg, and a personal model for each client that stays near the global one"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021, "
         "https://arxiv.org/abs/2012.04221",
@@ -98,11 +103,16 @@ class Ditto(PersonalModels):
         return Personal(model), {"personal_train_samples": info["train_samples"]}
 
     def adapt(
-        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+        self,
+        rnd: Round,
+        params: Float[Tensor, "clients params"],
+        received: Float[Tensor, "clients params"],
     ) -> Float[Tensor, "clients params"]:
         """Train the personal models, near the global one."""
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        return rnd.task.train(params, rnd.rng, local, anchor=received, prox=self.lam, purpose="batches.personal")[0]
+        return rnd.task.train(
+            params, rnd.rng, local, anchor=received, prox=self.lam, purpose="batches.personal"
+        )[0]
 
 
 def personal_training(local: LocalTraining, epochs: int | None, steps: int | None) -> LocalTraining:

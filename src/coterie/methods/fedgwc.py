@@ -1,6 +1,7 @@
 """FedGWC: clients whose presence changes the others' rewards alike are grouped, again and again.
 
-Longer than other methods: paper, authors' code and this project differ in fifteen settings, and each is an option.
+Longer than other methods: paper, authors' code and this project differ in fifteen settings, and
+each is an option.
 """
 
 from dataclasses import dataclass, replace
@@ -11,14 +12,28 @@ from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
+from coterie._util.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WithPresets,
+)
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.server import Averaging, Clusters, Momentum, ServerContext, ServerMethod, open_to_all, sizes
+from coterie.methods.server import (
+    Averaging,
+    Clusters,
+    Momentum,
+    ServerContext,
+    ServerMethod,
+    open_to_all,
+    sizes,
+)
 from coterie.rng import Rng
 
 
@@ -60,15 +75,17 @@ PRESETS = {
 class FedGwc(WithPresets, ServerMethod):
     r"""Clusters from Gaussian rewards of local losses.
 
-    In each round, and for each cluster, a client's loss trace is compared with those of the clients sampled with it
-    ($\omega_k$), the rewards update the interaction matrix $P$, and once $P$ has settled its members are grouped by
-    spectral clustering of an affinity of their vectors. Children start from the parent's model. Each cluster has its
-    own participation: the run's share of its members, at least 3; but see `cohort_of`.
+    In each round, and for each cluster, a client's loss trace is compared with those of the clients
+    sampled with it ($\omega_k$), the rewards update the interaction matrix $P$, and once $P$ has
+    settled its members are grouped by spectral clustering of an affinity of their vectors. Children
+    start from the parent's model. Each cluster has its own participation: the run's share of its
+    members, at least 3; but see `cohort_of`.
 
     Args:
         aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
-        preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors' code); a field that
-            is given wins over it. "paper" splits first and by the least evidence; see docs/explanation.
+        preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors'
+            code); a field that is given wins over it. "paper" splits first and by the least
+            evidence; see docs/explanation.
         beta: width of the affinity ($\beta$); not comparable across `minmax`.
         eps: a cluster has settled when its `mse` is below ($\varepsilon$).
         alpha: $\alpha$, in (0, 1); the paper takes the participation rate.
@@ -76,7 +93,8 @@ class FedGwc(WithPresets, ServerMethod):
         n_max: most children of a split.
         labels: how spectral clustering reads its eigenvectors.
         alpha_rule: "constant"; "local_rate": $|P| / K_c$; "decay": $\alpha (1 + t)^{-\kappa}$.
-        reward_weights: clients in the mean and variance of losses alike, or by samples (then biased).
+        reward_weights: clients in the mean and variance of losses alike, or by samples (then
+            biased).
         ddof: 1 for the sample variance, 0 for the biased one.
         loss_sampling_size: fill the losses of a step up to so many with normal draws; 0 for off.
         normalize_rewards: divide rewards by their sum.
@@ -88,13 +106,14 @@ class FedGwc(WithPresets, ServerMethod):
         n_max_by: children at most $K_c$ divided by the smallest size, or by the cohort's.
         mse_scope: mean squared change over the cluster's whole "matrix", or the "sampled" part.
         patience: rounds in a row below `eps` before a split is tried; 0 for $K_c / |P|$, rounded.
-        cohort_of: the run's share is of each "cluster", or of the "population": then more clusters do not make a round
-            dearer. Where three of each are more than that share, clusters take turns, the one whose members took part
-            least often first.
-        clients_per_round: so many of every cluster (or of the population), whatever the run's participation; 0 for the
-            run's share.
+        cohort_of: the run's share is of each "cluster", or of the "population": then more clusters
+            do not make a round dearer. Where three of each are more than that share, clusters take
+            turns, the one whose members took part least often first.
+        clients_per_round: so many of every cluster (or of the population), whatever the run's
+            participation; 0 for the run's share.
         explore: prefer clients that took part less often, $p_k \propto \exp(\min u - u_k)$.
-        min_cluster_size: a split with a smaller part is refused; 30 is advisable at 10 % participation.
+        min_cluster_size: a split with a smaller part is refused; 30 is advisable at 10 %
+            participation.
         min_pair_updates: no split before pairs took part together so often on average.
         momentum: of "fedavgm".
         server_lr: of "fedavgm".
@@ -105,7 +124,9 @@ class FedGwc(WithPresets, ServerMethod):
 
     kind: ClassVar[str] = "fedgwc"
     reports: ClassVar[tuple[Metric, ...]] = (metrics.INTERACTION_CHANGE,)
-    summary: ClassVar[str] = "clusters of clients with a similar effect on each other's loss rewards"
+    summary: ClassVar[str] = (
+        "clusters of clients with a similar effect on each other's loss rewards"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",
@@ -161,14 +182,24 @@ class FedGwc(WithPresets, ServerMethod):
 
     def shared(self, task: Task, rng: Rng) -> Interactions:
         """Return one cluster whose members have not met."""
-        begin, size = self.averaging.start(task.fresh(rng, 1), task.population, task.layout), task.population
+        begin, size = (
+            self.averaging.start(task.fresh(rng, 1), task.population, task.layout),
+            task.population,
+        )
         level = 1 / size**2 if self.start == "uniform" else 0.0
         matrix = torch.full((size, size), level, dtype=torch.float64)
-        pairs, never = torch.zeros(size, size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        pairs, never = (
+            torch.zeros(size, size, dtype=torch.int32),
+            torch.zeros(size, dtype=torch.int64),
+        )
         one = torch.ones(1, dtype=torch.float64)
-        return Interactions(begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1])
+        return Interactions(
+            begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1]
+        )
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train, with FedProx's penalty where that is the aggregator."""
         if self.aggregator == "fedprox":
             return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
@@ -183,7 +214,11 @@ class FedGwc(WithPresets, ServerMethod):
         return {"samples": rnd.task.samples, "losses": padded}
 
     def extra(
-        self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
+        self,
+        rnd: Round,
+        start: Float[Tensor, "clients params"],
+        params: Float[Tensor, "clients params"],
+        shared: Any,
     ) -> Info:
         """Report also how much each client's cluster still changes."""
         found = super().extra(rnd, start, params, shared)
@@ -199,10 +234,18 @@ class FedGwc(WithPresets, ServerMethod):
         """Draw in each cluster, as many as `_counts` says."""
         noise = cohort_noise(rng, population)
         chosen = []
-        for cluster, count in enumerate(self._counts(shared, self.clients_per_round or participation)):
+        for cluster, count in enumerate(
+            self._counts(shared, self.clients_per_round or participation)
+        ):
             members = shared.label == cluster
-            often = shared.sampled[members].min() - shared.sampled if self.explore else torch.zeros(population)
-            chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
+            often = (
+                shared.sampled[members].min() - shared.sampled
+                if self.explore
+                else torch.zeros(population)
+            )
+            chosen.append(
+                selection.cohort(noise, count, log_weights=often.double(), members=members)
+            )
         return torch.cat(chosen).sort().values
 
     def _counts(self, shared: Interactions, rate: float | int) -> list[int]:
@@ -212,7 +255,9 @@ class FedGwc(WithPresets, ServerMethod):
             return [selection.cohort_size(size, rate, least=LEAST) for size in members]
         often = torch.zeros(len(members), dtype=torch.float64)
         often = often.index_add(0, shared.label, shared.sampled.double()) / torch.tensor(members)
-        return selection.turns(members, often, selection.cohort_size(sum(members), rate, least=LEAST), least=LEAST)
+        return selection.turns(
+            members, often, selection.cohort_size(sum(members), rate, least=LEAST), least=LEAST
+        )
 
     def merge(self, context: ServerContext, shared: Interactions, message: Message) -> Interactions:
         """Average, reward and, where a cluster has settled, split."""
@@ -226,31 +271,45 @@ class FedGwc(WithPresets, ServerMethod):
                 shared = self._observe(context, shared, cluster, rows)
         return shared
 
-    def _observe(self, context: ServerContext, shared: Interactions, cluster: int, message: Message) -> Interactions:
+    def _observe(
+        self, context: ServerContext, shared: Interactions, cluster: int, message: Message
+    ) -> Interactions:
         """Update a cluster's rewards and interactions, and split it if it has settled."""
         assert message.ids is not None
         ids, size = message.ids, int((shared.label == cluster).sum())
         pairs = shared.pairs.clone()
         pairs[ids[:, None], ids[None, :]] += 1
-        shared = replace(shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+        shared = replace(
+            shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
+        )
         if len(ids) < 2:
             return shared
         alpha = self._alpha(context.index, len(ids), size)
-        matrix = clustering.interact(shared.matrix, ids, self._rewards(context, cluster, message), alpha)
-        change = (matrix - shared.matrix).square().sum() / (size if self.mse_scope == "matrix" else len(ids)) ** 2
+        matrix = clustering.interact(
+            shared.matrix, ids, self._rewards(context, cluster, message), alpha
+        )
+        change = (matrix - shared.matrix).square().sum() / (
+            size if self.mse_scope == "matrix" else len(ids)
+        ) ** 2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
         shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
         needed = self.patience or max(1, int(size / len(ids) + 0.5))
-        return self._try_split(context, shared, cluster, len(ids)) if patience[cluster] >= needed else shared
+        return (
+            self._try_split(context, shared, cluster, len(ids))
+            if patience[cluster] >= needed
+            else shared
+        )
 
     def _alpha(self, index: int, cohort: int, size: int) -> float:
         if self.alpha_rule == "local_rate":
             return cohort / size
         return self.alpha * (1 + index) ** -self.kappa if self.alpha_rule == "decay" else self.alpha
 
-    def _rewards(self, context: ServerContext, cluster: int, message: Message) -> Float[Tensor, " clients"]:
+    def _rewards(
+        self, context: ServerContext, cluster: int, message: Message
+    ) -> Float[Tensor, " clients"]:
         losses = message.fields["losses"].cpu()
         missing = self.loss_sampling_size - len(losses)
         synthetic = None
@@ -258,10 +317,14 @@ class FedGwc(WithPresets, ServerMethod):
             stream = context.rng.generator(f"fedgwc.synthetic.{cluster}")
             synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
         weights = message.fields["samples"].cpu() if self.reward_weights == "samples" else None
-        rewards = clustering.gaussian_rewards(losses, ddof=self.ddof, weights=weights, synthetic=synthetic)
+        rewards = clustering.gaussian_rewards(
+            losses, ddof=self.ddof, weights=weights, synthetic=synthetic
+        )
         return rewards / rewards.sum() if self.normalize_rewards else rewards
 
-    def _try_split(self, context: ServerContext, shared: Interactions, cluster: int, cohort: int) -> Interactions:
+    def _try_split(
+        self, context: ServerContext, shared: Interactions, cluster: int, cohort: int
+    ) -> Interactions:
         """Split a settled cluster if its members fall apart; start its clock anew."""
         members = (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
@@ -270,7 +333,11 @@ class FedGwc(WithPresets, ServerMethod):
         if size < 2 * self.min_cluster_size or apart < self.min_pair_updates:
             return shared
         affinity = clustering.affinity(
-            shared.matrix[block], self.beta, axis=self.upv_axis, minmax=self.minmax, diagonal=self.diagonal
+            shared.matrix[block],
+            self.beta,
+            axis=self.upv_axis,
+            minmax=self.minmax,
+            diagonal=self.diagonal,
         )
         label = clustering.propose_split(
             affinity,
@@ -294,5 +361,7 @@ def _split(shared: Interactions, cluster: int, members: Tensor, label: Tensor) -
     def grown(value: Tensor) -> Tensor:
         return torch.cat([value, value[cluster].expand(children, *value.shape[1:])])
 
-    kept: dict[str, Any] = {name: grown(getattr(shared, name)) for name in ("models", "velocity", "mse", "patience")}
+    kept: dict[str, Any] = {
+        name: grown(getattr(shared, name)) for name in ("models", "velocity", "mse", "patience")
+    }
     return replace(shared, label=shared.label.index_copy(0, members, number), **kept)

@@ -52,7 +52,11 @@ def alternated(
         reports.append(steps.report(params))
     fitted, info = reports
     lost = fitted["diverged"] | info["diverged"]
-    return params, {**info, "train_samples": fitted["train_samples"] + info["train_samples"], "diverged": lost}
+    return params, {
+        **info,
+        "train_samples": fitted["train_samples"] + info["train_samples"],
+        "diverged": lost,
+    }
 
 
 @final
@@ -60,14 +64,15 @@ def alternated(
 class FedPer(OneModel):
     r"""FedAvg whose last layers stay with the clients; all layers train together.
 
-    Running statistics of shared layers are merged as the run's `buffers` says. The mean of statistics from clients
-    whose inputs differ fits none of them, nor the head that each trained on its own: `buffers = "local"` keeps them.
+    Running statistics of shared layers are merged as the run's `buffers` says. The mean of
+    statistics from clients whose inputs differ fits none of them, nor the head that each trained on
+    its own: `buffers = "local"` keeps them.
 
     Any other method does so where the run's `shared` leaves out the head: `shared = ["!head"]`.
 
     Args:
-        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters,
-            normalizations included; 0 is FedAvg.
+        personal_layers: how many layers are personal ($K_P$), counted from the last one that has
+            trained parameters, normalizations included; 0 is FedAvg.
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
@@ -98,14 +103,15 @@ class FedPer(OneModel):
 class FedRep(OneModel):
     r"""FedAvg of a representation; each round a client first fits its own head to it, then it to the head.
 
-    The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$) trains as the run says
-    with the head fixed. Running statistics of the body follow in both, and are merged as `buffers` says (see FedPer).
-    The paper's theorem takes one step of the body a round, its experiments epochs: ten of the head, then one or five
-    of the body. The authors' code averages by samples.
+    The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$)
+    trains as the run says with the head fixed. Running statistics of the body follow in both, and
+    are merged as `buffers` says (see FedPer). The paper's theorem takes one step of the body a
+    round, its experiments epochs: ten of the head, then one or five of the body. The authors' code
+    averages by samples.
 
     Args:
-        personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
-            FedAvg.
+        personal_layers: how many layers the head has, counted from the last one that has trained
+            parameters; 0 is FedAvg.
         head_epochs: epochs of the head ($\tau_h$); those (or the steps) of the run when None.
         weights: of the clients: "uniform" as in the paper, or "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
@@ -133,7 +139,9 @@ class FedRep(OneModel):
         """Keep the head."""
         return head(layout, self.personal_layers)
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train the head, then the body."""
         return alternated(rnd, start, self.home(rnd.task.layout), self.head_epochs)
 
@@ -143,10 +151,11 @@ class FedRep(OneModel):
 class DFedAlt(Gossip):
     r"""FedRep without a server: bodies gossip, and each client trains its own head and its body in turn.
 
-    The head ($v_i$) trains for `head_epochs` epochs with the body fixed, then the body ($u_i$) trains as the run says
-    with the head fixed. The paper mixes with the neighbors of a graph, by the weights of a doubly stochastic matrix;
-    here peers are drawn anew in every round, and weigh by their samples. The paper's other method, DFedSalt, trains the
-    body by sharpness-aware minimization, and is not here.
+    The head ($v_i$) trains for `head_epochs` epochs with the body fixed, then the body ($u_i$)
+    trains as the run says with the head fixed. The paper mixes with the neighbors of a graph, by
+    the weights of a doubly stochastic matrix; here peers are drawn anew in every round, and weigh
+    by their samples. The paper's other method, DFedSalt, trains the body by sharpness-aware
+    minimization, and is not here.
 
     Args:
         num_peers: peers read each round; clamped to population - 1.
@@ -154,14 +163,16 @@ class DFedAlt(Gossip):
             `functional.selection.Known`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
             `functional.aggregation.Received`; the average by numbers of samples when not given.
-        personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
-            Random.
+        personal_layers: how many layers the head has, counted from the last one that has trained
+            parameters; 0 is Random.
         head_epochs: epochs of the head ($K_v$); those (or the steps) of the run when None.
     """
 
     kind: ClassVar[str] = "dfedalt"
     tracks: ClassVar[int] = 2
-    summary: ClassVar[str] = "gossip of bodies; each client trains its own head and its body in turn"
+    summary: ClassVar[str] = (
+        "gossip of bodies; each client trains its own head and its body in turn"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Shi, Liu, Sun, Lin, Shen, Wang, Tao, Towards more suitable personalization in federated learning via "
         "decentralized partial model training, 2023, https://arxiv.org/abs/2305.15157",
@@ -185,9 +196,9 @@ class DFedAlt(Gossip):
 class FedBN(OneModel):
     """FedAvg whose normalization layers stay with the clients: affine parameters and running statistics.
 
-    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's. The
-    authors' code gives all clients the same weight.
-    With `buffers = "local"` alone, the affine parameters of any method are averaged and the statistics are not.
+    The paper's are batch normalizations; layer and group normalizations stay too. A model without
+    any is FedAvg's. The authors' code gives all clients the same weight. With `buffers = "local"`
+    alone, the affine parameters of any method are averaged and the statistics are not.
 
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".

@@ -14,7 +14,15 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, Weights, labels_with, nothing
+from coterie.methods.server import (
+    NOTHING,
+    Averaging,
+    Clusters,
+    ServerContext,
+    Weights,
+    labels_with,
+    nothing,
+)
 from coterie.rng import Rng
 
 
@@ -35,14 +43,16 @@ class FedProx(OneModel):
     Args:
         mu: weight of the penalty ($\mu$); the papers try 0.001, 0.01, 0.1 and 1.
         weights: weights of the clients in the mean: "samples" or "uniform".
-        sampling: clients are drawn uniformly, or with probability proportional to their samples (then the paper
-            averages with uniform weights).
+        sampling: clients are drawn uniformly, or with probability proportional to their samples
+            (then the paper averages with uniform weights).
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg with a proximal term that keeps clients near the model they received"
+    summary: ClassVar[str] = (
+        "FedAvg with a proximal term that keeps clients near the model they received"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, 2020, "
         "https://arxiv.org/abs/1812.06127",
@@ -60,7 +70,12 @@ class FedProx(OneModel):
     def shared(self, task: Task, rng: Rng) -> Enrolled:
         """Return the server's state; nobody's samples are known yet."""
         start = self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
-        return Enrolled(start.models, start.velocity, start.label, torch.ones(task.population, dtype=torch.float64))
+        return Enrolled(
+            start.models,
+            start.velocity,
+            start.label,
+            torch.ones(task.population, dtype=torch.float64),
+        )
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples each client has, when it draws by them."""
@@ -69,24 +84,40 @@ class FedProx(OneModel):
         message = Message(state.params[:, :0], {"samples": rnd.task.samples})
         return replace(state, shared=self.ask(rnd, _register, message, state.shared, NOTHING)[0])
 
-    def cohort(self, shared: Enrolled, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Enrolled, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""
         count = selection.cohort_size(population, participation, least=3)
-        return selection.cohort(cohort_noise(rng, population), count, log_weights=shared.samples.log())
+        return selection.cohort(
+            cohort_noise(rng, population), count, log_weights=shared.samples.log()
+        )
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train with the penalty."""
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
     def enlarged(self, shared: Enrolled, models: Float[Tensor, "newcomers params"]) -> Enrolled:
         """New members are drawn like the others; by samples, the server would have to be told of theirs."""
         fits = self.sampling == "uniform"
-        require(fits, "new_client_others", "training", f"'frozen' with {self.kind}'s sampling = {self.sampling!r}")
+        require(
+            fits,
+            "new_client_others",
+            "training",
+            f"'frozen' with {self.kind}'s sampling = {self.sampling!r}",
+        )
         more = torch.ones(len(models), dtype=shared.samples.dtype)
-        return replace(shared, label=labels_with(shared, models), samples=torch.cat([shared.samples, more]))
+        return replace(
+            shared, label=labels_with(shared, models), samples=torch.cat([shared.samples, more])
+        )
 
     def adapt(
-        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+        self,
+        rnd: Round,
+        params: Float[Tensor, "clients params"],
+        received: Float[Tensor, "clients params"],
     ) -> Float[Tensor, "clients params"]:
         """Train with the penalty, near the model that was received."""
         return rnd.task.train(params, rnd.rng, rnd.local, anchor=received, prox=self.mu)[0]

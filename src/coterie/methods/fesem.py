@@ -29,20 +29,24 @@ class Centers(Clusters):
 class FeSem(ServerMethod):
     r"""Multi-center federated learning: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
 
-    When models are returned, each of their clients joins the nearest center (E-step) and the centers become the means
-    of the returned models (M-step); others keep their membership. First memberships are random and balanced, first
-    centers are drawn independently. A client that never took part uses the model of the largest cluster.
+    When models are returned, each of their clients joins the nearest center (E-step) and the
+    centers become the means of the returned models (M-step); others keep their membership. First
+    memberships are random and balanced, first centers are drawn independently. A client that never
+    took part uses the model of the largest cluster.
 
     Args:
         clusters: $C$.
         weights: of the models in a center: "uniform" or by "samples".
-        features: distances over "all" trained parameters, or those of the "last_layer" as in the authors' code.
+        features: distances over "all" trained parameters, or those of the "last_layer" as in the
+            authors' code.
         recluster_every: rounds between two E-steps.
         min_group: a center to which fewer models came back stays.
     """
 
     kind: ClassVar[str] = "fesem"
-    summary: ClassVar[str] = "several centers; clients train from the center nearest to their last model"
+    summary: ClassVar[str] = (
+        "several centers; clients train from the center nearest to their last model"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better "
         "personalization, 2023, https://arxiv.org/abs/2108.08647",
@@ -60,24 +64,37 @@ class FeSem(ServerMethod):
 
     def shared(self, task: Task, rng: Rng) -> Centers:
         """Return independent centers and random balanced memberships."""
-        apart = self.features == "last_layer" and not bool((last_layer(task.layout) & task.part.trained.mask).any())
-        require(not apart, "features", self.features, "'all': the last layer stays at home with this `shared`")
+        apart = self.features == "last_layer" and not bool(
+            (last_layer(task.layout) & task.part.trained.mask).any()
+        )
+        require(
+            not apart,
+            "features",
+            self.features,
+            "'all': the last layer stays at home with this `shared`",
+        )
         order = rng.at(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
         models = task.fresh(rng, self.clusters)
-        return Centers(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
+        return Centers(
+            models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)
+        )
 
     def offered(self) -> ReplyForm:
         """One model."""
         return ReplyForm(1)
 
-    def deliver(self, context: ServerContext, shared: Centers, message: Message) -> tuple[Centers, Reply]:
+    def deliver(
+        self, context: ServerContext, shared: Centers, message: Message
+    ) -> tuple[Centers, Reply]:
         """Answer with the client's center, or the largest cluster's when the client is not known yet."""
         assert message.ids is not None
         known = shared.label[shared.seen]
         label = shared.label
         if len(known):
-            label = torch.where(shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax())
+            label = torch.where(
+                shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax()
+            )
         return shared, Reply(shared.models, label[message.ids][:, None])
 
     def merge(self, context: ServerContext, shared: Centers, message: Message) -> Centers:
@@ -90,11 +107,15 @@ class FeSem(ServerMethod):
             )
             label = label.index_copy(0, message.ids, nearest.cpu())
         group, weights = label[message.ids], self.averaging.shares(message)
-        models = aggregation.grouped_mean(message.params, group, weights, shared.models, self.min_group)
+        models = aggregation.grouped_mean(
+            message.params, group, weights, shared.models, self.min_group
+        )
         seen = shared.seen.index_fill(0, message.ids, True)
         return replace(shared, models=models, label=label, seen=seen)
 
-    def _features(self, context: ServerContext, models: Float[Tensor, "rows params"]) -> Float[Tensor, "rows features"]:
+    def _features(
+        self, context: ServerContext, models: Float[Tensor, "rows params"]
+    ) -> Float[Tensor, "rows features"]:
         if self.features == "all":
             return context.part.compared.of(models)
         return models[:, last_layer(context.layout).to(models.device)]

@@ -45,7 +45,9 @@ class FixTopology(PeerMethod):
     def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
         noise = rng.gumbel("peers", task.ids, task.population)
-        return FixTopologyMemory(selection.uniform(noise, self.num_peers, selection.others(task.ids, task.population)))
+        return FixTopologyMemory(
+            selection.uniform(noise, self.num_peers, selection.others(task.ids, task.population))
+        )
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull from those that can be reached now, average."""

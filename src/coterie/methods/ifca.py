@@ -35,19 +35,22 @@ class Models:
 class Ifca(ServerMethod):
     r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on the client's training data.
 
-    Every client of the cohort receives all models, trains the best one (ties go to the first) and returns it with its
-    choice. Clients outside the cohort use the model that is best on their training data.
+    Every client of the cohort receives all models, trains the best one (ties go to the first) and
+    returns it with its choice. Clients outside the cohort use the model that is best on their
+    training data.
 
     Args:
         clusters: $C$.
-        averaging_of: "models": a cluster's model becomes the mean of the returned models; "gradients": it moves by
-            `step` times the sum of its clients' updates divided by the size of the whole cohort, which is gradient
-            averaging when clients take one plain SGD step.
+        averaging_of: "models": a cluster's model becomes the mean of the returned models;
+            "gradients": it moves by `step` times the sum of its clients' updates divided by the
+            size of the whole cohort, which is gradient averaging when clients take one plain SGD
+            step.
         step: see `averaging_of`.
         share_representation: all layers but the last are averaged over the whole cohort.
-        start: "independent" models; "resample": of `candidates` sets of models the first in which every cluster
-            attracts `resample_share` of the clients (else the most balanced one); "random_groups": for
-            `group_rounds` rounds clients train the model of a random group instead of the best one.
+        start: "independent" models; "resample": of `candidates` sets of models the first in which
+            every cluster attracts `resample_share` of the clients (else the most balanced one);
+            "random_groups": for `group_rounds` rounds clients train the model of a random group
+            instead of the best one.
         candidates: see `start`.
         resample_share: see `start`.
         group_rounds: see `start`.
@@ -55,7 +58,9 @@ class Ifca(ServerMethod):
     """
 
     kind: ClassVar[str] = "ifca"
-    summary: ClassVar[str] = "several models; each client trains the one with the least loss on its data"
+    summary: ClassVar[str] = (
+        "several models; each client trains the one with the least loss on its data"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020, "
         "https://arxiv.org/abs/2006.04088",
@@ -73,7 +78,12 @@ class Ifca(ServerMethod):
     def check(self) -> None:
         """Every cluster can attract its share."""
         fits = self.resample_share * self.clusters <= 1
-        require(fits, "resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}")
+        require(
+            fits,
+            "resample_share",
+            self.resample_share,
+            f"at most 1 / clusters = {1 / self.clusters:.3g}",
+        )
 
     @property
     def unprotected(self) -> str:
@@ -91,23 +101,34 @@ class Ifca(ServerMethod):
             return state
         every = ReplyForm(self.candidates * self.clusters)
         shared, offer = self.ask(rnd, _everything, self.request(rnd, state), state.shared, every)
-        scores = choosable(rnd.task.score(offer)).reshape(len(rnd.task), self.candidates, self.clusters)
+        scores = choosable(rnd.task.score(offer)).reshape(
+            len(rnd.task), self.candidates, self.clusters
+        )
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
-        return replace(state, shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NOTHING)[0])
+        return replace(
+            state,
+            shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NOTHING)[0],
+        )
 
     def offered(self) -> ReplyForm:
         """All models."""
         return ReplyForm(self.clusters)
 
-    def offer(self, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
+    def offer(
+        self, context: ServerContext, shared: Models, message: Message
+    ) -> tuple[Models, Reply]:
         """Answer with all models; while groups are random, with the group's."""
         if self.start != "random_groups" or context.index >= self.group_rounds:
             return _everything(context, shared, message)
         assert message.ids is not None
         order = context.rng.at(-1).generator("ifca.groups").permutation(context.population)
-        return shared, Reply(shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters)
+        return shared, Reply(
+            shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters
+        )
 
-    def deliver(self, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
+    def deliver(
+        self, context: ServerContext, shared: Models, message: Message
+    ) -> tuple[Models, Reply]:
         """Answer with all models: whoever asks chooses."""
         return _everything(context, shared, message)
 
@@ -117,12 +138,16 @@ class Ifca(ServerMethod):
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
         for cluster in (groups == 1).nonzero().flatten().tolist() if self.min_group == 1 else ():
             logger.info(
-                "cluster %d has a single client in round %d: its model is that client's", cluster, context.index
+                "cluster %d has a single client in round %d: its model is that client's",
+                cluster,
+                context.index,
             )
         if self.averaging_of == "models":
             new = aggregation.grouped_mean(message.params, label, samples, old, self.min_group)
         else:
-            moved = aggregation.grouped_mean(message.params, label, torch.ones_like(samples), old, self.min_group)
+            moved = aggregation.grouped_mean(
+                message.params, label, torch.ones_like(samples), old, self.min_group
+            )
             pull = (self.step * groups / len(message))[:, None].to(old)
             new = old + pull * (moved - old)
         if self.share_representation:
@@ -134,7 +159,9 @@ class Ifca(ServerMethod):
         """Receive the models, take the best, train it, send it with the choice."""
         request = self.request(rnd, state)
         grouped = self.start == "random_groups" and rnd.index < self.group_rounds
-        shared, offer = self.ask(rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters))
+        shared, offer = self.ask(
+            rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters)
+        )
         label, model = choice(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
@@ -174,10 +201,13 @@ def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients 
     return losses.nan_to_num(nan=torch.inf)
 
 
-def choice(task: Task, offer: Inbox) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
+def choice(
+    task: Task, offer: Inbox
+) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
     """Return the cluster of the offered model with the least loss on each client's training data, and that model.
 
-    What a client measured after a round holds for the offer of the next one: the server's models are the same.
+    What a client measured after a round holds for the offer of the next one: the server's models
+    are the same.
     """
     best = choosable(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
     label = offer.index.gather(1, best)[:, 0]
@@ -188,7 +218,9 @@ def _everything(context: ServerContext, shared: Models, message: Message) -> tup
     return shared, Reply.everything(shared.models, len(message))
 
 
-def _choose_candidates(method: Ifca, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
+def _choose_candidates(
+    method: Ifca, context: ServerContext, shared: Models, message: Message
+) -> tuple[Models, Reply]:
     """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
     label = message.fields["label"]
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)

@@ -19,7 +19,8 @@ from coterie.rng import Rng
 class OneShot(ServerMethod):
     """FedAvg that groups clients once, by k-means on their whole models.
 
-    All clients take part in the round that groups them; a cluster starts from the mean of its members' models.
+    All clients take part in the round that groups them; a cluster starts from the mean of its
+    members' models.
 
     Args:
         clusters: number of groups.
@@ -27,7 +28,9 @@ class OneShot(ServerMethod):
     """
 
     kind: ClassVar[str] = "one-shot"
-    summary: ClassVar[str] = "FedAvg, one k-means on the clients' models, then FedAvg in each cluster"
+    summary: ClassVar[str] = (
+        "FedAvg, one k-means on the clients' models, then FedAvg in each cluster"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Ghosh, Hong, Yin, Ramchandran, Robust federated learning in a heterogeneous environment, 2019, "
         "https://arxiv.org/abs/1906.06629",
@@ -35,7 +38,9 @@ class OneShot(ServerMethod):
     clusters: PositiveInt = 2
     warmup_rounds: PositiveInt = 10
 
-    def cohort(self, shared: Clusters, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Clusters, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """Everybody in the round that groups the clients."""
         if rng.round == self.warmup_rounds - 1:
             return torch.arange(population)
@@ -48,10 +53,16 @@ class OneShot(ServerMethod):
         if context.index == self.warmup_rounds - 1:
             count = min(self.clusters, len(message))
             seed = int(context.rng.generator("one-shot").integers(1 << 31))
-            found = clustering.k_means(context.part.compared.of(message.params).cpu(), count, seed=seed)
+            found = clustering.k_means(
+                context.part.compared.of(message.params).cpu(), count, seed=seed
+            )
             label = label.index_copy(0, message.ids, found)
             models = shared.models.expand(int(found.max()) + 1, -1)
-            models = aggregation.grouped_mean(message.params, found, message.fields["samples"], models)
-            return replace(shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label)
+            models = aggregation.grouped_mean(
+                message.params, found, message.fields["samples"], models
+            )
+            return replace(
+                shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label
+            )
         least = sizes(label, len(shared.models)).clamp(max=context.least)
         return self.averaging.step(shared, message, label[message.ids], least)

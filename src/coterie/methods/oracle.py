@@ -32,8 +32,8 @@ class OracleMemory:
 class Oracle(PeerMethod):
     """Gossip averaging inside the planted clusters: what perfect knowledge of them would give.
 
-    A client that is alone in its cluster trains alone. Clients publish their cluster once, before the first round, in
-    messages without a model.
+    A client that is alone in its cluster trains alone. Clients publish their cluster once, before
+    the first round, in messages without a model.
 
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.

@@ -37,7 +37,8 @@ class PanmMemory:
     Args:
         neighbors: the list $N_i$ of stage one; -1 behind the last.
         bag: the bag $B_i$ of stage two.
-        update: $g_i$, the change of the trained parameters in the last local training; without columns for PANMLoss.
+        update: $g_i$, the change of the trained parameters in the last local training; without
+            columns for PANMLoss.
         origin: $w^0$ where messages carry it; else without columns.
     """
 
@@ -51,10 +52,11 @@ class PanmMemory:
 class Panm(PeerMethod):
     r"""Personalized adaptive neighbor matching.
 
-    Stage one: read $l$ candidates drawn uniformly and the present $k$ neighbors, keep the $k$ most similar as the
-    new neighbors and average with them. Stage two starts with them as a bag. Every `interval` rounds $l$ members of
-    the bag and $l$ others are scored, a mixture of two Gaussians separates neighbors from others, and the bag is
-    corrected. In every round the client averages with $k$ members of the bag, drawn uniformly.
+    Stage one: read $l$ candidates drawn uniformly and the present $k$ neighbors, keep the $k$ most
+    similar as the new neighbors and average with them. Stage two starts with them as a bag. Every
+    `interval` rounds $l$ members of the bag and $l$ others are scored, a mixture of two Gaussians
+    separates neighbors from others, and the bag is corrected. In every round the client averages
+    with $k$ members of the bag, drawn uniformly.
 
     Args:
         num_peers: neighbors averaged with ($k$).
@@ -62,7 +64,8 @@ class Panm(PeerMethod):
         stage_one_rounds: length of stage one ($T_1$).
         interval: rounds between two corrections of the bag ($\tau_{em}$).
         em: "hard" or "soft" assignment in the steps of EM.
-        component: the neighbors' Gaussian: the one with the "larger" mean, or the "first", which starts with the bag.
+        component: the neighbors' Gaussian: the one with the "larger" mean, or the "first", which
+            starts with the bag.
         monotone: count all scores at or above that mean as neighbors.
     """
 
@@ -81,7 +84,9 @@ class Panm(PeerMethod):
     monotone: bool = False
 
     @abstractmethod
-    def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
+    def score(
+        self, rnd: Round, state: State, inbox: Inbox
+    ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Return the similarity of each slot, and the cost of measuring it."""
 
     def remembered(self, task: Task) -> tuple[int, int]:
@@ -95,12 +100,16 @@ class Panm(PeerMethod):
         nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
         list_size = min(self.num_peers, max(0, task.population - 1))
         none = torch.full((len(task.ids), list_size), -1)
-        return PanmMemory(none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone())
+        return PanmMemory(
+            none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
+        )
 
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
-        sent = {name: task.part.compared.of(value) for name, value in extras.items() if value.shape[1]}
+        sent = {
+            name: task.part.compared.of(value) for name, value in extras.items() if value.shape[1]
+        }
         return Message(state.params, {"samples": task.samples, **sent})
 
     def messages(self, task: Task, state: State) -> Sequence[Message]:
@@ -120,16 +129,23 @@ class Panm(PeerMethod):
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
         if early:
             chosen = selection.best(scores, slots, memory.neighbors.shape[1], scored.mask, first)
-            memory = replace(memory, neighbors=chosen, bag=selection.among(chosen, rnd.task.population))
+            memory = replace(
+                memory, neighbors=chosen, bag=selection.among(chosen, rnd.task.population)
+            )
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.Split(self.em, self.component, self.monotone)
-            memory = replace(memory, bag=gaussian_mixture.corrected(memory.bag, slots, scores, first, scored.mask, how))
+            memory = replace(
+                memory,
+                bag=gaussian_mixture.corrected(memory.bag, slots, scores, first, scored.mask, how),
+            )
             chosen = drawn_uniformly(rnd, self.num_peers, memory.bag)
             read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)
             missing = selection.within(chosen, ~read)
         rest = rnd.exchange.pull(to_average, missing)
-        wanted = selection.among(chosen, rnd.task.population).gather(1, slots.clamp(min=0)) & scored.mask
+        wanted = (
+            selection.among(chosen, rnd.task.population).gather(1, slots.clamp(min=0)) & scored.mask
+        )
         samples = torch.cat([scored.field("samples"), rest.field("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
         weights, own_weight = aggregation.fedavg(samples, rnd.task.samples, keep)
@@ -138,7 +154,9 @@ class Panm(PeerMethod):
         mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
         report = mixing(scored, parts[0], own_weight)
         report |= {
-            n: torch.cat([report[n], v], dim=1) for n, v in mixing(rest, parts[1], own_weight).items() if v.ndim > 1
+            n: torch.cat([report[n], v], dim=1)
+            for n, v in mixing(rest, parts[1], own_weight).items()
+            if v.ndim > 1
         }
         if rnd.record_similarities:
             unscored = torch.full(missing.shape, torch.nan, dtype=torch.float64)
@@ -161,7 +179,9 @@ class Panm(PeerMethod):
         inside, outside, then = (rnd.candidates & bag for bag in (bags[0], ~bags[0], bags[1]))
         sizes = [one.sum(1, keepdim=True).double() for one in (inside, outside, then)]
         sizes[0] = torch.ones_like(sizes[0]) if early else sizes[0]
-        return torch.cat([(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1)
+        return torch.cat(
+            [(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1
+        )
 
     def examined(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
@@ -184,7 +204,9 @@ class Panm(PeerMethod):
         if number % self.interval:
             return 0.0, mixed
         believed = min(self.num_candidates, bag)
-        return believed + min(self.num_candidates, setting.others - bag), mixed * (1 - believed / bag)
+        return believed + min(self.num_candidates, setting.others - bag), mixed * (
+            1 - believed / bag
+        )
 
 
 @final
@@ -192,8 +214,9 @@ class Panm(PeerMethod):
 class PanmGrad(Panm):
     r"""PANM by cosines of updates; see `Panm`.
 
-    $s_{ij} = \alpha \cos(g_i, g_j) + (1 - \alpha) \cos(h_i, h_j)$ with the last local update $g$ and the difference $h$
-    from the first model. A peer sends $g_j$ beside its model unless $\alpha = 0$.
+    $s_{ij} = \alpha \cos(g_i, g_j) + (1 - \alpha) \cos(h_i, h_j)$ with the last local update $g$
+    and the difference $h$ from the first model. A peer sends $g_j$ beside its model unless $\alpha
+    = 0$.
 
     Args:
         alpha: weight $\alpha$ of the last update, in [0, 1].
@@ -217,7 +240,9 @@ class PanmGrad(Panm):
         update = state.params[:, columns] - before[:, columns]
         return replace(state, memory=replace(state.memory, update=update))
 
-    def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
+    def score(
+        self, rnd: Round, state: State, inbox: Inbox
+    ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Compare updates with those received."""
         total = torch.zeros(inbox.mask.shape, dtype=torch.float64)
         if self.alpha > 0:
@@ -243,13 +268,15 @@ class PanmLoss(Panm):
     r"""PANM by the loss of the peer's model on the client's data; see `Panm`.
 
     Args:
-        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, or "negative", $-\ell$. They rank alike
-            but give different mixtures.
+        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, or "negative", $-\ell$.
+            They rank alike but give different mixtures.
         eps: $\varepsilon$.
     """
 
     kind: ClassVar[str] = "panm-loss"
-    summary: ClassVar[str] = "match neighbors adaptively, by the loss of their models on the client's data"
+    summary: ClassVar[str] = (
+        "match neighbors adaptively, by the loss of their models on the client's data"
+    )
     transform: Literal["inverse", "negative"] = "inverse"
     eps: NonNegativeFloat = 1e-6
 
@@ -258,7 +285,9 @@ class PanmLoss(Panm):
         """See `Method.unprotected`."""
         return "models are chosen and mixed by their losses on the training data"
 
-    def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
+    def score(
+        self, rnd: Round, state: State, inbox: Inbox
+    ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()
         value = similarity.inverse(loss, self.eps) if self.transform == "inverse" else -loss

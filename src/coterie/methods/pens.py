@@ -29,17 +29,18 @@ class PensMemory:
 class Pens(PeerMethod):
     r"""Performance-based neighbor selection.
 
-    Stage one: read `num_sampled` peers drawn uniformly, keep the `num_kept` whose models have the lowest loss on the
-    client's training data, average with those. Stage two: gossip with the members kept more often than a threshold. A
-    client without any trains alone.
+    Stage one: read `num_sampled` peers drawn uniformly, keep the `num_kept` whose models have the
+    lowest loss on the client's training data, average with those. Stage two: gossip with the
+    members kept more often than a threshold. A client without any trains alone.
 
     Args:
         num_sampled: peers read each round of stage one ($n_s$); clamped to population - 1.
         num_kept: number of them that are kept and averaged with ($m$).
         num_peers: peers read each round of stage two.
         stage_one_rounds: length of stage one ($T_1$).
-        threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, the chance mean;
-            "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among those kept at least once.
+        threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$,
+            the chance mean; "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among
+            those kept at least once.
         aggregation: import path of a rule of yours that merges what was received, a function of
             `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
@@ -78,7 +79,9 @@ class Pens(PeerMethod):
         chances = population if self.threshold == "dac_repo" else max(1, population - 1)
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
-    def neighbors(self, kept: Int[Tensor, "clients population"]) -> Bool[Tensor, "clients population"]:
+    def neighbors(
+        self, kept: Int[Tensor, "clients population"]
+    ) -> Bool[Tensor, "clients population"]:
         """Return the members with which each client gossips in stage two."""
         return (kept > self.bound(kept.shape[1])) & (kept > 0)
 
@@ -98,7 +101,9 @@ class Pens(PeerMethod):
             memory = PensMemory(kept)
             cost["passes"] = inbox.mask.sum(1) * rnd.task.counts("train")
         else:
-            peers = selection.uniform(noise, self.num_peers, rnd.candidates & self.neighbors(memory.kept))
+            peers = selection.uniform(
+                noise, self.num_peers, rnd.candidates & self.neighbors(memory.kept)
+            )
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask
         state, report = averaged(rnd, replace(state, memory=memory), inbox, self.aggregation, keep)

@@ -19,21 +19,22 @@ from coterie.methods.server import Averaging, Weights
 class PerFedAvg(OneModel):
     r"""FedAvg on $F_i(w) = f_i(w - \alpha \nabla f_i(w))$: the loss after a step on the client's own data.
 
-    In each step of local training $\tilde w = w - \alpha \nabla f_i(w; D)$, then the run's optimizer moves $w$ along
-    $(I - \alpha \nabla^2 f_i(w; D''))\, \nabla f_i(\tilde w; D')$ (the paper's is SGD with learning rate $\beta$). The
-    batches $D$, $D'$ and $D''$ come from passes over the client's data of their own. A client uses the shared model
-    after `adapt_steps` steps on its training data; the code of pFedMe's authors, which others have copied, adapts it to
-    a batch of its test data.
+    In each step of local training $\tilde w = w - \alpha \nabla f_i(w; D)$, then the run's
+    optimizer moves $w$ along $(I - \alpha \nabla^2 f_i(w; D''))\, \nabla f_i(\tilde w; D')$ (the
+    paper's is SGD with learning rate $\beta$). The batches $D$, $D'$ and $D''$ come from passes
+    over the client's data of their own. A client uses the shared model after `adapt_steps` steps on
+    its training data; the code of pFedMe's authors, which others have copied, adapts it to a batch
+    of its test data.
 
     Args:
         alpha: $\alpha$: the step of the adaptation, in training and for use.
-        hessian: "first_order" leaves out the term with the Hessian (the paper's FO); "free" computes its product with
-            $u = \nabla f_i(\tilde w; D')$ as $(\nabla f_i(w + \delta u) - \nabla f_i(w - \delta u)) / 2 \delta$ (HF),
-            for twice as many gradients.
+        hessian: "first_order" leaves out the term with the Hessian (the paper's FO); "free"
+            computes its product with $u = \nabla f_i(\tilde w; D')$ as $(\nabla f_i(w + \delta u) -
+            \nabla f_i(w - \delta u)) / 2 \delta$ (HF), for twice as many gradients.
         delta: $\delta$ of "free".
         adapt_steps: gradient steps that make a client's model of the shared one; 1 in the paper.
-        adapt_batch_size: samples of such a step; all training samples of the client when None, and then nothing is
-            drawn.
+        adapt_batch_size: samples of such a step; all training samples of the client when None, and
+            then nothing is drawn.
         weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
@@ -58,10 +59,15 @@ class PerFedAvg(OneModel):
         """Uniform, by samples, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Go down the gradient of the loss after adaptation."""
         task, free = rnd.task, self.hessian == "free"
-        first, second = (task.stepwise(rnd.rng, rnd.local, purpose=name) for name in ("batches", "batches.adapted"))
+        first, second = (
+            task.stepwise(rnd.rng, rnd.local, purpose=name)
+            for name in ("batches", "batches.adapted")
+        )
         third = task.stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
         params = start.clone()
         for step in range(first.count):
@@ -69,13 +75,19 @@ class PerFedAvg(OneModel):
             slope = second.gradient(adapted, step)
             if third is not None:
                 ahead, behind = (self._moved(params, slope, sign * self.delta) for sign in (1, -1))
-                product = third.gradient(ahead, step).sub_(third.gradient(behind, step)).div_(2 * self.delta)
+                product = (
+                    third.gradient(ahead, step)
+                    .sub_(third.gradient(behind, step))
+                    .div_(2 * self.delta)
+                )
                 slope = slope.sub_(product.mul_(self.alpha))
             first.descend(params, slope, step)
         info = first.report(params)
         for other in (second, third):
             if other is not None:
-                info["train_samples"] = info["train_samples"] + other.report(params)["train_samples"]
+                info["train_samples"] = (
+                    info["train_samples"] + other.report(params)["train_samples"]
+                )
         return params, info
 
     def _moved(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
@@ -87,8 +99,14 @@ class PerFedAvg(OneModel):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the shared model and adapt it to each client's training data."""
         shared, info = super().served(rnd, state)
-        size = max(1, int(rnd.task.samples.max())) if self.adapt_batch_size is None else self.adapt_batch_size
-        local = LocalTraining(steps=self.adapt_steps, batch_size=size, optimizer="sgd", lr=self.alpha)
+        size = (
+            max(1, int(rnd.task.samples.max()))
+            if self.adapt_batch_size is None
+            else self.adapt_batch_size
+        )
+        local = LocalTraining(
+            steps=self.adapt_steps, batch_size=size, optimizer="sgd", lr=self.alpha
+        )
         return rnd.task.train(shared, rnd.rng, local, purpose="batches.adapt")[0], info
 
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:

@@ -20,16 +20,17 @@ from coterie.rng import Rng
 class PFedMe(PersonalModels):
     r"""FedAvg on $F_i(w) = \min_\theta f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w \rVert^2$.
 
-    On each batch a client first moves its personal model $\theta_i$ down
-    $f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w_i \rVert^2$ in $K$ steps, with the optimizer and the learning
-    rate of the run; then $w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i)$. Within a round $\theta_i$ goes on from
-    where it was (the paper leaves open where it starts; the authors' code does so). The server moves its model towards
-    the mean of the $w_i$. A client uses $\theta_i$.
+    On each batch a client first moves its personal model $\theta_i$ down $f_i(\theta) +
+    \frac{\lambda}{2} \lVert \theta - w_i \rVert^2$ in $K$ steps, with the optimizer and the
+    learning rate of the run; then $w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i)$. Within a
+    round $\theta_i$ goes on from where it was (the paper leaves open where it starts; the authors'
+    code does so). The server moves its model towards the mean of the $w_i$. A client uses
+    $\theta_i$.
 
-    With SGD the inner steps are stable while `lam` times the learning rate is below 2. A client that is not asked in a
-    round rests; in the paper all clients train, and the server averages those that it draws. The authors' code also
-    shrinks $\theta_i$ in each inner step (a weight decay of 0.001) and averages by samples; `weight_decay` of the run
-    and `weights` do the same.
+    With SGD the inner steps are stable while `lam` times the learning rate is below 2. A client
+    that is not asked in a round rests; in the paper all clients train, and the server averages
+    those that it draws. The authors' code also shrinks $\theta_i$ in each inner step (a weight
+    decay of 0.001) and averages by samples; `weight_decay` of the run and `weights` do the same.
 
     Args:
         lam: $\lambda$: how strongly personal models are drawn to the shared one.
@@ -42,7 +43,9 @@ class PFedMe(PersonalModels):
     """
 
     kind: ClassVar[str] = "pfedme"
-    summary: ClassVar[str] = "personal models near a shared one, which follows them (Moreau envelopes)"
+    summary: ClassVar[str] = (
+        "personal models near a shared one, which follows them (Moreau envelopes)"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Dinh, Tran, Nguyen, Personalized federated learning with Moreau envelopes, 2020, "
         "https://arxiv.org/abs/2006.08848",

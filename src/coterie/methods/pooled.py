@@ -17,14 +17,17 @@ from coterie.rng import Rng
 class Pooled(Method):
     """One model, trained on the training rows of all clients together: what federated learning does without.
 
-    No method between hospitals can do this; it is the reference that says what keeping the data apart costs. Every
-    client gives all its rows, whatever the participation, each filled and scaled as the client does it. A round is one
-    local training of the settings, on the pool: an epoch passes over everybody's rows. Nothing that is sent is counted,
-    since what is sent are the data, once.
+    No method between hospitals can do this; it is the reference that says what keeping the data
+    apart costs. Every client gives all its rows, whatever the participation, each filled and scaled
+    as the client does it. A round is one local training of the settings, on the pool: an epoch
+    passes over everybody's rows. Nothing that is sent is counted, since what is sent are the data,
+    once.
     """
 
     kind: ClassVar[str] = "pooled"
-    summary: ClassVar[str] = "train one model on the data of all clients in one place, as a reference"
+    summary: ClassVar[str] = (
+        "train one model on the data of all clients in one place, as a reference"
+    )
     needs: ClassVar[frozenset[str]] = frozenset({"pool"})
     exchanges: ClassVar[int] = 0
 
@@ -32,7 +35,9 @@ class Pooled(Method):
         """Return the first model, at every client."""
         return State(task.init(rng)[:1].expand(len(task), -1).clone())
 
-    def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Any, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """Take everybody: the rows are in one place."""
         return torch.arange(population)
 
@@ -42,4 +47,7 @@ class Pooled(Method):
         everybody = len(rnd.ids)
         told = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
         samples = info["train_samples"] * rnd.task.samples.double() / rnd.task.pooled_samples
-        return replace(state, params=model.expand(everybody, -1).clone()), {**told, "train_samples": samples.long()}
+        return replace(state, params=model.expand(everybody, -1).clone()), {
+            **told,
+            "train_samples": samples.long(),
+        }

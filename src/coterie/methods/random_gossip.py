@@ -5,7 +5,16 @@ from typing import ClassVar, final
 
 from coterie._util.settings import OwnFunction, PositiveInt
 from coterie.engine.task import Task
-from coterie.methods.base import Info, Met, PeerMethod, Round, State, averaged, chosen_by, drawn_uniformly
+from coterie.methods.base import (
+    Info,
+    Met,
+    PeerMethod,
+    Round,
+    State,
+    averaged,
+    chosen_by,
+    drawn_uniformly,
+)
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -37,7 +46,11 @@ class Gossip(PeerMethod):
         else:
             peers = chosen_by(self.selection, rnd, self.num_peers, state.memory)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        state = state if self.selection is None else replace(state, memory=state.memory.read(inbox, rnd.index))
+        state = (
+            state
+            if self.selection is None
+            else replace(state, memory=state.memory.read(inbox, rnd.index))
+        )
         return averaged(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: Setting, round: int) -> Cost:

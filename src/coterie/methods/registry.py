@@ -25,8 +25,10 @@ def find(kind: str, package: str = "") -> type[Method]:
     """Return the class of a method. Its module is imported, which runs the code in it.
 
     Args:
-        kind: a name in METHODS, one that an installed package offers, or an import path, "package.module:Ring".
-        package: what to install when it is not there, where that is known, such as "ring-package==1.0".
+        kind: a name in METHODS, one that an installed package offers, or an import path,
+            "package.module:Ring".
+        package: what to install when it is not there, where that is known, such as
+            "ring-package==1.0".
 
     Raises:
         ConfigError: when there is no such method, or what is there is none.
@@ -41,7 +43,9 @@ def find(kind: str, package: str = "") -> type[Method]:
         return _imported(kind, f"method {kind!r}", package)
     offers = installed()
     if kind not in offers and package:
-        raise ConfigError(f"method {kind!r} is of a package that is not installed; install {package}")
+        raise ConfigError(
+            f"method {kind!r} is of a package that is not installed; install {package}"
+        )
     if kind not in offers:
         raise ConfigError(unknown("method", kind, {*METHODS, *offers}))
     first, *others = offers[kind]
@@ -102,7 +106,9 @@ class StoredMethod(Method):
 
     def init(self, task: Task, rng: Rng) -> NoReturn:
         """Refuse to run."""
-        raise ConfigError(f"the method {self.name!r} was read for its results alone; load its study to run it")
+        raise ConfigError(
+            f"the method {self.name!r} was read for its results alone; load its study to run it"
+        )
 
     def round(self, rnd: Round, state: State) -> NoReturn:
         """Refuse to run."""

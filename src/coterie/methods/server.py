@@ -1,8 +1,9 @@
 """What server-based methods have in common: a round of offer, local training and merge.
 
-In the first exchange of a round the cohort asks and the server offers models; in the second it sends what it trained
-and the server merges. `offer`, `deliver` and `merge` run where the server role is: they are pure functions of the
-server's state, the cohort's message and the context, and see nothing else of any client.
+In the first exchange of a round the cohort asks and the server offers models; in the second it
+sends what it trained and the server merges. `offer`, `deliver` and `merge` run where the server
+role is: they are pure functions of the server's state, the cohort's message and the context, and
+see nothing else of any client.
 """
 
 from abc import abstractmethod
@@ -47,7 +48,8 @@ class ServerContext:
         layout: how models lie in rows.
         population: how many clients there are.
         cohort: how many of them take part in the round; all when None.
-        part: which columns are shared and compared; models are 0 in those that stay at home. All when not given.
+        part: which columns are shared and compared; models are 0 in those that stay at home. All
+            when not given.
     """
 
     index: int
@@ -105,17 +107,25 @@ class Averaging:
         """Whether the new model is the mean itself."""
         return self.momentum == 0 and self.lr == 1
 
-    def start(self, models: Float[Tensor, "clusters params"], population: int, layout: Layout) -> Clusters:
+    def start(
+        self, models: Float[Tensor, "clusters params"], population: int, layout: Layout
+    ) -> Clusters:
         """Return clusters of which everybody is in the first."""
-        velocity = torch.zeros(len(models), 0 if self.plain else layout.trainable, dtype=torch.float64)
-        return Clusters(models, velocity.to(models.device), torch.zeros(population, dtype=torch.int64))
+        velocity = torch.zeros(
+            len(models), 0 if self.plain else layout.trainable, dtype=torch.float64
+        )
+        return Clusters(
+            models, velocity.to(models.device), torch.zeros(population, dtype=torch.int64)
+        )
 
     def shares(self, message: Message) -> Float[Tensor, " clients"]:
         """Return the weight of each row of a message."""
         samples = message.fields["samples"]
         return samples if self.weights == "samples" else torch.ones_like(samples)
 
-    def step(self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor) -> Any:
+    def step(
+        self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
+    ) -> Any:
         """Move the models of a `Clusters`-like state; those of clusters with fewer than `least` updates stay.
 
         Args:
@@ -125,15 +135,24 @@ class Averaging:
             least: updates that a cluster needs.
         """
         if self.rule is None:
-            mean = aggregation.grouped_mean(message.params, label, self.shares(message), shared.models, least)
+            mean = aggregation.grouped_mean(
+                message.params, label, self.shares(message), shared.models, least
+            )
         else:
             what, samples = f"aggregation {self.rule!r}", message.fields["samples"]
             rule = imported_function(str(self.rule), what)
-            mean = aggregation.grouped_by(rule, message.params, label, samples, shared.models, least, what)
+            mean = aggregation.grouped_by(
+                rule, message.params, label, samples, shared.models, least, what
+            )
         if self.plain:
             return replace(shared, models=mean)
         moved, velocity = aggregation.server_step(
-            shared.models, mean, shared.velocity, momentum=self.momentum, lr=self.lr, nesterov=self.nesterov
+            shared.models,
+            mean,
+            shared.velocity,
+            momentum=self.momentum,
+            lr=self.lr,
+            nesterov=self.nesterov,
         )
         came = torch.bincount(label, minlength=len(mean)) >= torch.as_tensor(least)
         active = (came & (torch.bincount(label, minlength=len(mean)) > 0)).to(mean.device)[:, None]
@@ -162,7 +181,10 @@ class ServerMethod(Method):
 
     server: ClassVar[bool] = True
     exchanges: ClassVar[int] = 2
-    reports: ClassVar[tuple[Metric, ...]] = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE)
+    reports: ClassVar[tuple[Metric, ...]] = (
+        metrics.GRADIENT_VARIANCE,
+        metrics.COMPOSED_GRADIENT_VARIANCE,
+    )
 
     @property
     def averaging(self) -> Averaging:
@@ -194,7 +216,8 @@ class ServerMethod(Method):
             models: of the server's models, the one with which each of them begins.
 
         Raises:
-            ConfigError: when this method's state has no place for members that it has not known from the start.
+            ConfigError: when this method's state has no place for members that it has not known
+                from the start.
         """
         if type(shared) is not Clusters:
             raise ConfigError(
@@ -222,13 +245,21 @@ class ServerMethod(Method):
     def offered(self) -> ReplyForm | None:
         """Return what `offer` and `deliver` show each client: one model, where they are not written anew.
 
-        Between machines an answer of another form is refused. None: nothing is known of it but that its parts fit.
+        Between machines an answer of another form is refused. None: nothing is known of it but that
+        its parts fit.
         """
-        plain = type(self).offer is ServerMethod.offer and type(self).deliver is ServerMethod.deliver
+        plain = (
+            type(self).offer is ServerMethod.offer and type(self).deliver is ServerMethod.deliver
+        )
         return ReplyForm(1) if plain else None
 
     def ask(
-        self, rnd: Round, rule: ServerRule, message: Message, shared: Any, expects: ReplyForm | None = None
+        self,
+        rnd: Round,
+        rule: ServerRule,
+        message: Message,
+        shared: Any,
+        expects: ReplyForm | None = None,
     ) -> tuple[Any, Inbox]:
         """Send a message to the server and return its new state (where it is) and its answer.
 
@@ -260,9 +291,13 @@ class ServerMethod(Method):
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
-        return State(task.init(rng), self.memory(task, rng), without_home(task, self.shared(task, rng)))
+        return State(
+            task.init(rng), self.memory(task, rng), without_home(task, self.shared(task, rng))
+        )
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train the clients on from the models they were offered."""
         return rnd.task.train(start, rnd.rng, rnd.local)
 
@@ -289,7 +324,11 @@ class ServerMethod(Method):
         return params, memory, {**info, **more}
 
     def extra(
-        self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
+        self,
+        rnd: Round,
+        start: Float[Tensor, "clients params"],
+        params: Float[Tensor, "clients params"],
+        shared: Any,
     ) -> Info:
         """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
         return gradient_variance(rnd, start, params) if open_to_all(rnd) else {}
@@ -302,7 +341,11 @@ class ServerMethod(Method):
         params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
         shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
-        info = {**info, **traffic(rnd.task.part, offer, request, message), **self.extra(rnd, start, params, shared)}
+        info = {
+            **info,
+            **traffic(rnd.task.part, offer, request, message),
+            **self.extra(rnd, start, params, shared),
+        }
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
         return State(params, memory, shared), info
@@ -310,17 +353,23 @@ class ServerMethod(Method):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        return rnd.task.apply_buffer_policy(state.params, first(offer)), {"label": offer.peers[:, 0]}
+        return rnd.task.apply_buffer_policy(state.params, first(offer)), {
+            "label": offer.peers[:, 0]
+        }
 
     def adapt(
-        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+        self,
+        rnd: Round,
+        params: Float[Tensor, "clients params"],
+        received: Float[Tensor, "clients params"],
     ) -> Float[Tensor, "clients params"]:
         """Return the models of clients that joined late after one more round, while the server's models stay.
 
         Args:
             rnd: the round, with these clients alone.
             params: their models.
-            received: the models that they began with: each the server's that has the least loss on its data.
+            received: the models that they began with: each the server's that has the least loss on
+                its data.
         """
         return rnd.task.train(params, rnd.rng, rnd.local)[0]
 
@@ -333,7 +382,9 @@ class ServerMethod(Method):
         return moving(setting, 1)
 
 
-def labels_with(shared: Clusters, models: Float[Tensor, "newcomers params"]) -> Int[Tensor, " population"]:
+def labels_with(
+    shared: Clusters, models: Float[Tensor, "newcomers params"]
+) -> Int[Tensor, " population"]:
     """Return the cluster of each member and of new ones behind them, which are in those of their models."""
     same = (models[:, None] == shared.models).all(2).cpu()
     return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
@@ -374,8 +425,9 @@ def gradient_variance(
 ) -> Info:
     """Return the total variances of the last layer's updates that are asked for, for each client of the cohort alike.
 
-    "gradient_variance" is of all endpoints where the layer has several, "composed_gradient_variance" of the layer at
-    the barycenter; without endpoints they are one. Models that diverged do not count.
+    "gradient_variance" is of all endpoints where the layer has several,
+    "composed_gradient_variance" of the layer at the barycenter; without endpoints they are one.
+    Models that diverged do not count.
 
     Args:
         rnd: a round that is open to all.
@@ -388,7 +440,11 @@ def gradient_variance(
     layout, updates, found, gather = rnd.task.layout, params - start, {}, gathering(rnd.exchange)
     for name in asked:
         stacked = name == metrics.GRADIENT_VARIANCE.name
-        last = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
+        last = (
+            updates[:, last_layer(layout).to(params.device)]
+            if stacked
+            else composed_last_layer(layout, updates)
+        )
         last = last if gather is None else gather(last)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)
@@ -398,4 +454,7 @@ def gradient_variance(
 def traffic(part: Part, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
     """Return the bytes each client received and sent, of what is shared."""
     sent = sum(cut(part, message).row_bytes for message in messages)
-    return {"bytes_down": offer.bytes.sum(1), "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64)}
+    return {
+        "bytes_down": offer.bytes.sum(1),
+        "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64),
+    }

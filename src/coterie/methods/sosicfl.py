@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
+from coterie._util.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WithPresets,
+)
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
@@ -54,34 +60,35 @@ PRESETS = {
 class SimplexMethod(WithPresets, OneModel):
     r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
 
-    From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of its group,
-    $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$; before, from the whole simplex, and
-    is served its center.
+    From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of
+    its group, $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$;
+    before, from the whole simplex, and is served its center.
 
     Args:
-        preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as in the public
-            code); a field that is given wins over it.
+        preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as
+            in the public code); a field that is given wins over it.
         endpoints: $M$; with label counts at most the number of classes.
         regions: $L$, with label counts.
         warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
-        assignment: "labels": each client's label counts, sent once, are described as mixtures of $M$ topics and
-            grouped; "gradient" (Floco): the updates of all clients in round `warmup_rounds` place each client.
-        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the centers; "absolute":
-            $r = \rho$.
+        assignment: "labels": each client's label counts, sent once, are described as mixtures of
+            $M$ topics and grouped; "gradient" (Floco): the updates of all clients in round
+            `warmup_rounds` place each client.
+        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the
+            centers; "absolute": $r = \rho$.
         radius: $\rho$. The paper's values are lost; 0.3 is ours.
         sampler: uniform draws ("exact"), or those of the public code ("released").
         simplex_bias: whether the head's bias has endpoints too.
-        topics: mixtures by latent Dirichlet allocation ("lda") or, with as many endpoints as classes, the class
-            frequencies themselves ("classes").
+        topics: mixtures by latent Dirichlet allocation ("lda") or, with as many endpoints as
+            classes, the class frequencies themselves ("classes").
         metric: distance of mixtures, "l1" or "hilbert".
         center: of a group, "medoid" or "mean".
         per_sample: one $\alpha$ for each sample instead of each mini-batch.
         head_lr_scale: factor of the endpoints' step size under SGD; the composed head moves by
             $\lVert \alpha \rVert^2$ times a plain head's step.
-        endpoint_start: endpoints from Xavier's normal law with zero bias ("xavier"), or drawn as the model draws its
-            own head ("model").
-        test_samples: predicted probabilities are averaged over so many draws from the region; 1 serves the center.
-            Divides `endpoints`.
+        endpoint_start: endpoints from Xavier's normal law with zero bias ("xavier"), or drawn as
+            the model draws its own head ("model").
+        test_samples: predicted probabilities are averaged over so many draws from the region; 1
+            serves the center. Divides `endpoints`.
     """
 
     scope: ClassVar[Literal["head", "all"]] = "head"
@@ -106,25 +113,43 @@ class SimplexMethod(WithPresets, OneModel):
     def check(self) -> None:
         """Draws divide the endpoints; updates place clients after a round at least."""
         divides = self.endpoints % self.test_samples == 0
-        require(divides, "test_samples", self.test_samples, f"a divisor of endpoints = {self.endpoints}")
+        require(
+            divides, "test_samples", self.test_samples, f"a divisor of endpoints = {self.endpoints}"
+        )
         early = self.assignment == "gradient" and self.warmup_rounds < 1
-        require(not early, "warmup_rounds", self.warmup_rounds, f"at least 1 with assignment = {self.assignment!r}")
+        require(
+            not early,
+            "warmup_rounds",
+            self.warmup_rounds,
+            f"at least 1 with assignment = {self.assignment!r}",
+        )
 
     def model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
         gain, bias = math.sqrt(self.head_lr_scale), self.simplex_bias
-        return simplex_layers.simplex_head(source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1)
+        return simplex_layers.simplex_head(
+            source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
+        )
 
     def start(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
-        rows, xavier = task.fresh(rng, self.endpoints), self.endpoint_start == "xavier" and self.scope == "head"
+        rows, xavier = (
+            task.fresh(rng, self.endpoints),
+            self.endpoint_start == "xavier" and self.scope == "head",
+        )
         gain = math.sqrt(self.head_lr_scale)
-        return simplex_layers.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
+        return simplex_layers.independent_endpoints(
+            task.layout, rows, rng, xavier=xavier, gain=gain
+        )
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round; endpoints that stay at home are drawn independently there too."""
         state = super().init(task, rng)
-        return state if task.part.whole else replace(state, params=self.start(task, rng).repeat(len(task), 1))
+        return (
+            state
+            if task.part.whole
+            else replace(state, params=self.start(task, rng).repeat(len(task), 1))
+        )
 
     def shared(self, task: Task, rng: Rng) -> Regions:
         """Return the first model and one region: the whole simplex."""
@@ -137,23 +162,31 @@ class SimplexMethod(WithPresets, OneModel):
         middle = torch.full((1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         counts = torch.zeros(task.population, task.classes, dtype=torch.int64)
         whole = torch.full((1,), 2.0, dtype=torch.float64)
-        return Regions(begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole)
+        return Regions(
+            begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole
+        )
 
     # ---------------------------------------------------------------- where the server role is
 
-    def cohort(self, shared: Regions, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+    def cohort(
+        self, shared: Regions, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
         if self.assignment == "gradient" and rng.round == self.warmup_rounds:
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
-    def offer(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def offer(
+        self, context: ServerContext, shared: Regions, message: Message
+    ) -> tuple[Regions, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
         if self.assignment == "labels" and context.index == self.warmup_rounds > 0:
             shared = self._by_labels(context, shared)
         return self.deliver(context, shared, message)
 
-    def deliver(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def deliver(
+        self, context: ServerContext, shared: Regions, message: Message
+    ) -> tuple[Regions, Reply]:
         """Answer with the model and the client's region."""
         assert message.ids is not None
         table = shared.models.expand(len(shared.centers), -1)
@@ -167,25 +200,42 @@ class SimplexMethod(WithPresets, OneModel):
             return merged
         return self._by_gradients(context, shared, merged, message)
 
-    def _register(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def _register(
+        self, context: ServerContext, shared: Regions, message: Message
+    ) -> tuple[Regions, Reply]:
         """Take note of label counts."""
         assert message.ids is not None
-        shared = replace(shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu()))
-        return (self._by_labels(context, shared) if self.warmup_rounds == 0 else shared), nothing(message)
+        shared = replace(
+            shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu())
+        )
+        return (self._by_labels(context, shared) if self.warmup_rounds == 0 else shared), nothing(
+            message
+        )
 
     def _by_labels(self, context: ServerContext, shared: Regions) -> Regions:
         """Group clients by what their labels are mixed of."""
         stream, topics = context.rng.at(-1).generator("regions"), self.endpoints
         if self.topics == "classes":
             classes = shared.counts.shape[1]
-            require(topics == classes, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes")
+            require(
+                topics == classes,
+                f"{self.kind}.topics",
+                "classes",
+                f"endpoints = {classes}, as many as classes",
+            )
             mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
         else:
-            mixtures = simplex.topic_mixtures(shared.counts, topics, seed=int(stream.integers(1 << 31)))
-        region, centers = simplex.cluster_points(mixtures, self.regions, stream, metric=self.metric, center=self.center)
+            mixtures = simplex.topic_mixtures(
+                shared.counts, topics, seed=int(stream.integers(1 << 31))
+            )
+        region, centers = simplex.cluster_points(
+            mixtures, self.regions, stream, metric=self.metric, center=self.center
+        )
         return replace(shared, region=region, centers=centers, radius=self._radii(centers))
 
-    def _by_gradients(self, context: ServerContext, before: Regions, shared: Regions, message: Message) -> Regions:
+    def _by_gradients(
+        self, context: ServerContext, before: Regions, shared: Regions, message: Message
+    ) -> Regions:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
         inside, slots = context.part.shared.mask, simplex_layers.endpoint_slots(context.layout)
@@ -201,7 +251,9 @@ class SimplexMethod(WithPresets, OneModel):
         centers[message.ids] = simplex.gradient_points(updates.cpu(), self.endpoints)
         radius = torch.full((context.population,), 2.0, dtype=torch.float64)
         radius[message.ids] = self._radii(centers)[message.ids]
-        return replace(shared, region=torch.arange(context.population), centers=centers, radius=radius)
+        return replace(
+            shared, region=torch.arange(context.population), centers=centers, radius=radius
+        )
 
     def _radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
         scale = simplex.mean_distance(centers).mean() if self.radius_rule == "relative" else 1.0
@@ -211,21 +263,29 @@ class SimplexMethod(WithPresets, OneModel):
 
     def offered(self) -> ReplyForm:
         """One model, and the client's region."""
-        return ReplyForm(1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())})
+        return ReplyForm(
+            1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())}
+        )
 
     @property
     def unprotected(self) -> str:
         """See `Method.unprotected`."""
-        return "" if self.assignment == "gradient" else "the number of samples of each class is sent"
+        return (
+            "" if self.assignment == "gradient" else "the number of samples of each class is sent"
+        )
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.assignment == "gradient":
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
-        return replace(state, shared=self.ask(rnd, self._register, message, state.shared, NOTHING)[0])
+        return replace(
+            state, shared=self.ask(rnd, self._register, message, state.shared, NOTHING)[0]
+        )
 
-    def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
+    def draw(
+        self, rnd: Round, offer: Inbox, purpose: str, count: int
+    ) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
         sample = simplex.sample_region if self.sampler == "exact" else simplex.sample_released
         center, radius = offer.field("center")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
@@ -242,7 +302,9 @@ class SimplexMethod(WithPresets, OneModel):
             rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
         )
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train the simplex, each step at another of its points."""
         inputs = self.mixtures(rnd, offer, "alpha", rnd.task.steps(rnd.local))
         return rnd.task.train(start, rnd.rng, rnd.local, inputs=inputs)
@@ -252,7 +314,9 @@ class SimplexMethod(WithPresets, OneModel):
     ) -> Float[Tensor, "clients params"]:
         """Return models at the centers of their clients' regions, or at draws from them."""
         alpha = (
-            offer.field("center") if self.test_samples == 1 else self.draw(rnd, offer, "alpha.test", self.test_samples)
+            offer.field("center")
+            if self.test_samples == 1
+            else self.draw(rnd, offer, "alpha.test", self.test_samples)
         )
         return simplex_layers.compose(rnd.task.layout, rows, alpha)
 
@@ -276,7 +340,9 @@ class SimplexMethod(WithPresets, OneModel):
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Say that it depends on the model and the stage."""
-        raise ConfigError(f"what {self.kind} sends depends on the model and the stage; count what a run of it cost")
+        raise ConfigError(
+            f"what {self.kind} sends depends on the model and the stage; count what a run of it cost"
+        )
 
 
 REFERENCES = (
@@ -293,7 +359,9 @@ class SosicFl(SimplexMethod):
     """
 
     kind: ClassVar[str] = "sosicfl"
-    summary: ClassVar[str] = "FedAvg of a simplex of heads; groups of clients train and use their own region of it"
+    summary: ClassVar[str] = (
+        "FedAvg of a simplex of heads; groups of clients train and use their own region of it"
+    )
     references: ClassVar[tuple[str, ...]] = REFERENCES
 
 
@@ -302,7 +370,8 @@ class SosicFl(SimplexMethod):
 class SosicFlAll(SimplexMethod):
     """SosicFL with endpoints of every trained tensor and one mixture for all layers; M times the traffic.
 
-    Running statistics stay single. See `SimplexMethod` for the settings; the head has no scale of its own here.
+    Running statistics stay single. See `SimplexMethod` for the settings; the head has no scale of
+    its own here.
     """
 
     kind: ClassVar[str] = "sosicfl-all"
@@ -334,15 +403,17 @@ class PersonalSimplex:
 class SosicFlPlus(SimplexMethod):
     r"""SosicFL with a personal simplex for each client, kept near the global one as in Ditto.
 
-    The personal step adds $\lambda (v - w^t)$ on all parameters. A client is served its personal model at the center of
-    the region that it was trained in. See `SimplexMethod` for the other settings.
+    The personal step adds $\lambda (v - w^t)$ on all parameters. A client is served its personal
+    model at the center of the region that it was trained in. See `SimplexMethod` for the other
+    settings.
 
     Args:
         lam: $\lambda$.
-        global_rounds: train personal models only from this round on, each from the global model as it is then, which
-            no longer changes; None trains both in every round.
-        personal_region: where mixtures of the personal model are drawn: the client's "own" region, or the "whole"
-            simplex, whose center is then served, as in all versions of the authors' code but one.
+        global_rounds: train personal models only from this round on, each from the global model as
+            it is then, which no longer changes; None trains both in every round.
+        personal_region: where mixtures of the personal model are drawn: the client's "own" region,
+            or the "whole" simplex, whose center is then served, as in all versions of the authors'
+            code but one.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
     """
@@ -366,7 +437,9 @@ class SosicFlPlus(SimplexMethod):
         first_model = self.start(task, rng).expand(len(task), -1).clone()
         return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
 
-    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train the global simplex, unless its time is over."""
         if self._posthoc(rnd.index):
             rnd = replace(rnd, local=replace(rnd.local, steps=0))
@@ -377,7 +450,11 @@ class SosicFlPlus(SimplexMethod):
         return shared if self._posthoc(context.index) else super().merge(context, shared, message)
 
     def remember(
-        self, rnd: Round, memory: PersonalSimplex, start: Float[Tensor, "clients params"], offer: Inbox
+        self,
+        rnd: Round,
+        memory: PersonalSimplex,
+        start: Float[Tensor, "clients params"],
+        offer: Inbox,
     ) -> tuple[PersonalSimplex, Info]:
         """Train the personal simplexes."""
         if self.global_rounds is not None and not self._posthoc(rnd.index):
@@ -409,7 +486,9 @@ class SosicFlPlus(SimplexMethod):
         return replace(offer, fields={**offer.fields, **whole})
 
 
-def _own_or(memory: PersonalSimplex, received: Float[Tensor, "clients params"]) -> Float[Tensor, "clients params"]:
+def _own_or(
+    memory: PersonalSimplex, received: Float[Tensor, "clients params"]
+) -> Float[Tensor, "clients params"]:
     """Return each client's personal model, or what it received before there is one; no copy where all have one."""
     started = memory.started
     return (

@@ -1,13 +1,15 @@
 """Models: an nn.Module as rows of one flat matrix (Layout), and the papers' reference networks.
 
-A population's models are a `clients x params` matrix. A row holds what differs between clients: first the trainable
-parameters, then the floating-point state that is not trained (running statistics). So mixing, comparing and storing
-models are operations on one array; comparisons use the trainable part only. Frozen weights (`requires_grad` is False)
-are in no row: they are one tensor for all clients, which nobody sends.
+A population's models are a `clients x params` matrix. A row holds what differs between clients:
+first the trainable parameters, then the floating-point state that is not trained (running
+statistics). So mixing, comparing and storing models are operations on one array; comparisons use
+the trainable part only. Frozen weights (`requires_grad` is False) are in no row: they are one
+tensor for all clients, which nobody sends.
 
-Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout` therefore works on a
-copy in which batch normalization returns its new statistics instead of writing them in place, and dropout draws
-from a counter-based stream whose key is an input. Both compute what the originals compute.
+Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout`
+therefore works on a copy in which batch normalization returns its new statistics instead of writing
+them in place, and dropout draws from a counter-based stream whose key is an input. Both compute
+what the originals compute.
 """
 
 import copy
@@ -40,17 +42,22 @@ class NamedModel:
     """A model by name, with arguments.
 
     Args:
-        kind: a name of `NETS`, or the import path, "package.module:Net", of a subclass of nn.Module or of a function
-            that returns a module.
-        options: arguments of what the import path names. `features` (the shape of one input) and `outputs` (classes,
-            or numbers of a target) are added where it takes them and they are not given.
+        kind: a name of `NETS`, or the import path, "package.module:Net", of a subclass of nn.Module
+            or of a function that returns a module.
+        options: arguments of what the import path names. `features` (the shape of one input) and
+            `outputs` (classes, or numbers of a target) are added where it takes them and they are
+            not given.
     """
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.kind} {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else self.kind
+        return (
+            f"{self.kind} {json.dumps(self.options, sort_keys=True, default=str)}"
+            if self.options
+            else self.kind
+        )
 
 
 ModelSource = str | NamedModel | ModelFactory
@@ -100,8 +107,8 @@ class ReturnedBatchNorm(nn.Module):
         norm: the layer that it replaces; it takes over its parameters and statistics.
 
     Attributes:
-        in_place: compute by PyTorch's fused kernel, which writes into the running statistics: where one model is
-            trained at a time, whose tensors are the module's own.
+        in_place: compute by PyTorch's fused kernel, which writes into the running statistics: where
+            one model is trained at a time, whose tensors are the module's own.
     """
 
     in_place: bool = False
@@ -116,7 +123,9 @@ class ReturnedBatchNorm(nn.Module):
         self.register_buffer("running_mean", norm.running_mean)
         self.register_buffer("running_var", norm.running_var)
         count = norm.num_batches_tracked
-        self.register_buffer("num_batches_tracked", None if count is None else count.to(torch.get_default_dtype()))
+        self.register_buffer(
+            "num_batches_tracked", None if count is None else count.to(torch.get_default_dtype())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize by the batch while training, by the running statistics in evaluation; bfloat16 in float32."""
@@ -128,30 +137,47 @@ class ReturnedBatchNorm(nn.Module):
         axes = [axis for axis in range(x.ndim) if axis != 1]
         places = x.numel() // x.shape[1]
         if places == 1:
-            raise ValueError("batch normalization takes more than one value a channel while training")
+            raise ValueError(
+                "batch normalization takes more than one value a channel while training"
+            )
         if self.in_place:
             return self._fused(x)
         variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             count = self.num_batches_tracked + 1
             rate = 1 / count if self.momentum is None else self.momentum
             unbiased = variance.detach().flatten() * (places / (places - 1))
             self.num_batches_tracked = count
-            self.running_mean = self.running_mean + rate * (mean.detach().flatten() - self.running_mean)
+            self.running_mean = self.running_mean + rate * (
+                mean.detach().flatten() - self.running_mean
+            )
             self.running_var = self.running_var + rate * (unbiased - self.running_var)
-        scale = torch.rsqrt(variance + self.eps)  # written out: the fused kernel's last bits depend on who is beside
+        # written out: the fused kernel's last bits depend on who is beside
+        scale = torch.rsqrt(variance + self.eps)
         if self.weight is None:
             return (x - mean) * scale
-        return (x - mean) * (scale * self.weight.reshape(mean.shape)) + self.bias.reshape(mean.shape)
+        return (x - mean) * (scale * self.weight.reshape(mean.shape)) + self.bias.reshape(
+            mean.shape
+        )
 
     def _fused(self, x: Tensor) -> Tensor:
         """Normalize by the batch, and write the running statistics where they are."""
 
         def normalized(mean: Tensor | None, variance: Tensor | None, rate: float) -> Tensor:
             cudnn = torch.backends.cudnn.enabled
-            return torch.batch_norm(x, self.weight, self.bias, mean, variance, True, rate, self.eps, cudnn)
+            return torch.batch_norm(
+                x, self.weight, self.bias, mean, variance, True, rate, self.eps, cudnn
+            )
 
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return normalized(None, None, 0.0)
         self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -192,7 +218,9 @@ def rewrite(module: nn.Module) -> nn.Module:
 
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has the original's own frozen weights."""
-    return copy.deepcopy(module, {id(one): one for one in module.parameters() if not one.requires_grad})
+    return copy.deepcopy(
+        module, {id(one): one for one in module.parameters() if not one.requires_grad}
+    )
 
 
 @dataclass(frozen=True)
@@ -207,7 +235,9 @@ class Inputs:
     parts: tuple[Part, ...] = ()
     whole: bool = False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """Return the arguments: a hook before `forward`."""
         if not self.parts:
             return ((args[0].long(), *args[1:]) if self.whole else args), kwargs
@@ -215,7 +245,9 @@ class Inputs:
         for part in self.parts:
             stop = start + math.prod(part.shape)
             value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
-            value = (value if part.shape else value.squeeze(1)).to(torch.int64 if part.whole else args[0].dtype)
+            value = (value if part.shape else value.squeeze(1)).to(
+                torch.int64 if part.whole else args[0].dtype
+            )
             start = stop
             if part.name:
                 named[part.name] = value
@@ -236,7 +268,11 @@ class Slot:
 
 def layer_of(name: str) -> str:
     """Return the path of the layer of a tensor; a parametrized tensor belongs to the layer whose tensor it replaces."""
-    return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else module_of(name)
+    return (
+        name.partition("parametrizations.")[0].removesuffix(".")
+        if "parametrizations." in name
+        else module_of(name)
+    )
 
 
 def module_of(name: str) -> str:
@@ -256,8 +292,9 @@ class Layout:
         trainable: number of leading entries of a row that are trained.
         size: the length of a row.
         frozen: the parameters that are not trained, by name: of all clients alike, and in no row.
-        inputs: names of the buffers that are set in every step and are no state: those that a submodule lists in its
-            class attribute `input_buffers` (the key of a dropout layer, the position in a simplex of models).
+        inputs: names of the buffers that are set in every step and are no state: those that a
+            submodule lists in its class attribute `input_buffers` (the key of a dropout layer, the
+            position in a simplex of models).
         keys: the input buffers that are keys of random streams.
         train_module, eval_module: the module in training and in evaluation mode.
         own: the module as it was given.
@@ -268,13 +305,21 @@ class Layout:
         (8, 8)
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None
+    ) -> None:
         self.dtype, self.arguments, self.own = dtype, arguments or Inputs(), module
         self.train_module = rewrite(module).to(dtype).train()
         if self.arguments != Inputs():
-            self.train_module.register_forward_pre_hook(self.arguments, with_kwargs=True, prepend=True)
-        owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
-        self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
+            self.train_module.register_forward_pre_hook(
+                self.arguments, with_kwargs=True, prepend=True
+            )
+        owners = [
+            (f"{path}." if path else "", part) for path, part in self.train_module.named_modules()
+        ]
+        self.inputs = tuple(
+            path + name for path, part in owners for name in getattr(part, "input_buffers", ())
+        )
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
         self.eval_module = copied(self.train_module).eval()
         self.slots: list[Slot] = []
@@ -313,7 +358,10 @@ class Layout:
             plain = name.replace("parametrizations.", "").removesuffix(".original")
             every[id(tensor)] += [plain] if plain != name else []
         own = dict(self.train_module.named_parameters())
-        return {s.name: tuple(every[id(own[s.name])]) if s.name in own else (s.name,) for s in self.slots}
+        return {
+            s.name: tuple(every[id(own[s.name])]) if s.name in own else (s.name,)
+            for s in self.slots
+        }
 
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Return the layers that have trained parameters, in the module's order: by path, the names of their tensors.
@@ -336,8 +384,16 @@ class Layout:
             >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalizations()
             ('1.weight', '1.bias')
         """
-        kinds = (ReturnedBatchNorm, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-        paths = {path for path, part in self.train_module.named_modules() if isinstance(part, kinds)}
+        kinds = (
+            ReturnedBatchNorm,
+            nn.modules.batchnorm._NormBase,
+            nn.GroupNorm,
+            nn.LayerNorm,
+            nn.RMSNorm,
+        )
+        paths = {
+            path for path, part in self.train_module.named_modules() if isinstance(part, kinds)
+        }
         return tuple(slot.name for slot in self.slots if layer_of(slot.name) in paths)
 
     @functools.cached_property
@@ -360,12 +416,19 @@ class Layout:
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         missing = [slot.name for slot in self.slots if slot.name not in tensors]
         if missing:
-            raise ModelError(f"the module has no tensor {missing[0]!r}; expected a module like the first one made")
-        return torch.cat([tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots])
+            raise ModelError(
+                f"the module has no tensor {missing[0]!r}; expected a module like the first one made"
+            )
+        return torch.cat(
+            [tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots]
+        )
 
     def views(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
         """Return each tensor of a module as a view of a row (or of many rows, with their leading axes)."""
-        return {s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape)) for s in self.slots}
+        return {
+            s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape))
+            for s in self.slots
+        }
 
     def concat(self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0) -> Tensor:
         """Join tensors into rows: the inverse of `views` for the trained or the untrained part.
@@ -376,9 +439,13 @@ class Layout:
             lead: number of leading (client) axes of the tensors.
         """
         chosen = [s for s in self.slots if (s.stop <= self.trainable) == trainable]
-        return torch.cat([tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1)
+        return torch.cat(
+            [tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1
+        )
 
-    def state(self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]) -> Float[Tensor, " state"]:
+    def state(
+        self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]
+    ) -> Float[Tensor, " state"]:
         """Return the untrained part of one row, from tensors that a call may have replaced."""
         if self.size == self.trainable:
             return row[self.trainable :]
@@ -393,10 +460,13 @@ class Layout:
         """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
-    def module(self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None) -> nn.Module:
+    def module(
+        self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None
+    ) -> nn.Module:
         """Return a copy of the module as it was given, with the tensors of a row, in evaluation mode on the CPU.
 
-        What no row has (frozen weights that are one for all, buffers of whole numbers) has this layout's values.
+        What no row has (frozen weights that are one for all, buffers of whole numbers) has this
+        layout's values.
 
         Args:
             row: one model.
@@ -408,7 +478,10 @@ class Layout:
 
     def rest(self) -> dict[str, Tensor]:
         """Return the tensors of the module that are in no row, without its input buffers."""
-        held = {**dict(self.eval_module.named_parameters()), **dict(self.eval_module.named_buffers())}
+        held = {
+            **dict(self.eval_module.named_parameters()),
+            **dict(self.eval_module.named_buffers()),
+        }
         inside = {slot.name for slot in self.slots} | set(self.inputs)
         return {name: tensor.detach() for name, tensor in held.items() if name not in inside}
 
@@ -427,11 +500,13 @@ def filled(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def initial(source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init") -> Tensor:
+def initial(
+    source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init"
+) -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
 
-    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws again. Frozen
-    weights are no part of it: they stay those of the layout.
+    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws
+    again. Frozen weights are no part of it: they stay those of the layout.
     """
     with rng.torch_globals(purpose, client):
         if not isinstance(source, nn.Module):
@@ -459,8 +534,9 @@ def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.M
     Args:
         features: the shape of an image: channels, height, width.
         outputs: classes.
-        dropout: probability with which entries of the first hidden layer are zeroed while training. The code of DAC
-            defines such a layer, of 0.5, and does not use it; `model.kind = "coterie.models.layout:cnn_a"` takes it.
+        dropout: probability with which entries of the first hidden layer are zeroed while training.
+            The code of DAC defines such a layer, of 0.5, and does not use it; `model.kind =
+            "coterie.models.layout:cnn_a"` takes it.
     """
     channels, height, width = features
     flat = 16 * _side(height, 5, 5) * _side(width, 5, 5)
@@ -475,7 +551,8 @@ def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.M
 def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
     """Net B of the DAC and similarity papers; 56,714 parameters at 1x28x28 and 10 outputs.
 
-    Images too small for two unpadded 3x3 convolutions (under 10 pixels) are padded by one pixel before each.
+    Images too small for two unpadded 3x3 convolutions (under 10 pixels) are padded by one pixel
+    before each.
     """
     channels, height, width = features
     pad = 1 if min(height, width) < 10 else 0
@@ -490,7 +567,11 @@ def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
 def mlp_c(features: tuple[int, ...], outputs: int) -> nn.Module:
     """Net C of the similarity paper: 784-512-outputs with dropout 0.2; 412,180 parameters with 20 outputs."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(features), 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, outputs)
+        nn.Flatten(),
+        nn.Linear(math.prod(features), 512),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(512, outputs),
     )
 
 
@@ -517,7 +598,9 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(kind: str, features: tuple[int, ...], outputs: int, options: Mapping[str, Any] | None = None) -> nn.Module:
+def build(
+    kind: str, features: tuple[int, ...], outputs: int, options: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Build a network by name for inputs of a shape.
 
     Args:
@@ -535,9 +618,13 @@ def build(kind: str, features: tuple[int, ...], outputs: int, options: Mapping[s
     if kind not in NETS:
         raise ConfigError(unknown("model", kind, NETS))
     if options:
-        raise ConfigError(f"model.options has {', '.join(options)}; {kind} takes none, import paths do")
+        raise ConfigError(
+            f"model.options has {', '.join(options)}; {kind} takes none, import paths do"
+        )
     if kind not in ("mlp-c", "mlp-bn", "linear") and len(features) != 3:
-        raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
+        raise ModelError(
+            f"{kind} takes images (channels, height, width); found inputs of shape {features}"
+        )
     try:
         return NETS[kind](features, outputs)
     except RuntimeError as error:
@@ -556,15 +643,24 @@ def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.
         takes = inspect.signature(found).parameters
     except (TypeError, ValueError):  # of some functions written in C
         takes = {}
-    named = {name: one for name, one in takes.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    named = {
+        name: one
+        for name, one in takes.items()
+        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
     if takes and not any(one.kind == one.VAR_KEYWORD for one in takes.values()):
         for name in options:
             if name not in named:
                 raise ConfigError(f"model.options: {unknown(f'argument of {kind}', name, named)}")
-    arguments = {**{name: value for name, value in known.items() if name in named}, **copy.deepcopy(dict(options))}
+    arguments = {
+        **{name: value for name, value in known.items() if name in named},
+        **copy.deepcopy(dict(options)),
+    }
     for name, one in named.items():
         if one.default is one.empty and name not in arguments:
-            raise ConfigError(f"{what} takes {name!r}, which is not given; set model.options.{name}")
+            raise ConfigError(
+                f"{what} takes {name!r}, which is not given; set model.options.{name}"
+            )
     try:
         made = found(**arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -572,7 +668,8 @@ def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.
         raise ModelError(f"{what} cannot be made with ({said}): {error}") from error
     if not isinstance(made, nn.Module):
         raise ModelError(
-            f"{what} returned {type(made).__name__}; expected a torch.nn.Module" + _FORGOTTEN * (made is None)
+            f"{what} returned {type(made).__name__}; expected a torch.nn.Module"
+            + _FORGOTTEN * (made is None)
         )
     return made
 
@@ -580,7 +677,9 @@ def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.
 _FORGOTTEN = ": is a `return` missing?"
 
 
-def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
+def source(
+    model: ModelSource, features: tuple[int, ...], outputs: int
+) -> Callable[[], nn.Module] | nn.Module:
     """Return the module or factory of a model given by name, module or factory."""
     named = NamedModel(model) if isinstance(model, str) else model
     if isinstance(named, NamedModel):
@@ -606,7 +705,9 @@ def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     with Rng(0).torch_globals("template"):
         module = model()
     if not isinstance(module, nn.Module):
-        raise ModelError(f"the model factory returned {type(module).__name__}; expected a torch.nn.Module")
+        raise ModelError(
+            f"the model factory returned {type(module).__name__}; expected a torch.nn.Module"
+        )
     return module
 
 

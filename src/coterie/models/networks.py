@@ -91,11 +91,13 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
     """Load pretrained weights from a safetensors file into all layers but the last; run it with `init="given"`.
 
     Args:
-        module: changed in place and returned. Its last layer, which depends on the number of classes, is not changed.
+        module: changed in place and returned. Its last layer, which depends on the number of
+            classes, is not changed.
         path: the file; its tensors have the names of the module's state.
 
     Raises:
-        ModelError: when the file is damaged, or lacks a tensor of the module or has it in another shape.
+        ModelError: when the file is damaged, or lacks a tensor of the module or has it in another
+            shape.
     """
     try:
         values = load_file(str(path))
@@ -109,12 +111,18 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
         found = values.get(name)
         if found is None or found.shape != tensor.shape:
             there = "nothing" if found is None else f"shape {tuple(found.shape)}"
-            raise ModelError(f"{path} has {there} for {name!r}; expected shape {tuple(tensor.shape)}")
+            raise ModelError(
+                f"{path} has {there} for {name!r}; expected shape {tuple(tensor.shape)}"
+            )
         tensor.copy_(found)
     return module
 
 
-PRETRAINED = {"squeezenet": "squeezenet1_1", "mobilenet-v2": "mobilenet_v2", "resnet-18": "resnet18"}
+PRETRAINED = {
+    "squeezenet": "squeezenet1_1",
+    "mobilenet-v2": "mobilenet_v2",
+    "resnet-18": "resnet18",
+}
 """torchvision's names of the networks that can start from a file of pretrained weights."""
 
 
@@ -127,7 +135,8 @@ def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
         outputs: number of classes.
 
     Raises:
-        ModelError: when the environment variable COTERIE_RESNET18 (_SQUEEZENET, _MOBILENETV2) names no such file.
+        ModelError: when the environment variable COTERIE_RESNET18 (_SQUEEZENET, _MOBILENETV2) names
+            no such file.
     """
     variable = f"COTERIE_{kind.replace('-', '').upper()}"
     path = os.environ.get(variable)

@@ -1,7 +1,7 @@
 """Part: which columns of the clients' rows are shared, which stay at home, and which are compared.
 
-A row is always whole where a client is. What stays at home never leaves it: messages hold the shared columns alone, and
-a merge leaves the client's own values in the others.
+A row is always whole where a client is. What stays at home never leaves it: messages hold the
+shared columns alone, and a merge leaves the client's own values in the others.
 """
 
 import difflib
@@ -37,7 +37,14 @@ class Columns:
     @staticmethod
     def where(mask: Bool[Tensor, " params"]) -> "Columns":
         """Return the columns for which a mask is true."""
-        edges = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)]).int().diff().nonzero().flatten().tolist()
+        edges = (
+            torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
+            .int()
+            .diff()
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
         return Columns(tuple(zip(edges[::2], edges[1::2], strict=True)), len(mask))
 
     @property
@@ -58,7 +65,9 @@ class Columns:
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
             return rows[:, start:stop]
-        return torch.cat([rows[:, start:stop] for start, stop in self.ranges] or [rows[:, :0]], dim=1)
+        return torch.cat(
+            [rows[:, start:stop] for start, stop in self.ranges] or [rows[:, :0]], dim=1
+        )
 
     def put(
         self, rows: Shaped[Tensor, "rows params"], values: Shaped[Tensor, "rows columns"]
@@ -124,7 +133,9 @@ class Part:
             mask = mask & ~chosen(layout, home, f"what {owner} keeps at home")
         if not bool(mask.any()):
             kept = f", and {owner} keeps {', '.join(home)} at home" if home else ""
-            raise ConfigError(f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least")
+            raise ConfigError(
+                f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least"
+            )
         trained = mask & (torch.arange(layout.size) < layout.trainable)
         compared = trained & chosen(layout, similarity_on, "similarity_on")
         if similarity_on and not bool(compared.any()):
@@ -144,9 +155,10 @@ class Part:
 def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
     """Return which entries of a row some patterns choose.
 
-    A pattern is the name of a tensor or of a module as the user's own module calls it, with `*`, `?` and `[...]` as in
-    file names; a module stands for all of its tensors. `!` before a pattern takes out what it matches. Where all
-    patterns take out, the rest is chosen; where there are none, everything is.
+    A pattern is the name of a tensor or of a module as the user's own module calls it, with `*`,
+    `?` and `[...]` as in file names; a module stands for all of its tensors. `!` before a pattern
+    takes out what it matches. Where all patterns take out, the rest is chosen; where there are
+    none, everything is.
 
     Args:
         layout: how the tensors lie in a row.
@@ -159,7 +171,9 @@ def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, "
     wanted = [one for one in patterns if not one.startswith("!")]
     names, mask = layout.names, torch.full((layout.size,), not wanted)
     for pattern in [*wanted, *(one for one in patterns if one.startswith("!"))]:
-        slots = [slot for slot in layout.slots if _matches(names[slot.name], pattern.removeprefix("!"))]
+        slots = [
+            slot for slot in layout.slots if _matches(names[slot.name], pattern.removeprefix("!"))
+        ]
         if not slots:
             raise ConfigError(_nothing(layout, pattern, what))
         for slot in slots:
@@ -168,7 +182,9 @@ def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, "
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*"))
+    return any(
+        fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*")
+    )
 
 
 def _nothing(layout: Layout, pattern: str, what: str) -> str:
@@ -177,7 +193,15 @@ def _nothing(layout: Layout, pattern: str, what: str) -> str:
     if any(_matches([name], plain) for name in layout.frozen):
         return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
     tensors = [name for every in layout.names.values() for name in every]
-    modules = {".".join(parts[:end]) for parts in (name.split(".") for name in tensors) for end in range(1, len(parts))}
-    near = difflib.get_close_matches(plain.removesuffix(".*"), [*sorted(modules), *tensors], n=3, cutoff=0.4)
-    listed = ", ".join(near) if near else ", ".join(tensors[:6]) + (", ..." if len(tensors) > 6 else "")
+    modules = {
+        ".".join(parts[:end])
+        for parts in (name.split(".") for name in tensors)
+        for end in range(1, len(parts))
+    }
+    near = difflib.get_close_matches(
+        plain.removesuffix(".*"), [*sorted(modules), *tensors], n=3, cutoff=0.4
+    )
+    listed = (
+        ", ".join(near) if near else ", ".join(tensors[:6]) + (", ..." if len(tensors) > 6 else "")
+    )
     return f"{what}: {pattern!r} matches no tensor of the model; {'near names are' if near else 'it has'} {listed}"

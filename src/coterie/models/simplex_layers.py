@@ -1,8 +1,8 @@
 r"""The last layer of a model, and models with a simplex of endpoints in their last layer or in all layers.
 
 A simplex model has $M$ endpoints $\Theta_1 .. \Theta_M$ of some of its tensors and computes with
-$\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set anew in every step. Endpoints are ordinary parameters:
-they are trained, averaged and sent like all others.
+$\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set anew in every step. Endpoints are
+ordinary parameters: they are trained, averaged and sent like all others.
 """
 
 import copy
@@ -38,8 +38,10 @@ class SimplexHead(nn.Module):
         layer: the layer of each endpoint; all endpoints start at its values.
         endpoints: number of endpoints $M$.
         bias: whether the bias has endpoints too, or is shared by all.
-        gain: factor of the composed layer's parameters; its square multiplies the endpoints' effective step size.
-        ensemble: in evaluation, average the endpoints' predicted probabilities instead of their parameters.
+        gain: factor of the composed layer's parameters; its square multiplies the endpoints'
+            effective step size.
+        ensemble: in evaluation, average the endpoints' predicted probabilities instead of their
+            parameters.
     """
 
     input_buffers = ("alpha",)
@@ -56,14 +58,23 @@ class SimplexHead(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(layer, nn.Conv2d) and (layer.groups != 1 or ensemble):
-            raise ModelError("a simplex head takes convolutions without groups, and without test samples")
+            raise ModelError(
+                "a simplex head takes convolutions without groups, and without test samples"
+            )
         self._layer = [copy.deepcopy(layer)]  # a prototype, no part of the module
-        self.endpoints, self.shared_bias, self.gain, self.ensemble = endpoints, not bias, gain, ensemble
+        self.endpoints, self.shared_bias, self.gain, self.ensemble = (
+            endpoints,
+            not bias,
+            gain,
+            ensemble,
+        )
         self.weight = nn.Parameter(self._stacked(layer.weight.detach()))
         own = layer.bias
         self.bias = None
         if own is not None:
-            self.bias = nn.Parameter(own.detach().clone() if self.shared_bias else self._stacked(own.detach()))
+            self.bias = nn.Parameter(
+                own.detach().clone() if self.shared_bias else self._stacked(own.detach())
+            )
         self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
 
     def _stacked(self, value: Tensor) -> Tensor:
@@ -97,7 +108,9 @@ class SimplexHead(nn.Module):
         """Return the outputs of all endpoints: samples x endpoints x outputs ..."""
         bias = self.bias
         if bias is not None:
-            bias = bias.repeat(self.endpoints) if self.shared_bias else self.gain * bias.flatten(0, 1)
+            bias = (
+                bias.repeat(self.endpoints) if self.shared_bias else self.gain * bias.flatten(0, 1)
+            )
         out = self._apply_layer(x, self.gain * self.weight.flatten(0, 1), bias)
         return out.unflatten(1, (self.endpoints, self.weight.shape[1]))
 
@@ -129,7 +142,12 @@ class Endpoints(nn.Module):
 
 
 def simplex_head(
-    source: ModelFactory, endpoints: int, *, bias: bool = True, gain: float = 1.0, ensemble: bool = False
+    source: ModelFactory,
+    endpoints: int,
+    *,
+    bias: bool = True,
+    gain: float = 1.0,
+    ensemble: bool = False,
 ) -> ModelFactory:
     """Return a model whose last layer has endpoints; see `SimplexHead`.
 
@@ -142,7 +160,9 @@ def simplex_head(
         path = module_of(names[-1])
         layer = module.get_submodule(path)
         if not isinstance(layer, nn.Linear | nn.Conv2d):
-            raise ModelError(f"the last layer is a {type(layer).__name__}; a simplex head takes Linear or Conv2d")
+            raise ModelError(
+                f"the last layer is a {type(layer).__name__}; a simplex head takes Linear or Conv2d"
+            )
         head = SimplexHead(layer, endpoints, bias=bias, gain=gain, ensemble=ensemble)
         if not path:
             return head
@@ -156,10 +176,13 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
     """Return a model with endpoints for all trained tensors; there is one set of running statistics.
 
     Raises:
-        ModelError: for a module instead of a factory, since its endpoints could not be drawn independently.
+        ModelError: for a module instead of a factory, since its endpoints could not be drawn
+            independently.
     """
     if isinstance(source, nn.Module):
-        raise ModelError("endpoints of all layers are drawn by a factory of modules; found a module: pass its class")
+        raise ModelError(
+            "endpoints of all layers are drawn by a factory of modules; found a module: pass its class"
+        )
 
     def change(module: nn.Module) -> nn.Module:
         module = rewrite(module)
@@ -190,39 +213,56 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
     return [slot for slot in layout.slots if slot.name in names]
 
 
-def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients entries"]:
+def composed_last_layer(
+    layout: Layout, updates: Float[Tensor, "clients params"]
+) -> Float[Tensor, "clients entries"]:
     """Return the updates of a model's last layer, composed at the barycenter if that layer has endpoints."""
     endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer(layout)
-    gains = {path: part.gain for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
+    gains = {
+        path: part.gain
+        for path, part in layout.train_module.named_modules()
+        if isinstance(part, SimplexHead)
+    }
     parts = []
     for slot in layout.slots:
         if slot.start < layout.trainable and bool(last[slot.start]):
             update = updates[:, slot.start : slot.stop]
             if slot.name in endpoints:
-                update = gains.get(module_of(slot.name), 1.0) * update.unflatten(1, (slot.shape[0], -1)).mean(1)
+                update = gains.get(module_of(slot.name), 1.0) * update.unflatten(
+                    1, (slot.shape[0], -1)
+                ).mean(1)
             parts.append(update)
     return torch.cat(parts, dim=1)
 
 
-def plain(layout: Layout, rows: Float[Tensor, "clients params"]) -> tuple[list[Slot], Float[Tensor, "clients plain"]]:
+def plain(
+    layout: Layout, rows: Float[Tensor, "clients params"]
+) -> tuple[list[Slot], Float[Tensor, "clients plain"]]:
     """Return models without endpoints, as the rows of the module that had none, and where its tensors lie in them.
 
-    The endpoints of each model are mixed evenly, which is no loss where they are equal, as `compose` makes them. Rows
-    of a model that has no endpoints come back as they are.
+    The endpoints of each model are mixed evenly, which is no loss where they are equal, as
+    `compose` makes them. Rows of a model that has no endpoints come back as they are.
 
     Args:
         layout: of any model.
         rows: the models.
 
     Raises:
-        ModelError: when the head averages predictions of its endpoints: then there is no such module.
+        ModelError: when the head averages predictions of its endpoints: then there is no such
+            module.
     """
     endpoints = {slot.name for slot in endpoint_slots(layout)}
     if not endpoints:
         return layout.slots, rows
-    heads = {path: part for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
+    heads = {
+        path: part
+        for path, part in layout.train_module.named_modules()
+        if isinstance(part, SimplexHead)
+    }
     if any(head.ensemble for head in heads.values()):
-        raise ModelError("with test_samples above 1 a client is served by several models at once, not by one module")
+        raise ModelError(
+            "with test_samples above 1 a client is served by several models at once, not by one module"
+        )
     slots, parts, position = [], [], 0
     for slot in layout.slots:
         name, shape, values = slot.name, slot.shape, rows[:, slot.start : slot.stop]
@@ -245,12 +285,14 @@ def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[
 
 
 def compose(
-    layout: Layout, rows: Float[Tensor, "clients params"], alpha: Float[Tensor, "clients draws topics"]
+    layout: Layout,
+    rows: Float[Tensor, "clients params"],
+    alpha: Float[Tensor, "clients draws topics"],
 ) -> Float[Tensor, "clients params"]:
     """Return models with endpoints that are mixtures of the old endpoints.
 
-    With one mixture all endpoints become that mixture, and the model no longer depends on its position; with more,
-    endpoint m becomes mixture m modulo their number.
+    With one mixture all endpoints become that mixture, and the model no longer depends on its
+    position; with more, endpoint m becomes mixture m modulo their number.
 
     Args:
         layout: layout of a simplex model.
@@ -267,7 +309,12 @@ def compose(
 
 
 def independent_endpoints(
-    layout: Layout, rows: Float[Tensor, "endpoints params"], rng: Rng, *, xavier: bool, gain: float = 1.0
+    layout: Layout,
+    rows: Float[Tensor, "endpoints params"],
+    rng: Rng,
+    *,
+    xavier: bool,
+    gain: float = 1.0,
 ) -> Float[Tensor, " params"]:
     """Return the first row, with endpoint m taken from row m.
 
@@ -275,13 +322,15 @@ def independent_endpoints(
         layout: layout of a simplex model.
         rows: independently drawn models; in each of them all endpoints are equal.
         rng: the run's streams.
-        xavier: draw weights with two or more axes from Xavier's normal distribution instead, and set those with one
-            axis (biases of the head) to 0.
+        xavier: draw weights with two or more axes from Xavier's normal distribution instead, and
+            set those with one axis (biases of the head) to 0.
         gain: see `SimplexHead`.
     """
     out = rows[0].clone()
     for slot in endpoint_slots(layout):
-        endpoints = torch.stack([row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)])
+        endpoints = torch.stack(
+            [row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)]
+        )
         if xavier:
             endpoints = endpoints.cpu()  # whose generator the stream seeds
             with rng.at(-1).torch_globals(f"endpoints.{slot.name}"):

@@ -1,6 +1,7 @@
 """The same methods between machines that do not trust each other, peer to peer or with a server node.
 
-Needs the extra `net`. A node is the run's own loop with one hosted client and a remote exchange; the modules,
-from the bottom up: `wire` (what a message is), `identity` and `roster` (who may speak), `outbox`, `transport` and
-`zenoh_transport` (how messages travel), `exchange` (the methods' door), `node` (the process).
+Needs the extra `net`. A node is the run's own loop with one hosted client and a remote exchange;
+the modules, from the bottom up: `wire` (what a message is), `identity` and `roster` (who may
+speak), `outbox`, `transport` and `zenoh_transport` (how messages travel), `exchange` (the methods'
+door), `node` (the process).
 """

@@ -1,9 +1,10 @@
 """Audit log: who joined, what was asked, sent and received, and what was refused, in a chain of hashes.
 
-Every line is a JSON object with its number `n` and the SHA-256 of the line before it, `prev`. At the end of every round
-the node signs the chain as it is then. So no line can be changed, removed or added afterward without it being found,
-unless everything from there on is written and signed anew; what other members wrote down shows that. `auditor` checks
-logs, and compares those of two members. Neither private keys nor messages are in them, only digests.
+Every line is a JSON object with its number `n` and the SHA-256 of the line before it, `prev`. At
+the end of every round the node signs the chain as it is then. So no line can be changed, removed or
+added afterward without it being found, unless everything from there on is written and signed anew;
+what other members wrote down shows that. `auditor` checks logs, and compares those of two members.
+Neither private keys nor messages are in them, only digests.
 """
 
 import hashlib
@@ -35,8 +36,10 @@ _DOMAIN = b"coterie audit 1\n"
 _SEAL = re.compile(rb',"signature":"([0-9a-f]{128})"\}$')
 _TEXT = 300  # characters of a reason, which can come from others
 _CUT = 1000  # characters of half a line that is written down before it is removed
-_ALWAYS = ("peer_up", "peer_down", "roster_refused")  # events of the log that are written down; of others, warnings are
-_ELSEWHERE = ("pull", "redraw", "serve", "waiting", "disk_full")  # said line by line, or when nothing can be written
+# events of the log that are written down; of others, warnings are
+_ALWAYS = ("peer_up", "peer_down", "roster_refused")
+# said line by line, or when nothing can be written
+_ELSEWHERE = ("pull", "redraw", "serve", "waiting", "disk_full")
 
 
 def digest(line: bytes) -> str:
@@ -52,7 +55,11 @@ def sealed(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
 def opened(line: bytes) -> tuple[bytes, bytes]:
     """Return the signature of a line that `sealed` made, and the bytes that it is of; an empty one if it has none."""
     found = _SEAL.search(line)
-    return (b"", line) if found is None else (bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}")
+    return (
+        (b"", line)
+        if found is None
+        else (bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}")
+    )
 
 
 def files(folder: Path) -> list[Path]:
@@ -64,7 +71,8 @@ def files(folder: Path) -> list[Path]:
 class Audit:
     """The audit log of one node. It is a context manager, and may be written to from several threads.
 
-    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure` raises the error.
+    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure`
+    raises the error.
 
     Args:
         folder: the node's folder; its owner has claimed it.
@@ -162,7 +170,13 @@ class Audit:
         Raises:
             OSError: from the system; nothing was added then.
         """
-        line = {"n": self._n, "time": round(self._clock(), 3), "prev": self._prev, "event": event, **details}
+        line = {
+            "n": self._n,
+            "time": round(self._clock(), 3),
+            "prev": self._prev,
+            "event": event,
+            **details,
+        }
         text = json.dumps(line, separators=(",", ":"), default=str).encode()
         text = sealed(text, self._sign) if event == "head" else text
         self._lines.append(text)
@@ -243,7 +257,10 @@ class Audit:
 
     def roster(self, roster: Roster, **details: Any) -> None:
         """Write which roster counts from now on: members, keys, clients."""
-        members = {m.name: {"key": m.key, "subject": m.subject, "clients": list(m.clients)} for m in roster.members}
+        members = {
+            m.name: {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
+            for m in roster.members
+        }
         self._roster = {
             "version": roster.version, "issued": roster.issued, "server": roster.server, "members": members
         }  # fmt: skip
@@ -263,7 +280,9 @@ class Audit:
             return self.once("declined", {"to": asker, "reason": what.reason}, **_place(address))
         m = json.loads(what.manifest)
         key = {"to": asker, "inc": m["inc"], **_place(address)}
-        return self.once("sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=names_in(what.payload))
+        return self.once(
+            "sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=names_in(what.payload)
+        )
 
     def received(self, peer: str, address: Address, found: Delivery | Missing) -> None:
         """Write what a member answered to a question of this node: its signed manifest, or why there is no message."""
@@ -273,7 +292,9 @@ class Audit:
             self.write("received", **{"from": peer}, **about)
         elif found.reason.startswith("refused:"):
             code = found.reason.removeprefix("refused:")
-            self.once("refused", {"peer": peer, "code": code}, text=found.text[:_TEXT], **_place(address))
+            self.once(
+                "refused", {"peer": peer, "code": code}, text=found.text[:_TEXT], **_place(address)
+            )
         else:
             self.once("missing", {"peer": peer, "reason": found.reason}, **_place(address))
 
@@ -282,7 +303,8 @@ class Audit:
 
         Args:
             round: the round.
-            refused: (reader, client read, its member, first round in which it is read again) of each.
+            refused: (reader, client read, its member, first round in which it is read again) of
+                each.
         """
         for reader, read, peer, until in refused:
             self.write("rejected", round=round, reader=reader, client=read, peer=peer, until=until)
@@ -292,9 +314,15 @@ class Audit:
         grave = level in ("warning", "error") and event not in _ELSEWHERE
         if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
             return
-        key = {name: details[name] for name in ("peer", "reason", "code", "source") if name in details}
-        rest = {name: value for name, value in details.items() if name not in key and name != "times"}
-        rest = {name: value[:_TEXT] if isinstance(value, str) else value for name, value in rest.items()}
+        key = {
+            name: details[name] for name in ("peer", "reason", "code", "source") if name in details
+        }
+        rest = {
+            name: value for name, value in details.items() if name not in key and name != "times"
+        }
+        rest = {
+            name: value[:_TEXT] if isinstance(value, str) else value for name, value in rest.items()
+        }
         self.once(event, key, int(details.get("times", 1)), **rest)
 
     # ------------------------------------------------------------------ the end
@@ -303,7 +331,10 @@ class Audit:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Write why the node ends, and sign."""
         why = "in order"
@@ -323,7 +354,12 @@ class Audit:
 
 
 def _place(address: Address) -> dict[str, Any]:
-    return {"round": address.round, "exchange": address.exchange, "client": address.client, "kind": address.kind}
+    return {
+        "round": address.round,
+        "exchange": address.exchange,
+        "client": address.client,
+        "kind": address.kind,
+    }
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Auditor: checks audit logs, alone and against each other.
 
-What a log proves rests on three things: the chain (a line that was changed, removed or added is found), the node's
-signatures at the end of every round (the chain was not written anew by somebody without its key), and the signatures of
-other members under what they sent (they cannot deny it). Keys come from rosters that the organizer signed, if they are
-given; else from the log itself.
+What a log proves rests on three things: the chain (a line that was changed, removed or added is
+found), the node's signatures at the end of every round (the chain was not written anew by somebody
+without its key), and the signatures of other members under what they sent (they cannot deny it).
+Keys come from rosters that the organizer signed, if they are given; else from the log itself.
 """
 
 from collections import Counter
@@ -21,8 +21,12 @@ from coterie.net.wire import signed as manifest_signed
 
 MAX_LINE = 4 * 1024 * 1024
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("n", "format", "inc", "round", "exchange", "client", "bytes", "times", "version"), int),
-    **dict.fromkeys(("prev", "event", "node", "run", "key", "peer", "from", "to", "reason", "code", "kind"), str),
+    **dict.fromkeys(
+        ("n", "format", "inc", "round", "exchange", "client", "bytes", "times", "version"), int
+    ),
+    **dict.fromkeys(
+        ("prev", "event", "node", "run", "key", "peer", "from", "to", "reason", "code", "kind"), str
+    ),
     **dict.fromkeys(("sha256", "manifest", "signature", "of", "text"), str),
     "time": (int, float),
     "members": dict,
@@ -35,7 +39,8 @@ class Traffic:
     """What a log says of one other member.
 
     Args:
-        sent: the digest of each message that was sent to it, by incarnation, round, exchange, client and kind.
+        sent: the digest of each message that was sent to it, by incarnation, round, exchange,
+            client and kind.
         received: the same of messages that it sent.
         sent_bytes: bytes of payload, repetitions included.
         received_bytes: bytes of payload.
@@ -72,7 +77,8 @@ class Report:
         starts: how often the node was started.
         unended: how often it did not stop in order before it was started again.
         rosters: versions of the roster, in order.
-        confirmed: versions of the roster that were compared with a roster that the organizer signed.
+        confirmed: versions of the roster that were compared with a roster that the organizer
+            signed.
         repaired: number of times that half a line was removed.
         members: fingerprints of the keys of members that were met, by name.
         traffic: by member; "" for what could not be ascribed to one.
@@ -111,9 +117,17 @@ def find(path: Path) -> list[Path]:
         ConfigError: when there is none.
     """
     folder = path.parent if path.name == audit.FILE else path
-    found = [path] if path.is_file() and path.name != audit.FILE else audit.files(folder) if folder.is_dir() else []
+    found = (
+        [path]
+        if path.is_file() and path.name != audit.FILE
+        else audit.files(folder)
+        if folder.is_dir()
+        else []
+    )
     if not found:
-        raise ConfigError(f"{path} holds no {audit.FILE}; a node's lies in the folder `runs`/NAME of its node.toml")
+        raise ConfigError(
+            f"{path} holds no {audit.FILE}; a node's lies in the folder `runs`/NAME of its node.toml"
+        )
     return found
 
 
@@ -133,8 +147,8 @@ def check(path: Path, rosters: Sequence[Roster] = ()) -> Report:
 def compare(a: Report, b: Report) -> list[str]:
     """Return in what two logs of one run contradict each other; empty if they do not.
 
-    What one has from the other must be what the other says that it sent. What was sent and did not arrive is no
-    contradiction.
+    What one has from the other must be what the other says that it sent. What was sent and did not
+    arrive is no contradiction.
     """
     if a.run != b.run or a.node == b.node:
         return []
@@ -146,9 +160,13 @@ def compare(a: Report, b: Report) -> list[str]:
         who = f"{reader.node} received from {sender.node}"
         if lacking:
             torn = " (its log has a break)" if sender.repaired or sender.unended else ""
-            out.append(f"{_count(lacking)} that {who} are not in {sender.node}'s log{torn}: {_named(lacking[0])}")
+            out.append(
+                f"{_count(lacking)} that {who} are not in {sender.node}'s log{torn}: {_named(lacking[0])}"
+            )
         if other:
-            out.append(f"{_count(other)} that {who} have another digest in {sender.node}'s log: {_named(other[0])}")
+            out.append(
+                f"{_count(other)} that {who} have another digest in {sender.node}'s log: {_named(other[0])}"
+            )
     return out
 
 
@@ -194,7 +212,9 @@ class _Reader:
                 except (_Bad, Refused) as bad:
                     report.problems.append(f"{path.name} line {number}: {bad}")
                 except (KeyError, TypeError, ValueError, AttributeError, CoterieError) as bad:
-                    report.problems.append(f"{path.name} line {number}: it is no line of an audit log: {bad!r}")
+                    report.problems.append(
+                        f"{path.name} line {number}: it is no line of an audit log: {bad!r}"
+                    )
                 self._prev = audit.digest(line.removesuffix(b"\n"))
                 report.head = (report.head[0] if self._n is None else self._n - 1), self._prev
         if not report.lines:
@@ -202,8 +222,12 @@ class _Reader:
         elif not report.heads:
             report.problems.append("no line of it is signed by the node")
         if self._given and not report.confirmed and not report.problems:
-            given, found = (", ".join(map(str, sorted(versions))) for versions in (self._given, report.rosters))
-            report.problems.append(f"it has versions {found or 'none'} of the roster; given was {given}")
+            given, found = (
+                ", ".join(map(str, sorted(versions))) for versions in (self._given, report.rosters)
+            )
+            report.problems.append(
+                f"it has versions {found or 'none'} of the roster; given was {given}"
+            )
         return report
 
     def _line(self, line: bytes) -> None:
@@ -211,7 +235,9 @@ class _Reader:
         if len(line) > MAX_LINE:
             raise _Bad(f"it has more than {MAX_LINE} bytes")
         if not line.endswith(b"\n"):
-            raise _Bad("it is torn: its end is missing; the node says so in its next line when it is started again")
+            raise _Bad(
+                "it is torn: its end is missing; the node says so in its next line when it is started again"
+            )
         self._raw = line = line.removesuffix(b"\n")
         found = strict_json(line, "line")
         _check_types(found)
@@ -225,7 +251,10 @@ class _Reader:
                 raise _Bad("it is the first of a chain and names a line before it")
         elif prev != before or n != expected:
             self._heard(event, found)
-            changed, moved = "one of them was changed", f"lines were taken out or added ({n} follows {expected - 1})"
+            changed, moved = (
+                "one of them was changed",
+                f"lines were taken out or added ({n} follows {expected - 1})",
+            )
             raise _Bad(f"it does not follow the line before: {changed if n == expected else moved}")
         self._heard(event, found)
 
@@ -246,16 +275,22 @@ class _Reader:
             raise _Bad(f"format {found['format']}; this program reads format {audit.FORMAT}")
         who = found["node"], found["run"]
         if report.node and who != (report.node, report.run):
-            raise _Bad(f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in {report.run}")
+            raise _Bad(
+                f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in {report.run}"
+            )
         report.node, report.run, report.key = *who, found["key"]
         if self._runs and report.run not in self._runs:
-            raise _Bad(f"it is of run {report.run}; the roster that was given is of {', '.join(sorted(self._runs))}")
+            raise _Bad(
+                f"it is of run {report.run}; the roster that was given is of {', '.join(sorted(self._runs))}"
+            )
         if report.key not in self._own:
             self._own.insert(0, report.key)
 
     def _on_broken(self, found: Mapping[str, Any]) -> None:
         self._on_file(found)
-        raise _Bad(f"a new chain begins, since the node found the one before damaged: {found['text']}")
+        raise _Bad(
+            f"a new chain begins, since the node found the one before damaged: {found['text']}"
+        )
 
     def _on_repaired(self, found: Mapping[str, Any]) -> None:
         self.report.repaired += 1
@@ -272,7 +307,9 @@ class _Reader:
     def _on_roster(self, found: Mapping[str, Any]) -> None:
         report, version = self.report, found["version"]
         if report.rosters and version < report.rosters[-1]:
-            raise _Bad(f"version {version} of the roster after version {report.rosters[-1]}; versions only rise")
+            raise _Bad(
+                f"version {version} of the roster after version {report.rosters[-1]}; versions only rise"
+            )
         if version not in report.rosters:
             report.rosters.append(version)
         for member in found["members"].values():
@@ -281,7 +318,9 @@ class _Reader:
         given = self._given.get(version)
         if given is not None:
             if keys != {m.name: m.key for m in given.members}:
-                raise _Bad(f"its members or their keys are not those of version {version} of the organizer's roster")
+                raise _Bad(
+                    f"its members or their keys are not those of version {version} of the organizer's roster"
+                )
             report.confirmed.add(version)
         if report.node in keys and keys[report.node] not in self._own:
             raise _Bad(f"the roster has another key for {report.node} than the log")
@@ -314,8 +353,12 @@ class _Reader:
         text = found["manifest"].encode()
         m = read_manifest(text)
         if (m.run, m.peer) != (report.run, peer) or m.to not in ("", report.node):
-            raise _Bad(f"a message of {m.peer} to {m.to or 'all'} in run {m.run}; expected one of {peer}")
-        if not _valid(self._keys.get(peer, []), bytes.fromhex(found["signature"]), manifest_signed(text)):
+            raise _Bad(
+                f"a message of {m.peer} to {m.to or 'all'} in run {m.run}; expected one of {peer}"
+            )
+        if not _valid(
+            self._keys.get(peer, []), bytes.fromhex(found["signature"]), manifest_signed(text)
+        ):
             raise _Bad(f"the message is not signed by {peer}'s key")
         of = report.of(peer)
         of.received[m.inc, m.round, m.exchange, m.client, m.kind] = m.sha256
@@ -349,8 +392,14 @@ def _check_types(found: Any) -> None:
         raise _Bad("it is no JSON object")
     for name, value in found.items():
         kind = _TYPES.get(name, object)
-        if not isinstance(value, kind) or isinstance(value, bool) or (type(value) is int and abs(value) >= 1 << 53):
-            raise _Bad(f"{name[:40]} is {str(value)[:40]}; expected {getattr(kind, '__name__', 'a number')}")
+        if (
+            not isinstance(value, kind)
+            or isinstance(value, bool)
+            or (type(value) is int and abs(value) >= 1 << 53)
+        ):
+            raise _Bad(
+                f"{name[:40]} is {str(value)[:40]}; expected {getattr(kind, '__name__', 'a number')}"
+            )
 
 
 def _lines(path: Path) -> Iterator[bytes]:

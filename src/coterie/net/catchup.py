@@ -1,7 +1,8 @@
 """Catching up: to which round a node that has fallen behind may go.
 
-A node leaves out rounds on nobody's word alone. The target is backed by signed heads of more than half of the other
-members, lies within what the node's own clock allows, and is never the end of the run.
+A node leaves out rounds on nobody's word alone. The target is backed by signed heads of more than
+half of the other members, lies within what the node's own clock allows, and is never the end of the
+run.
 """
 
 import time
@@ -19,7 +20,8 @@ def backed(rounds: Iterable[int], others: int) -> int:
     """Return the newest round that more than half of the other members have reached by their own word; -1 for none.
 
     Args:
-        rounds: the rounds in their signed heads. Who did not answer counts as one that has reached none.
+        rounds: the rounds in their signed heads. Who did not answer counts as one that has reached
+            none.
         others: how many other members there are.
     """
     claims, needed = sorted(rounds, reverse=True), others // 2 + 1
@@ -35,7 +37,9 @@ class RunClock:
         clock: the time now.
     """
 
-    def __init__(self, round: int, since: float | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, round: int, since: float | None, clock: Callable[[], float] = time.time
+    ) -> None:
         self.round, self.since, self._clock = round, since, clock
 
     def in_step(self, round: int) -> None:

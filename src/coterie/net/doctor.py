@@ -53,16 +53,23 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     try:
         own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
         left = own.certificate.not_valid_after_utc - datetime.now(UTC)
-        tell(f"{own.name}: key and certificate belong together; valid for {left.days} days", left.days >= 2)
+        tell(
+            f"{own.name}: key and certificate belong together; valid for {left.days} days",
+            left.days >= 2,
+        )
         roster = rosters.load(file.path(file.roster), file.path(file.organizer))
         problems = rosters.check(file.path(file.roster), file.path(file.organizer), own=own)
         for problem in problems:
             tell(problem, False)
         if not problems:
-            tell(f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} members")
+            tell(
+                f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} members"
+            )
         study, label, seed = file.chosen()
         plan = nodefile.plan_of(study)
-        federation = nodefile.own_rows(file, study, roster.member(own.name).clients, roster.population)
+        federation = nodefile.own_rows(
+            file, study, roster.member(own.name).clients, roster.population
+        )
         samples = {split: federation.counts(split).tolist() for split in ("train", "validation")}
         tell(f"data: {samples['train']} training and {samples['validation']} validation samples")
     except CoterieError as error:
@@ -80,7 +87,12 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     tell(f"trains on {plan.settings.device}; {devices.here()}")
     address = file.listen or roster.member(own.name).address
     free = _free(address)
-    tell(f"{address} is free" if free else f"{address} is taken: the node runs already, or another program", free)
+    tell(
+        f"{address} is free"
+        if free
+        else f"{address} is taken: the node runs already, or another program",
+        free,
+    )
     if free:
         with _visit(file, roster, own, plan, federation, insecure) as node:
             for sentence, good in _others(node):
@@ -110,10 +122,14 @@ def _visit(
     log = Log(own.name, level="error")
     with (
         tempfile.TemporaryDirectory() as folder,
-        ZenohTransport(roster, own.name, None if insecure else own, listen=file.listen or None, log=log) as transport,
+        ZenohTransport(
+            roster, own.name, None if insecure else own, listen=file.listen or None, log=log
+        ) as transport,
     ):
         terms = replace(file.network.terms, deadline=10.0)
-        node = Node(plan, federation, roster, transport, own.sign, Path(folder), terms=terms, log=log)
+        node = Node(
+            plan, federation, roster, transport, own.sign, Path(folder), terms=terms, log=log
+        )
         try:
             yield node
         finally:
@@ -128,7 +144,11 @@ def _others(node: Node) -> Iterator[tuple[str, bool]]:
         member = roster.member(name)
         if name not in heads_found:
             open_ = _reachable(member.address)
-            hint = "its port is open, but it does not answer as this member" if open_ else "nothing listens there"
+            hint = (
+                "its port is open, but it does not answer as this member"
+                if open_
+                else "nothing listens there"
+            )
             yield f"{name} at {member.address}: no answer ({hint})", False
             continue
         before = time.time()
@@ -159,7 +179,9 @@ def _rate(post: Post, peer: str) -> float | None:
     """Bytes a second from a member: the second of two measurements, since the first warms the link up."""
     post.probe(peer, 10.0)
     found = post.probe(peer, 10.0)
-    return found.bytes / found.seconds if isinstance(found, Delivery) and found.seconds > 0 else None
+    return (
+        found.bytes / found.seconds if isinstance(found, Delivery) and found.seconds > 0 else None
+    )
 
 
 def _forecast(node: Node, rates: list[float]) -> str:

@@ -1,9 +1,10 @@
 """Doorkeeper: while broken handshakes come in numbers, the kernel lets in known addresses only.
 
-The engine pauses for a tenth of a second after every handshake that fails, and the connections that fail meanwhile stay
-open. Somebody without a certificate who makes many of them keeps new links of members from coming up, and in the end
-takes every file that a node may open. Connections of addresses that are not known are then dropped by the kernel before
-the engine hears of them (a socket filter, Linux only), until a minute has passed without a broken handshake.
+The engine pauses for a tenth of a second after every handshake that fails, and the connections that
+fail meanwhile stay open. Somebody without a certificate who makes many of them keeps new links of
+members from coming up, and in the end takes every file that a node may open. Connections of
+addresses that are not known are then dropped by the kernel before the engine hears of them (a
+socket filter, Linux only), until a minute has passed without a broken handshake.
 """
 
 import ctypes
@@ -88,7 +89,12 @@ class Doorkeeper:
     """
 
     def __init__(
-        self, port: int, hosts: Iterable[str], log: Callable[..., None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        port: int,
+        hosts: Iterable[str],
+        log: Callable[..., None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._log, self._clock = port, log, clock
         self._known: set[str] = set()
@@ -96,7 +102,9 @@ class Doorkeeper:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._closed = self._over = False
-        threading.Thread(target=self._resolve, args=(list(hosts),), name="coterie-resolve", daemon=True).start()
+        threading.Thread(
+            target=self._resolve, args=(list(hosts),), name="coterie-resolve", daemon=True
+        ).start()
 
     @property
     def closed(self) -> bool:

@@ -1,8 +1,9 @@
 """Engine log: connections and messages that the network engine rejects, as events in the node's log.
 
-The engine drops strangers, forbidden questions and oversize messages before any code of the node sees them, and reports
-that only in lines on standard output. Those lines are read here: each rejection becomes an event with its reason, and
-other lines for the operator pass on to standard output unchanged.
+The engine drops strangers, forbidden questions and oversize messages before any code of the node
+sees them, and reports that only in lines on standard output. Those lines are read here: each
+rejection becomes an event with its reason, and other lines for the operator pass on to standard
+output unchanged.
 """
 
 import io
@@ -28,27 +29,31 @@ _RULING = re.compile(
     r"is (un)?authorized to (.+?) \((in|e)gress\) on (\S+)"
 )
 _UNKNOWN = re.compile(r"([0-9a-f]+) did not match any configured ACL subject.*")
-_LINKS = re.compile(r"New low-pass filter transport unicast (.*)")  # the engine's next line about a link
+# the engine's next line about a link
+_LINKS = re.compile(r"New low-pass filter transport unicast (.*)")
 _GONE = re.compile(r"Unable to get \w+ (from|for) transport")
 _LINK = re.compile(r"Link \{.*?dst: \w+/(\S+?),.*?auth_identifier: \w+\((?:Some\(\"(\w+)\"\))?")
 _CACHING = re.compile(r"ACL \(\w+\): caching permissions for `(.*)` ...")
-_HINT = ". Hint: increase the system open file limit."  # the engine adds it to every failed handshake
+# the engine adds it to every failed handshake
+_HINT = ". Hint: increase the system open file limit."
 _Kind = tuple[str, str, str]  # reason, member, text without its digits
 _TOO_LARGE = "a question or an answer is over its cap"
 _CAPPED = ("Query", "Reply")
-_Ruling = tuple[bool, bool, str, str]  # whether it came from outside, was allowed; the common name, the action and key
+# whether it came from outside, was allowed; the common name, the action and key
+_Ruling = tuple[bool, bool, str, str]
 
 
 class EngineLog:
     """Reads the engine's lines and logs an event for each connection or message that it rejects.
 
-    Reasons are "certificate" (no link: the certificate or the handshake is not in order), "not_on_roster" (a link, but
-    nothing passes), "not_allowed" (a member asked, answered or announced under a key that is not its own) and
-    "too_large". The engine writes the same line for a message over its size limit and for any message of a peer that
-    is not on the roster; once such a link has been seen, the reason is "dropped".
+    Reasons are "certificate" (no link: the certificate or the handshake is not in order),
+    "not_on_roster" (a link, but nothing passes), "not_allowed" (a member asked, answered or
+    announced under a key that is not its own) and "too_large". The engine writes the same line for
+    a message over its size limit and for any message of a peer that is not on the roster; once such
+    a link has been seen, the reason is "dropped".
 
-    Only what comes from outside counts. What the node's own access list keeps from going out accuses nobody, and
-    neither does a link that is closed before the engine could see whose it is.
+    Only what comes from outside counts. What the node's own access list keeps from going out
+    accuses nobody, and neither does a link that is closed before the engine could see whose it is.
 
     Args:
         log: receives the events.
@@ -70,14 +75,17 @@ class EngineLog:
         self._unreported: Counter[_Kind] = Counter()
         self._told: dict[_Kind, float] = {}
         self._newest: dict[_Kind, str] = {}
-        self._ruled: dict[str, _Ruling] = {}  # by the engine's thread: its newest ruling on a message
+        # by the engine's thread: its newest ruling on a message
+        self._ruled: dict[str, _Ruling] = {}
         self._cached: dict[str, str] = {}  # by thread: the key of which it has ruled in advance
         self._names: dict[str, str] = {}  # common names by the engine's id of their session
         self._unknown: set[str] = set()  # threads that have just met a link without a subject
         self._strangers = False
-        self.name_of: Callable[[str], str] = lambda common_name: common_name  # whose a certificate is
+        # whose a certificate is
+        self.name_of: Callable[[str], str] = lambda common_name: common_name
         self.on_failed: Callable[[], None] = lambda: None  # a handshake failed
-        self.on_link: Callable[[str], None] = lambda address: None  # a member has a link, from or to an address
+        # a member has a link, from or to an address
+        self.on_link: Callable[[str], None] = lambda address: None
 
     def line(self, text: str) -> None:
         """Take one line."""
@@ -108,7 +116,8 @@ class EngineLog:
             at_once, session, name, denied, what, way, key = ruling.groups()
             if name and len(self._names) < _SESSIONS:
                 self._names[session] = name
-            if at_once or key != self._cached.get(thread):  # else it rules in advance, not on a message
+            # else it rules in advance, not on a message
+            if at_once or key != self._cached.get(thread):
                 who = name or self._names.get(session, "")
                 self._ruled[thread] = (way == "in", not denied, who, f"{what} on {key}")
 
@@ -120,7 +129,9 @@ class EngineLog:
             return  # it is closed already; whose it was is not known
         self._strangers = True
         who = "" if link is None else f" (from {link[1]}, common name {link[2] or 'unknown'})"
-        self._refused("not_on_roster", "", f"its certificate is valid; nothing that it sends is heard{who}")
+        self._refused(
+            "not_on_roster", "", f"its certificate is valid; nothing that it sends is heard{who}"
+        )
 
     def _intercepted(self, ruling: _Ruling | None) -> None:
         inside, allowed, common, what = ruling or (True, True, "", "")
@@ -148,7 +159,14 @@ class EngineLog:
     def _tell(self, kind: _Kind) -> None:
         reason, peer, _ = kind
         who, times = ({"peer": peer} if peer else {}), self._unreported.pop(kind)
-        self._log("turned_away", level="warning", reason=reason, **who, text=self._newest[kind], times=times)
+        self._log(
+            "turned_away",
+            level="warning",
+            reason=reason,
+            **who,
+            text=self._newest[kind],
+            times=times,
+        )
 
     def close(self) -> None:
         """Log the remaining events."""

@@ -1,10 +1,11 @@
 """RemoteExchange: the exchange of a node, over any transport.
 
-It has the contract of every exchange, so the same methods run on it. Publishing stores a signed message, which other
-nodes fetch; pulling fetches those of the chosen peers, a few at a time, until the round's deadline. When peers are
-missing in the first exchange of a round, the round is drawn again without them by the method's own rule; a message that
-is missing later is `mask == False`, with the reason in the journal. In server-based methods the node in the server role
-fetches the cohort's messages, and every client fetches its answer.
+It has the contract of every exchange, so the same methods run on it. Publishing stores a signed
+message, which other nodes fetch; pulling fetches those of the chosen peers, a few at a time, until
+the round's deadline. When peers are missing in the first exchange of a round, the round is drawn
+again without them by the method's own rule; a message that is missing later is `mask == False`,
+with the reason in the journal. In server-based methods the node in the server role fetches the
+cohort's messages, and every client fetches its answer.
 """
 
 import math
@@ -49,7 +50,8 @@ class RemoteExchange:
 
     Args:
         post: publishes and fetches single messages.
-        width: numbers of a model in a message; what a server sends must have as many. Any number when None.
+        width: numbers of a model in a message; what a server sends must have as many. Any number
+            when None.
     """
 
     def __init__(self, post: Post, width: int | None = None) -> None:
@@ -98,7 +100,9 @@ class RemoteExchange:
         alive = self.post.transport.alive()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
-        away = {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
+        away = {
+            client for client, name in self.post.host_of.items() if name in self._away | self._odd
+        }
         return away | set(self.roster.removed)
 
     def reachable(self) -> Bool[Tensor, " population"]:
@@ -126,14 +130,18 @@ class RemoteExchange:
     def _template(self, message: Message, address: Address) -> Template:
         """The template of a message like this one from another client."""
         tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
-        rows = {name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        rows = {
+            name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
+            for name, t in tensors.items()
+        }
         return Template.of(rows, halved=frozenset({"params"}), gaps=gaps(rows, address))
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the message of the hosted clients and ask the chosen peers for theirs: see `Exchange.pull`.
 
         Raises:
-            PeersMissing: in the first exchange of a round, when peers are missing and others may be drawn.
+            PeersMissing: in the first exchange of a round, when peers are missing and others may be
+                drawn.
         """
         started, number = time.monotonic(), self._next()
         own, message = self._own.active, replace(message, ids=self._own.active)
@@ -172,10 +180,16 @@ class RemoteExchange:
     def _at(self, number: int, client: int) -> Address:
         return Address(self._rng.round, number, client)
 
-    def _ask(self, wanted: Iterable[int], number: int, template: Template, seconds: float) -> dict[int, str]:
+    def _ask(
+        self, wanted: Iterable[int], number: int, template: Template, seconds: float
+    ) -> dict[int, str]:
         """Fetch messages that are neither here nor known to be missing; return those now missing, with reasons."""
         skip = self._lost | self._down
-        fresh = [self._at(number, c) for c in wanted if self._at(number, c) not in self._got and c not in skip]
+        fresh = [
+            self._at(number, c)
+            for c in wanted
+            if self._at(number, c) not in self._got and c not in skip
+        ]
         found = self.post.gather(fresh, template, seconds)
         self._got |= {self._at(number, c): d for c, d in found.items() if isinstance(d, Delivery)}
         return {c: missing.reason for c, missing in found.items() if isinstance(missing, Missing)}
@@ -205,25 +219,37 @@ class RemoteExchange:
             TransportError: when no server answers for `Terms.server_wait` seconds.
         """
         if not self.roster.server:
-            raise ExchangeError("this method needs a server and the roster names none; set `server` in the roster")
+            raise ExchangeError(
+                "this method needs a server and the roster names none; set `server` in the roster"
+            )
         started, address = time.monotonic(), Address(self._rng.round, self._next(), -1, "request")
         message = replace(message, ids=self._own.active)
         if self.server:
             answer = self._answer(message, rule, shared, address)
         else:
             for row, client in enumerate(self._own.active.tolist()):
-                self.post.publish(self._tensors(message, row), replace(address, client=client), to=self.roster.server)
+                self.post.publish(
+                    self._tensors(message, row),
+                    replace(address, client=client),
+                    to=self.roster.server,
+                )
             answer = shared, self._replies(message, address)
         self.post.traffic.seconds += time.monotonic() - started
         return answer
 
-    def _answer(self, message: Message, rule: Rule, shared: Any, address: Address) -> tuple[Any, Inbox]:
+    def _answer(
+        self, message: Message, rule: Rule, shared: Any, address: Address
+    ) -> tuple[Any, Inbox]:
         everybody = torch.arange(self.roster.population)
         expected = set((everybody if self._expected is None else self._expected).tolist())
         others = sorted(expected - set(self.ids.tolist()))
         template = self._template(message, address)
-        found = self.post.gather([replace(address, client=c) for c in others], template, self.post.deadline())
-        whole = self._whole(message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())])
+        found = self.post.gather(
+            [replace(address, client=c) for c in others], template, self.post.deadline()
+        )
+        whole = self._whole(
+            message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())]
+        )
         assert whole.ids is not None
         lost = {str(c): m.reason for c, m in found.items() if isinstance(m, Missing)}
         self.post.journal({"event": "serve", "round": address.round, "exchange": address.exchange,
@@ -252,11 +278,17 @@ class RemoteExchange:
             got = self.post.from_server(at, template, partial(_check_reply, like=like)).tensors
             like = like or got
             for place, sender in enumerate(torch.unique(got["index"]).tolist()):
-                fields = {n.removeprefix("field."): v[place] for n, v in got.items() if n.startswith("field.")}
+                fields = {
+                    n.removeprefix("field."): v[place]
+                    for n, v in got.items()
+                    if n.startswith("field.")
+                }
                 rows[sender] = (got["table"][place], fields)
             index.append(got["index"])
         if not rows:
-            return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)).inbox()
+            return Reply(
+                message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)
+            ).inbox()
         order = sorted(rows)
         table = torch.stack([rows[s][0] for s in order]).to(message.params.device)
         names = rows[order[0]][1]
@@ -281,12 +313,23 @@ class RemoteExchange:
         }
         most = MAX_REPLY
         if form is not None:
-            tensors |= {f"field.{name}": (kind, ("senders", *shape)) for name, (kind, shape) in form.fields.items()}
+            tensors |= {
+                f"field.{name}": (kind, ("senders", *shape))
+                for name, (kind, shape) in form.fields.items()
+            }
             each = sum(kind.itemsize * math.prod(shape) for kind, shape in form.fields.values())
             each += 8 + dtype.itemsize * (width or 0)
-            most = MAX_HEADER + 8 + form.models * each if width is not None or not form.models else MAX_REPLY
+            most = (
+                MAX_HEADER + 8 + form.models * each
+                if width is not None or not form.models
+                else MAX_REPLY
+            )
         return Template(
-            tensors, free="field." if form is None else "", lead="senders", halved=frozenset({"table"}), max_bytes=most
+            tensors,
+            free="field." if form is None else "",
+            lead="senders",
+            halved=frozenset({"table"}),
+            max_bytes=most,
         )
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
@@ -304,7 +347,9 @@ class RemoteExchange:
             ids = tensors["ids"]
             inside = (ids >= 0) & (ids < self.roster.population)
             if not torch.equal(ids, torch.unique(ids)) or not bool(inside.all()):
-                raise Refused("cohort", "the server's cohort is not a set of clients in ascending order")
+                raise Refused(
+                    "cohort", "the server's cohort is not a set of clients in ascending order"
+                )
 
         self._expected = self.post.from_server(address, template, check).tensors["ids"]
         return self._expected
@@ -324,7 +369,9 @@ class RemoteExchange:
                 row = self._tensors(board, places[client])
                 tensors = {**row, "params": models[client][: len(row["params"])]}
                 at = Address(self._rng.round + 1, number, client)
-                self.post.transport.stand(at, lambda address, tensors=tensors: self.post.seal(tensors, address))
+                self.post.transport.stand(
+                    at, lambda address, tensors=tensors: self.post.seal(tensors, address)
+                )
 
     def idle(self, exchanges: int) -> None:
         """Pass a round; stopped clients still answer."""
@@ -336,7 +383,9 @@ class RemoteExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._own.restore(tensors)
-        self._stand({int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")})
+        self._stand(
+            {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
+        )
 
 
 def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
@@ -347,7 +396,9 @@ def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """
     shown = torch.unique(got["index"])
     if len(shown) != len(got["table"]) or bool((shown < 0).any()) or bool((shown >= 1 << 31).any()):
-        raise Refused("index", f"the server's answer shows {len(shown)} rows and has {len(got['table'])}")
+        raise Refused(
+            "index", f"the server's answer shows {len(shown)} rows and has {len(got['table'])}"
+        )
     if not like:
         return
 

@@ -41,7 +41,8 @@ class Fleet:
         listener: called with (name, event) for every line of a node's log.
         arguments: further arguments of `coterie node`.
         threads: threads of each process.
-        behind: prefix of each node's command, by name, for example to run it in a network namespace.
+        behind: prefix of each node's command, by name, for example to run it in a network
+            namespace.
     """
 
     def __init__(
@@ -55,7 +56,12 @@ class Fleet:
         behind: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._behind = behind or {}
-        self.files, self.logs, self._listener, self._arguments = files, logs, listener, list(arguments)
+        self.files, self.logs, self._listener, self._arguments = (
+            files,
+            logs,
+            listener,
+            list(arguments),
+        )
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
@@ -68,13 +74,29 @@ class Fleet:
 
     def start(self, name: str, *arguments: str) -> None:
         """Start or restart a node."""
-        command = [*self._behind.get(name, ()), sys.executable, "-m", "coterie", "node", str(self.files[name])]
+        command = [
+            *self._behind.get(name, ()),
+            sys.executable,
+            "-m",
+            "coterie",
+            "node",
+            str(self.files[name]),
+        ]
         command += [*self._arguments, *arguments]
-        with ExitStack() as stack:  # what the engine says on stdout is kept apart from the node's own log
-            out = None if self.logs is None else stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment)
+        # what the engine says on stdout is kept apart from the node's own log
+        with ExitStack() as stack:
+            out = (
+                None
+                if self.logs is None
+                else stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
+            )
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment
+            )
         self.processes[name] = process
-        reader = threading.Thread(target=self._read, args=(name, process), name=f"coterie-log-{name}")
+        reader = threading.Thread(
+            target=self._read, args=(name, process), name=f"coterie-log-{name}"
+        )
         reader.start()
         self._readers.append(reader)
 
@@ -89,7 +111,8 @@ class Fleet:
                 if line.startswith("{"):
                     self._listener(name, json.loads(line))
         finally:
-            for line in process.stderr:  # after a fault of the listener: a closed pipe would end the node
+            # after a fault of the listener: a closed pipe would end the node
+            for line in process.stderr:
                 out.write(line)
             process.stderr.close()
             if path is not None:
@@ -111,7 +134,9 @@ class Fleet:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise TransportError(f"{name} has not ended after {timeout:.0f} s; see its log") from None
+                raise TransportError(
+                    f"{name} has not ended after {timeout:.0f} s; see its log"
+                ) from None
         for reader in self._readers:
             reader.join()
         return {name: process.returncode for name, process in self.processes.items()}
@@ -158,7 +183,9 @@ def lay_out(
     federation = build_federation(study.data, seed, data_dir)
     population = federation.population
     if port < 1024 or port + population > 32768:
-        raise ConfigError(f"ports {port} to {port + population}; expected some between 1024 and 32768")
+        raise ConfigError(
+            f"ports {port} to {port + population}; expected some between 1024 and 32768"
+        )
     names = [f"node-{i:02d}" for i in range(population)]
     hosts = hosts or ["127.0.0.1"] * population
     members = tuple(Member(n, f"{hosts[i]}:{port + i}", (i,)) for i, n in enumerate(names))
@@ -168,7 +195,11 @@ def lay_out(
     layout = plan.task(federation).layout
     keys = folder / "keys"
     local.provision(
-        keys, who, days=days, study=head.study_hash(plan.agreed(population)), schema=head.schema_hash(layout)
+        keys,
+        who,
+        days=days,
+        study=head.study_hash(plan.agreed(population)),
+        schema=head.schema_hash(layout),
     )
     write_atomically(folder / "study.toml", config.dumps(study).encode())
     files = {}
@@ -188,7 +219,9 @@ def lay_out(
     return files
 
 
-def gather(folder: Path, study: StudyConfig, names: Sequence[str], label: str) -> dict[str, pd.DataFrame]:
+def gather(
+    folder: Path, study: StudyConfig, names: Sequence[str], label: str
+) -> dict[str, pd.DataFrame]:
     """Join the results of the nodes into one run of a study, beside the simulated one.
 
     Args:
@@ -207,9 +240,16 @@ def gather(folder: Path, study: StudyConfig, names: Sequence[str], label: str) -
     tables = {}
     for name in ("metrics", "edges"):
         parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
-        parts = [p.astype({c: str for c in p.columns if isinstance(p[c].dtype, pd.CategoricalDtype)}) for p in parts]
-        tables[name] = pd.concat(parts).sort_values(["round", *(["client"] if name == "metrics" else ["reader"])])
-        kinds = {c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]}
+        parts = [
+            p.astype({c: str for c in p.columns if isinstance(p[c].dtype, pd.CategoricalDtype)})
+            for p in parts
+        ]
+        tables[name] = pd.concat(parts).sort_values(
+            ["round", *(["client"] if name == "metrics" else ["reader"])]
+        )
+        kinds = {
+            c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]
+        }
         tables[name].astype(kinds).to_parquet(target / f"{name}.parquet", index=False)
     for file in ("provenance.json",):
         write_atomically(target / file, (sources[0] / file).read_bytes())
@@ -246,7 +286,9 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
         The folder of the study with both runs.
     """
     study = demo_study(clients, rounds)
-    files = lay_out(folder, study, port=port, network={"deadline": 20.0, "start": 60.0, "linger": 20.0})
+    files = lay_out(
+        folder, study, port=port, network={"deadline": 20.0, "start": 60.0, "linger": 20.0}
+    )
     names, victim = list(files), list(files)[-1]
     (folder / "logs").mkdir()
     fleet: Fleet
@@ -260,14 +302,22 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
                 killed.set()
             if name == names[0]:
                 accuracy = 100 * event.get(ACCURACY.name, float("nan"))
-                say(f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %")
+                say(
+                    f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %"
+                )
         elif event["event"] in ("catch_up", "redraw", "peer_down"):
             if reached.get(event.get("peer", ""), -1) == rounds - 1:
                 return  # that one is done and has left
-            what = {k: v for k, v in event.items() if k in ("peer", "missing", "came_from", "goes_to") and v}
+            what = {
+                k: v
+                for k, v in event.items()
+                if k in ("peer", "missing", "came_from", "goes_to") and v
+            }
             say(f"{name}: {event['event']} {json.dumps(what)}")
 
-    say(f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in {folder / 'logs'}")
+    say(
+        f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in {folder / 'logs'}"
+    )
     with Fleet(files, logs=folder / "logs", listener=listen) as fleet:
         for name in names:
             fleet.start(name)
@@ -281,7 +331,9 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
     return beside_simulation(folder, study, names)
 
 
-def beside_simulation(folder: Path, study: StudyConfig, names: Sequence[str], data_dir: Path | None = None) -> Path:
+def beside_simulation(
+    folder: Path, study: StudyConfig, names: Sequence[str], data_dir: Path | None = None
+) -> Path:
     """Simulate the same study and put both runs into one study's folder.
 
     Returns:

@@ -16,7 +16,15 @@ from coterie.simulation.settings import Settings
 
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
-_OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every", "record_similarities")
+_OWN_AFFAIR = (
+    "engine",
+    "block",
+    "cuda_graphs",
+    "device",
+    "checkpoint_seconds",
+    "eval_every",
+    "record_similarities",
+)
 _OPTIONAL = (
     "shared",
     "similarity_on",
@@ -68,7 +76,9 @@ class Head:
         return sign(_DOMAIN + text) + text
 
 
-def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer: str, nonce: str) -> Head:
+def read(
+    data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer: str, nonce: str
+) -> Head:
     """Read a head and check that it is this member's and fresh.
 
     Raises:
@@ -87,7 +97,9 @@ def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer:
             raise Refused("head", f"{field.name} is not of type {field.type}")
     head = Head(**document)
     if (head.run, head.peer, head.nonce) != (run, peer, nonce):
-        raise Refused("head", f"it is of {head.peer[:64]} in run {head.run[:64]}, or answers another question")
+        raise Refused(
+            "head", f"it is of {head.peer[:64]} in run {head.run[:64]}, or answers another question"
+        )
     if head.state not in STATES or not -1 <= head.round < 1 << 31:
         raise Refused("head", f"state {head.state[:20]!r} in round {head.round}")
     if not all(isinstance(name, str) for name in head.met):
@@ -95,17 +107,25 @@ def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer:
     return head
 
 
-def settings_of(method: Method, settings: Settings, seed: int, model: str, population: int) -> dict[str, Any]:
+def settings_of(
+    method: Method, settings: Settings, seed: int, model: str, population: int
+) -> dict[str, Any]:
     """Return everything that must be equal on all nodes of a run, as a flat table of plain values.
 
     Args:
         method: the method with its hyperparameters.
-        settings: the settings of the run; those that only change the speed or one node's files are left out.
+        settings: the settings of the run; those that only change the speed or one node's files are
+            left out.
         seed: the seed of the run.
         model: the model, in words.
         population: number of clients.
     """
-    out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
+    out: dict[str, Any] = {
+        "method": method.kind,
+        "seed": seed,
+        "model": model,
+        "population": population,
+    }
     out |= _flat("method.", dataclasses.asdict(method))
     own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
     if settings.new_client_others == "frozen":  # younger than rosters that are about
@@ -120,7 +140,9 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             out |= _flat(f"{prefix}{key}.", value)
         else:
-            out[prefix + key] = value if isinstance(value, str | int | float | bool | None) else str(value)
+            out[prefix + key] = (
+                value if isinstance(value, str | int | float | bool | None) else str(value)
+            )
     return out
 
 
@@ -138,7 +160,9 @@ def schema_hash(layout: Layout) -> str:
     """Return the hash of a model: names, shapes, type, which tensors are trained, and the values of the frozen ones."""
     slots = [[slot.name, list(slot.shape)] for slot in layout.slots]
     frozen = [layout.frozen_digest] if layout.frozen else []
-    return hashlib.sha256(canonical([slots, str(layout.dtype), layout.trainable, *frozen])).hexdigest()
+    return hashlib.sha256(
+        canonical([slots, str(layout.dtype), layout.trainable, *frozen])
+    ).hexdigest()
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -148,11 +172,13 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     return "; ".join(differ) + ("; and more" if len(keys) > 4 else "")
 
 
-def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]) -> list[str]:
+def check_study(
+    roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]
+) -> list[str]:
     """Check this node's study and model against the roster, and return the members that differ.
 
-    A node that differs from the roster stops; a node that meets one that differs continues without it. With a roster
-    that names no study, any difference stops a node.
+    A node that differs from the roster stops; a node that meets one that differs continues without
+    it. With a roster that names no study, any difference stops a node.
 
     Args:
         roster: the roster, signed by the organizer.
@@ -164,9 +190,16 @@ def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others
         PeerMismatch: naming the settings and both values.
     """
     mine = study_hash(settings)
-    odd = [n for n, h in others.items() if h.study != mine or h.schema != schema or h.protocol != VERSION]
+    odd = [
+        n
+        for n, h in others.items()
+        if h.study != mine or h.schema != schema or h.protocol != VERSION
+    ]
     agree = [n for n, h in others.items() if roster.study and h.study == roster.study]
-    for what, found, expected in (("study", mine, roster.study), ("model schema", schema, roster.schema)):
+    for what, found, expected in (
+        ("study", mine, roster.study),
+        ("model schema", schema, roster.schema),
+    ):
         if expected and found != expected:
             name = next(iter(agree), "")
             text = difference(settings, others[name].settings) if name else ""
@@ -177,10 +210,17 @@ def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others
                 )
             raise PeerMismatch(
                 f"this node has {what} {found[:16]}, the roster of run {roster.run} has {expected[:16]}"
-                + (f"; compared with {name}: {text}" if text else "; use the study file of the roster")
+                + (
+                    f"; compared with {name}: {text}"
+                    if text
+                    else "; use the study file of the roster"
+                )
             )
     if odd and not roster.study:
         name = odd[0]
-        text = difference(settings, others[name].settings) or f"model schema {others[name].schema[:16]}"
+        text = (
+            difference(settings, others[name].settings)
+            or f"model schema {others[name].schema[:16]}"
+        )
         raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")
     return odd

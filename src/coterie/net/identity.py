@@ -1,9 +1,9 @@
 """Identities: a private certificate authority, members' keys and certificates, signatures.
 
-A member creates its key on its own machine and sends only a request; the organizer returns a certificate with the
-fingerprint of that key as common name, the member's name as user id and its address as alternative name. The same key
-signs the member's messages.
-All keys are ECDSA on P-256; private keys are files that only their owner can read.
+A member creates its key on its own machine and sends only a request; the organizer returns a
+certificate with the fingerprint of that key as common name, the member's name as user id and its
+address as alternative name. The same key signs the member's messages. All keys are ECDSA on P-256;
+private keys are files that only their owner can read.
 """
 
 import hashlib
@@ -18,7 +18,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.asymmetric.utils import (
+    decode_dss_signature,
+    encode_dss_signature,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coterie._util.files import write_atomically
@@ -28,7 +31,8 @@ from coterie.net.wire import NAME, SIGNATURE
 _CURVE = ec.SECP256R1()
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
-_SKEW = timedelta(minutes=5)  # certificates are valid this long before they are made, for clocks that are late
+# certificates are valid this long before they are made, for clocks that are late
+_SKEW = timedelta(minutes=5)
 
 
 def check_name(name: str, what: str = "member name") -> str:
@@ -38,7 +42,9 @@ def check_name(name: str, what: str = "member name") -> str:
         TransportError: when it is not made of 1 to 63 of a-z, 0-9 and "-".
     """
     if not NAME.fullmatch(name):
-        raise TransportError(f"{what} {name[:80]!r}; expected 1 to 63 of the characters a-z, 0-9 and -")
+        raise TransportError(
+            f"{what} {name[:80]!r}; expected 1 to 63 of the characters a-z, 0-9 and -"
+        )
     return name
 
 
@@ -53,7 +59,9 @@ def split_address(address: str) -> tuple[str, int]:
     bare = host[1:-1] if bracketed else host
     fine = _is_ip(bare) if bracketed else _HOST.fullmatch(bare) is not None
     if not fine or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
-        raise TransportError(f"address {address[:80]!r}; expected host:port, such as 192.0.2.7:7447")
+        raise TransportError(
+            f"address {address[:80]!r}; expected host:port, such as 192.0.2.7:7447"
+        )
     return bare, int(port)
 
 
@@ -82,7 +90,9 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise TransportError(f"{path} exists; a key is never overwritten: move it away first") from None
+        raise TransportError(
+            f"{path} exists; a key is never overwritten: move it away first"
+        ) from None
     with os.fdopen(handle, "wb") as file:
         file.write(text)
     return key
@@ -100,7 +110,9 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except OSError as error:
         raise TransportError(f"cannot read the key {path}: {error.strerror}") from None
     if os.name == "posix" and mode & 0o077:
-        raise TransportError(f"{path} has mode {mode:04o}, so others can read this key; run chmod 600 {path}")
+        raise TransportError(
+            f"{path} has mode {mode:04o}, so others can read this key; run chmod 600 {path}"
+        )
     try:
         key = serialization.load_pem_private_key(text, None)
     except (ValueError, TypeError):
@@ -112,7 +124,9 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 def public_text(key: ec.EllipticCurvePublicKey) -> str:
     """Return a public key as 66 hexadecimal digits (the compressed point)."""
-    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint).hex()
+    return key.public_bytes(
+        serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
+    ).hex()
 
 
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
@@ -124,7 +138,9 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
     try:
         return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, bytes.fromhex(text))
     except ValueError:
-        raise TransportError(f"{text[:80]!r} is no public key: expected 66 hexadecimal digits") from None
+        raise TransportError(
+            f"{text[:80]!r} is no public key: expected 66 hexadecimal digits"
+        ) from None
 
 
 def sign(key: ec.EllipticCurvePrivateKey, data: bytes) -> bytes:
@@ -148,9 +164,12 @@ def verify(key: ec.EllipticCurvePublicKey, signature: bytes, data: bytes) -> boo
 def key_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
     """Return the SHA-256 of a public key (its SubjectPublicKeyInfo in DER) in hexadecimal.
 
-    It is the common name of a member's certificate, so that access is given to a key and not to a name.
+    It is the common name of a member's certificate, so that access is given to a key and not to a
+    name.
     """
-    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    der = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     return hashlib.sha256(der).hexdigest()
 
 
@@ -184,9 +203,14 @@ def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequ
     Raises:
         TransportError: when it has no such name, several, or an invalid one.
     """
-    common, users = (certificate.subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.USER_ID))
+    common, users = (
+        certificate.subject.get_attributes_for_oid(oid)
+        for oid in (NameOID.COMMON_NAME, NameOID.USER_ID)
+    )
     if len(common) != 1 or len(users) > 1 or len(list(certificate.subject)) != 1 + len(users):
-        raise TransportError("a certificate must have one common name, at most one user id, and nothing else")
+        raise TransportError(
+            "a certificate must have one common name, at most one user id, and nothing else"
+        )
     return check_name(str((users or common)[0].value))
 
 
@@ -196,7 +220,9 @@ def common_name(certificate: x509.Certificate) -> str:
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
-def certificate_key(certificate: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
+def certificate_key(
+    certificate: x509.Certificate | x509.CertificateSigningRequest,
+) -> ec.EllipticCurvePublicKey:
     """Return the public key of a certificate or request.
 
     Raises:
@@ -204,7 +230,9 @@ def certificate_key(certificate: x509.Certificate | x509.CertificateSigningReque
     """
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise TransportError("the key of a certificate is not on the curve P-256; make it with `coterie net join`")
+        raise TransportError(
+            "the key of a certificate is not on the curve P-256; make it with `coterie net join`"
+        )
     return key
 
 
@@ -223,7 +251,13 @@ def _check_days(days: float) -> None:
         raise ConfigError(f"--days is {days:g}; expected more than 0 and at most 3650")
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, now: datetime):
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    now: datetime,
+):
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -242,7 +276,9 @@ def _usage(**on: bool) -> x509.KeyUsage:
     return x509.KeyUsage(**{name: on.get(name, False) for name in names})
 
 
-def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None) -> x509.Certificate:
+def make_authority(
+    folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None
+) -> x509.Certificate:
     """Create the private authority of a run (`ca.key`, `ca.pem`) and the organizer's key (`organizer.key`, `.pub`).
 
     Args:
@@ -253,7 +289,9 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
     """
     _check_days(days)
     now = now or datetime.now(UTC)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run, 'run')}")])
+    subject = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run, 'run')}")]
+    )
     key = new_key(folder / "ca.key")
     certificate = (
         _builder(subject, subject, key.public_key(), days, now)
@@ -263,7 +301,9 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
     )
     write_certificate(folder / "ca.pem", certificate)
     organizer = new_key(folder / "organizer.key")
-    write_atomically(folder / "organizer.pub", (public_text(organizer.public_key()) + "\n").encode())
+    write_atomically(
+        folder / "organizer.pub", (public_text(organizer.public_key()) + "\n").encode()
+    )
     return certificate
 
 
@@ -306,8 +346,8 @@ def sign_request(
         now: the time.
 
     Raises:
-        TransportError: when the request is not signed by its own key, asks for another name or address, or has another
-            key than the member's certificate.
+        TransportError: when the request is not signed by its own key, asks for another name or
+            address, or has another key than the member's certificate.
     """
     _check_days(days)
     now = now or datetime.now(UTC)
@@ -320,10 +360,16 @@ def sign_request(
     if not csr.is_signature_valid:
         raise TransportError(f"{request} is not signed by the key it asks a certificate for")
     if certificate_name(csr) != check_name(name):
-        raise TransportError(f"{request} asks for the name {certificate_name(csr)}; agreed was {name}")
+        raise TransportError(
+            f"{request} asks for the name {certificate_name(csr)}; agreed was {name}"
+        )
     key, wanted = certificate_key(csr), _alternative(split_address(address)[0])
     made = folder / "members" / f"{name}.pem"
-    if made.exists() and not new_key and public_text(certificate_key(read_certificate(made))) != public_text(key):
+    if (
+        made.exists()
+        and not new_key
+        and public_text(certificate_key(read_certificate(made))) != public_text(key)
+    ):
         raise TransportError(
             f"{name} has a certificate of another key; to replace that key: coterie net rekey {folder} {name} {request}"
         )
@@ -333,7 +379,9 @@ def sign_request(
         asked = None
     if asked != wanted:
         hosts = [] if asked is None else [str(name.value) for name in asked]
-        raise TransportError(f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}")
+        raise TransportError(
+            f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}"
+        )
     authority, ca = load_key(folder / "ca.key"), read_certificate(folder / "ca.pem")
     subject = x509.Name([
         x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)), x509.NameAttribute(NameOID.USER_ID, name)
@@ -344,9 +392,15 @@ def sign_request(
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True), critical=True)
         .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+            x509.ExtendedKeyUsage(
+                [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            ),
+            critical=False,
         )
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
+            critical=False,
+        )
         .sign(authority, hashes.SHA256())
     )
     made.parent.mkdir(exist_ok=True)
@@ -375,23 +429,33 @@ class Identity:
     certificate: x509.Certificate
 
     @staticmethod
-    def load(key_file: Path, certificate_file: Path, ca_file: Path, *, now: datetime | None = None) -> "Identity":
+    def load(
+        key_file: Path, certificate_file: Path, ca_file: Path, *, now: datetime | None = None
+    ) -> "Identity":
         """Read an identity and check that its parts belong together.
 
         Raises:
-            TransportError: when key and certificate do not match, when another authority signed it, or when it is
-                not valid now.
+            TransportError: when key and certificate do not match, when another authority signed it,
+                or when it is not valid now.
         """
-        key, certificate, ca = load_key(key_file), read_certificate(certificate_file), read_certificate(ca_file)
+        key, certificate, ca = (
+            load_key(key_file),
+            read_certificate(certificate_file),
+            read_certificate(ca_file),
+        )
         if public_text(key.public_key()) != public_text(certificate_key(certificate)):
             raise TransportError(f"{key_file} is not the key of the certificate {certificate_file}")
         try:
             certificate.verify_directly_issued_by(ca)
         except (ValueError, TypeError, InvalidSignature):
-            raise TransportError(f"{certificate_file} was not issued by the authority in {ca_file}") from None
+            raise TransportError(
+                f"{certificate_file} was not issued by the authority in {ca_file}"
+            ) from None
         for what, found in ((certificate_file, certificate), (ca_file, ca)):
             check_dates(what, found, now or datetime.now(UTC))
-        return Identity(certificate_name(certificate), key_file, certificate_file, ca_file, key, certificate)
+        return Identity(
+            certificate_name(certificate), key_file, certificate_file, ca_file, key, certificate
+        )
 
     def sign(self, data: bytes) -> bytes:
         """Sign some bytes with the member's key."""

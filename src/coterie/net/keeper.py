@@ -1,8 +1,8 @@
 """Keeper: the newest roster that a node has seen. Versions only rise, also over restarts.
 
-A new roster comes as a file that the operator replaces, or from another member; it counts only with the organizer's
-signature, for the same run, and with a higher version. It is kept in the node's folder, so that a roster of before is
-not taken again.
+A new roster comes as a file that the operator replaces, or from another member; it counts only with
+the organizer's signature, for the same run, and with a higher version. It is kept in the node's
+folder, so that a roster of before is not taken again.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,13 @@ class Keeper:
         TransportError: when there is no roster that the organizer signed.
     """
 
-    def __init__(self, file: Path, organizer: Path, folder: Path, log: Callable[..., None] = lambda *_, **__: None):
+    def __init__(
+        self,
+        file: Path,
+        organizer: Path,
+        folder: Path,
+        log: Callable[..., None] = lambda *_, **__: None,
+    ):
         self.file, self._seen, self._log = file, folder / SEEN, log
         self._organizer_file, self._organizer = organizer, rosters.organizer_key(organizer)
         self._stamp = self._stamped()
@@ -74,7 +80,9 @@ class Keeper:
         try:
             data = rosters.sealed(self.file)
         except TransportError as error:  # half-copied: looked at again when it changes again
-            self._log("roster_refused", level="warning", source=str(self.file), text=str(error)[:300])
+            self._log(
+                "roster_refused", level="warning", source=str(self.file), text=str(error)[:300]
+            )
             data = b""
         self._stamp = stamp
         if not data or not self._rise(data, str(self.file)):
@@ -112,11 +120,14 @@ def check_same_run(old: Roster, new: Roster, name: str) -> None:
     """Check that a running node can go on with a new roster.
 
     Raises:
-        TransportError: when the node was removed or has another key in it, or when it describes another study.
+        TransportError: when the node was removed or has another key in it, or when it describes
+            another study.
     """
     known = {m.name: m for m in new.members}
     if name not in known:
-        raise TransportError(f"{name} was removed from run {new.run} in version {new.version} of the roster")
+        raise TransportError(
+            f"{name} was removed from run {new.run} in version {new.version} of the roster"
+        )
     mine, before = known[name], old.member(name)
     if mine.key != before.key:
         raise TransportError(
@@ -130,4 +141,6 @@ def check_same_run(old: Roster, new: Roster, name: str) -> None:
                 "start the node again with the study of the new roster"
             )
     if mine.clients != before.clients:
-        raise TransportError(f"version {new.version} of the roster gives {name} other clients; a client keeps its id")
+        raise TransportError(
+            f"version {new.version} of the roster gives {name} other clients; a client keeps its id"
+        )

@@ -1,9 +1,10 @@
 """Latecomers: members whose clients a study holds out as new ones join when the run of the others has ended.
 
-The rule is that of `simulation.newcomers`, and so are the results. The members that take part run as if there were no
-others. At the end each of them answers newcomers with the message of its method that it would publish in every round
-from now on; with a server, the server answers with the models that serve clients now. A newcomer finds its peers among
-those that answer, or its model among the server's, trains its rounds, is tested, and changes nobody.
+The rule is that of `simulation.newcomers`, and so are the results. The members that take part run
+as if there were no others. At the end each of them answers newcomers with the message of its method
+that it would publish in every round from now on; with a server, the server answers with the models
+that serve clients now. A newcomer finds its peers among those that answer, or its model among the
+server's, trains its rounds, is tested, and changes nobody.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,8 @@ class Sides:
     """Who of a roster takes part in the run, and who joins when it has ended.
 
     Args:
-        ids: the id on the roster of each client: first of those that take part, then of the newcomers.
+        ids: the id on the roster of each client: first of those that take part, then of the
+            newcomers.
         taking: those that take part as a roster of their own, numbered from 0.
         whole: all members, numbered in the order of `ids`.
         method: of the run.
@@ -70,7 +72,9 @@ class Sides:
     def numbered(self, federation: Federation, name: str) -> Federation:
         """Return a member's rows with the numbers of that roster."""
         place = torch.argsort(self.ids)
-        return replace(federation, ids=place[federation.ids], population=self.roster(name).population)
+        return replace(
+            federation, ids=place[federation.ids], population=self.roster(name).population
+        )
 
 
 def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Sides | None:
@@ -152,7 +156,9 @@ def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     method, last = loop.method, loop.next_round - 1
     if isinstance(method, ServerMethod):
         task = loop.task
-        context = ServerContext(last, loop.rng.at(last), task.layout, task.population, None, task.part)
+        context = ServerContext(
+            last, loop.rng.at(last), task.layout, task.population, None, task.part
+        )
         table = method.serving(context, loop.state.shared)
         told = {-1: {"table": table if task.part.whole else task.part.shared.of(table)}}
     else:
@@ -172,7 +178,10 @@ def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
 
 def row_of(message: Message, row: int) -> dict[str, Tensor]:
     """Return the message of one client as the tensors of a payload."""
-    return {"params": message.params[row], **{f"field.{name}": value[row] for name, value in message.fields.items()}}
+    return {
+        "params": message.params[row],
+        **{f"field.{name}": value[row] for name, value in message.fields.items()},
+    }
 
 
 # ---------------------------------------------------------------- newcomers
@@ -204,7 +213,11 @@ class LateExchange(RemoteExchange):
             if not len(tensors["table"]):
                 raise Refused("shape", "the server answers with no model; expected one or more")
 
-        return self.post.from_server(Address(-1, 0, -1, KIND), template, check).tensors["table"].to(like.device)
+        return (
+            self.post.from_server(Address(-1, 0, -1, KIND), template, check)
+            .tensors["table"]
+            .to(like.device)
+        )
 
 
 class NodeJoining(Joining):
@@ -224,6 +237,10 @@ def joining(loop: Loop, here: Sides) -> NodeJoining:
         loop: of the node, with its newcomers alone, before its first round.
         here: who takes part and who is late.
     """
-    reachable: Bool[Tensor, " population"] = torch.arange(here.whole.population) < here.taking.population
+    reachable: Bool[Tensor, " population"] = (
+        torch.arange(here.whole.population) < here.taking.population
+    )
     rows = torch.arange(len(loop.task))
-    return NodeJoining(loop.method, loop.settings, loop.order, loop.rng, loop.task, rows, loop.exchange, reachable)
+    return NodeJoining(
+        loop.method, loop.settings, loop.order, loop.rng, loop.task, rows, loop.exchange, reachable
+    )

@@ -28,7 +28,12 @@ def members(
     """
     keys = tuple(ec.generate_private_key(ec.SECP256R1()) for _ in groups)
     nodes = tuple(
-        Member(f"n{i}", f"127.0.0.1:{port + i}", tuple(group), identity.public_text(keys[i].public_key()))
+        Member(
+            f"n{i}",
+            f"127.0.0.1:{port + i}",
+            tuple(group),
+            identity.public_text(keys[i].public_key()),
+        )
         for i, group in enumerate(groups)
     )
     return Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema), keys
@@ -63,7 +68,8 @@ def provision(
 ) -> tuple[Roster, list[identity.Identity]]:
     """Create the files of an organizer and all members in one folder: authority, keys, certificates, signed roster.
 
-    On real machines every member makes its own key (`coterie net join`); here one folder holds them all.
+    On real machines every member makes its own key (`coterie net join`); here one folder holds them
+    all.
 
     Args:
         folder: where; it must not hold keys yet.
@@ -80,7 +86,9 @@ def provision(
         made.append(roster.certified(member, certificate))
         people.append(
             identity.Identity.load(
-                folder / f"{member.name}.key", folder / "members" / f"{member.name}.pem", folder / "ca.pem"
+                folder / f"{member.name}.key",
+                folder / "members" / f"{member.name}.pem",
+                folder / "ca.pem",
             )
         )
     signed = replace(who, members=tuple(made), study=study, schema=schema)

@@ -19,7 +19,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 class Log:
     """Writes events as JSON lines. Keys and weights never occur in them.
 
-    A line that cannot be written does not end the run; the next one that can says how many are missing.
+    A line that cannot be written does not end the run; the next one that can says how many are
+    missing.
 
     Args:
         node: who writes.
@@ -44,7 +45,13 @@ class Log:
         self.also(event, level, details)
         if LEVELS[level] < LEVELS[self.level]:
             return
-        line = {"time": round(self.clock(), 3), "level": level, "node": self.node, "round": self.round, "event": event}
+        line = {
+            "time": round(self.clock(), 3),
+            "level": level,
+            "node": self.node,
+            "round": self.round,
+            "event": event,
+        }
         with self._lock:
             lost = {"lines_lost": self._lost} if self._lost else {}
             try:
@@ -65,7 +72,9 @@ class Rarely:
         clock: a monotonic clock in seconds.
     """
 
-    def __init__(self, times: int, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, times: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._told: deque[float] = deque(maxlen=times)
         self._seconds, self._clock, self._untold = seconds, clock, 0
 
@@ -100,7 +109,8 @@ def exposition(samples: Iterable[Sample]) -> str:
 class MetricsServer:
     """Answers http://127.0.0.1:PORT/metrics; on loopback only, and only under this machine's own name.
 
-    A page of another site, whose name was bound to 127.0.0.1 after it was loaded, is refused by its Host header.
+    A page of another site, whose name was bound to 127.0.0.1 after it was loaded, is refused by its
+    Host header.
 
     Args:
         port: where; 0 for any free one.

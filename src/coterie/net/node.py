@@ -1,9 +1,10 @@
 """Node: the run's own loop, with this node's clients and an exchange over the network.
 
-A node waits for the others, runs the rounds, catches up when it has fallen behind, writes the files of a simulation
-(with its own rows) after every round, and stays until the others have fetched its last messages. When it is killed, it
-continues from its checkpoint as a new incarnation. Where the study holds out new clients, their nodes join when the
-others have ended, which answer them until they are done: see `latecomers`.
+A node waits for the others, runs the rounds, catches up when it has fallen behind, writes the files
+of a simulation (with its own rows) after every round, and stays until the others have fetched its
+last messages. When it is killed, it continues from its checkpoint as a new incarnation. Where the
+study holds out new clients, their nodes join when the others have ended, which answer them until
+they are done: see `latecomers`.
 """
 
 import json
@@ -95,8 +96,8 @@ class Patience:
 
     Args:
         start: seconds to wait at the start for members that do not answer yet.
-        linger: seconds to stay at the end for members, new ones included, that are not done and make no progress;
-            infinite to wait for them without limit.
+        linger: seconds to stay at the end for members, new ones included, that are not done and
+            make no progress; infinite to wait for them without limit.
         ask: seconds to wait for the answer to "how are you?".
         poll: seconds between two such questions.
     """
@@ -113,7 +114,11 @@ class NodeLoop(Loop):
     def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         rnd = super()._context(index, rows, cohort)
         assert isinstance(self.exchange, RemoteExchange)
-        return rnd if self.method.server else replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+        return (
+            rnd
+            if self.method.server
+            else replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+        )
 
 
 class Node:
@@ -162,7 +167,10 @@ class Node:
         self.late = self.sides is not None and transport.name in self.sides.late
         names, seen = {**roster.client_names, **federation.names}, roster
         if self.sides is not None:
-            federation, seen = self.sides.numbered(federation, transport.name), self.sides.roster(transport.name)
+            federation, seen = (
+                self.sides.numbered(federation, transport.name),
+                self.sides.roster(transport.name),
+            )
         self._federation = replace(federation, truth=planted)
         # drawn anew at every start and never written: noise that is used twice could be taken off
         self.task = plan.task(self._federation, secret=secrets.randbits(63))
@@ -172,7 +180,11 @@ class Node:
         self.incarnation = self._new_incarnation()
         self._journal_file = Lines(folder / ARRIVALS)
         if torn := self._journal_file.cut():
-            self.log("journal_repaired", level="warning", text=f"{len(torn)} bytes of an unfinished line are removed")
+            self.log(
+                "journal_repaired",
+                level="warning",
+                text=f"{len(torn)} bytes of an unfinished line are removed",
+            )
         self.post = Post(
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
@@ -184,8 +196,11 @@ class Node:
         self.exchange = door(self.post, self.task.part.shared.count)
         ids = None if self.sides is None else self.sides.ids
         record = Record(clusters, names, ids, similarities=plan.settings.record_similarities)
-        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
-        settings = plan.settings if self.late else replace(plan.settings, new_clients=None)  # whom others do not notice
+        self.loop = NodeLoop(
+            self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record
+        )
+        # whom others do not notice
+        settings = plan.settings if self.late else replace(plan.settings, new_clients=None)
         self._identity = checkpoint.identity(
             plan.method, settings, plan.seed, federation, self.task, own_name(plan.model)
         )
@@ -195,13 +210,18 @@ class Node:
 
     def _check(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
-        if sorted(federation.ids.tolist()) != own or federation.population != self.roster.population:
+        if (
+            sorted(federation.ids.tolist()) != own
+            or federation.population != self.roster.population
+        ):
             raise ConfigError(
                 f"the data are of clients {federation.ids.tolist()[:10]} of {federation.population}; on the roster "
                 f"{self.transport.name} hosts {own[:10]} of {self.roster.population}"
             )
         if "truth" in self.plan.method.needs and not self.roster.clusters:
-            raise ConfigError(f"{self.plan.method.kind} needs the planted clusters; this roster names none")
+            raise ConfigError(
+                f"{self.plan.method.kind} needs the planted clusters; this roster names none"
+            )
         if "pool" in self.plan.method.needs:
             raise ConfigError(
                 f"{self.plan.method.kind} needs the data of all members in one place; between machines data stay put"
@@ -209,7 +229,9 @@ class Node:
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
         if self.plan.settings.attacks is not None:
-            raise ConfigError("attacks are set; between machines nobody is made to attack: leave them out")
+            raise ConfigError(
+                "attacks are set; between machines nobody is made to attack: leave them out"
+            )
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"
@@ -258,10 +280,16 @@ class Node:
             key = identities.public_key(self.roster.member(name).key)
             try:
                 return heads.read(
-                    data, lambda s, d: identities.verify(key, s, d), run=self.roster.run, peer=name, nonce=nonce
+                    data,
+                    lambda s, d: identities.verify(key, s, d),
+                    run=self.roster.run,
+                    peer=name,
+                    nonce=nonce,
                 )
             except Refused as refused:
-                self.log("refused", level="warning", peer=name, code=refused.code, text=str(refused))
+                self.log(
+                    "refused", level="warning", peer=name, code=refused.code, text=str(refused)
+                )
                 return None
 
         with ThreadPoolExecutor(8, "coterie-heads") as pool:
@@ -292,7 +320,9 @@ class Node:
         if self.audit is not None:
             study = heads.study_hash(self.settings)
             resumes = self.loop.next_round
-            self.audit.start(self.roster, inc=self.incarnation, resumes=resumes, study=study, schema=self.schema)
+            self.audit.start(
+                self.roster, inc=self.incarnation, resumes=resumes, study=study, schema=self.schema
+            )
         self.transport.serve_head(self._head)
         if (keeper := self.keeper) is not None:
             keeper.keep()
@@ -315,11 +345,15 @@ class Node:
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
             text = heads.difference(self.settings, met[name].settings)
-            self.log("mismatch", level="error", peer=name, text=text or "another model or wire format")
+            self.log(
+                "mismatch", level="error", peer=name, text=text or "another model or wire format"
+            )
         self.exchange.away([n for n in self.others if n not in met], for_good=odd)
         absent = sorted(set(self.others) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
-        self._journal({"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation})
+        self._journal(
+            {"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation}
+        )
         self._welcome(met)
         self._state = "running"
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
@@ -330,13 +364,19 @@ class Node:
         self._met = frozenset(met)
         if self.audit is not None:
             for name, head in met.items():
-                about = {"inc": head.inc, "version": head.roster, "state": head.state, "round": head.round}
+                about = {
+                    "inc": head.inc,
+                    "version": head.roster,
+                    "state": head.state,
+                    "round": head.round,
+                }
                 self.audit.joined(name, self.roster, **about)
 
     def _catch_up(self) -> None:
         """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`.
 
-        They do wait for the server, and keep what they sent it: it repeats the round that it did not store.
+        They do wait for the server, and keep what they sent it: it repeats the round that it did
+        not store.
         """
         if self.exchange.server:
             return
@@ -344,13 +384,25 @@ class Node:
         hint, self.post.ahead = self.post.ahead, None
         claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
         possible = self.clock.newest(self._pace())
-        target = min(claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible)
+        target = min(
+            claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible
+        )
         if target > here >= 0:
-            self.log("catch_up", level="warning", came_from=here, goes_to=target, **_apart("claimed", claimed, target))
+            self.log(
+                "catch_up",
+                level="warning",
+                came_from=here,
+                goes_to=target,
+                **_apart("claimed", claimed, target),
+            )
             self.loop.skip(target)
         elif hint is not None:
             self._deaf_until = here + KEEP
-            self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+            self.log(
+                "not_backed",
+                level="warning",
+                text=f"a peer says that it is past round {here}; most are not",
+            )
 
     def _server_signs(self, round: int) -> bool:
         """Whether the server's signed head says that it is in a round or past it."""
@@ -454,11 +506,17 @@ class Node:
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
         skipped: dict[str, Any] = {"skipped": self.loop.skipped} if self.loop.skipped else {}
-        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
+        self.log(
+            "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped
+        )
         self._linger()
 
     def _step(self) -> None:
-        index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
+        index, exchanging, began = (
+            self.loop.next_round,
+            self.post.traffic.seconds,
+            time.perf_counter(),
+        )
         received = self.post.traffic.received
         self.log.round, before = index, self.loop.state.reputation
         self.renew()
@@ -480,9 +538,14 @@ class Node:
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
         self._journal({"event": "round", "round": index})
-        values: dict[str, Any] = {name: float(value.nanmean()) for name, value in self.loop.validation.items()}
+        values: dict[str, Any] = {
+            name: float(value.nanmean()) for name, value in self.loop.validation.items()
+        }
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
-        if self.post.ahead is not None and self.post.ahead > self.loop.next_round > self._deaf_until:
+        if (
+            self.post.ahead is not None
+            and self.post.ahead > self.loop.next_round > self._deaf_until
+        ):
             self._catch_up()
 
     def _write_down(self, index: int, before: Reputation | None) -> None:
@@ -493,10 +556,21 @@ class Node:
         """
         if self.audit is None:
             return
-        now, refused, own = self.loop.state.reputation, list[tuple[int, int, str, int | None]](), self.exchange.ids
+        now, refused, own = (
+            self.loop.state.reputation,
+            list[tuple[int, int, str, int | None]](),
+            self.exchange.ids,
+        )
         found = [(reader, read, None) for reader, read in self.loop.record.refused(index)]
-        if now is not None and before is not None and bool((new := now.until != before.until).any()):
-            found = [(int(own[row]), read, int(now.until[row, read])) for row, read in new.nonzero().tolist()]
+        if (
+            now is not None
+            and before is not None
+            and bool((new := now.until != before.until).any())
+        ):
+            found = [
+                (int(own[row]), read, int(now.until[row, read]))
+                for row, read in new.nonzero().tolist()
+            ]
         for reader, read, until in found:
             refused.append((reader, read, self.post.host_of.get(read, ""), until))
         self.audit.judged(index, refused)
@@ -520,11 +594,18 @@ class Node:
         """From the last round on, answer members that join late."""
         if self._answers:
             assert self.sides is not None
-            wide, engine = replace(self._federation, population=self.roster.population), self.task.engine.name
+            wide, engine = (
+                replace(self._federation, population=self.roster.population),
+                self.task.engine.name,
+            )
             settings = replace(self.plan.settings, engine=engine, block=self.task.block)
             plan = replace(self.plan, settings=settings)
             if not latecomers.answer(self.post, self.loop, lambda: plan.task(wide)):
-                self.log("withheld", level="warning", text="the model is not finite; new clients get no answer")
+                self.log(
+                    "withheld",
+                    level="warning",
+                    text="the model is not finite; new clients get no answer",
+                )
 
     def _answer_again(self) -> None:
         """Answer members that join late after a run that this node has finished before."""
@@ -533,7 +614,9 @@ class Node:
         self._answer_newcomers()
         self._state = "done"
         assert self.sides is not None
-        self.log("answering", text=f"the run is over; waiting for {', '.join(self.sides.late)} to join")
+        self.log(
+            "answering", text=f"the run is over; waiting for {', '.join(self.sides.late)} to join"
+        )
         self._linger()
 
     def _join(self) -> None:
@@ -544,12 +627,17 @@ class Node:
         if self._stop.is_set():
             self.log("stopped")
             return
-        last, now = max(head.round for head in met.values()) - 1, latecomers.joining(self.loop, self.sides)
+        last, now = (
+            max(head.round for head in met.values()) - 1,
+            latecomers.joining(self.loop, self.sides),
+        )
         self._state = "running"
         if isinstance(self.plan.method, ServerMethod):
             models = newcomers.served(now, self._table())
         else:
-            models = newcomers.with_peers(now, replace(self.loop.state, moments=None, reputation=None))
+            models = newcomers.with_peers(
+                now, replace(self.loop.state, moments=None, reputation=None)
+            )
         final = newcomers.tested(now, self._followed(models), self.loop.record, last)
         self.loop.evaluated, self.loop.next_round = final, last + 1
         if len(self.loop.tracker.best):
@@ -568,7 +656,9 @@ class Node:
         try:
             table = self.exchange.served(self.loop.state.params)
         except RoundMissed:
-            raise TransportError(f"the server {self.roster.server} has no model for new clients: see its log") from None
+            raise TransportError(
+                f"the server {self.roster.server} has no model for new clients: see its log"
+            ) from None
         return table if part.whole else part.shared.widened(table)
 
     def _followed(self, models: newcomers.Models) -> newcomers.Models:
@@ -582,8 +672,8 @@ class Node:
     def _await_the_end(self) -> dict[str, Head]:
         """Wait until those whom newcomers ask are done, and return the heads of all that answer.
 
-        A run that goes on is waited for, however long it takes; members that do not answer for `Patience.start`
-        seconds.
+        A run that goes on is waited for, however long it takes; members that do not answer for
+        `Patience.start` seconds.
 
         Raises:
             TransportError: when those that newcomers ask do not answer.
@@ -598,7 +688,11 @@ class Node:
             found = {name: (head.state, head.round) for name, head in met.items()}
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.start
-                self.log("waiting", text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items()) or "nobody")
+                self.log(
+                    "waiting",
+                    text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items())
+                    or "nobody",
+                )
             ended = all(state == "done" for state, _ in found.values())
             if ended and (len(met) == len(names) or time.monotonic() > until):
                 break
@@ -620,14 +714,21 @@ class Node:
         Who has not begun yet needs them all. Who is there and does not answer now may answer soon.
         """
         seen, until = {}, time.monotonic() + self.patience.linger
-        late = [] if self.late or not self._answers else list(self.sides.late if self.sides is not None else [])
+        late = (
+            []
+            if self.late or not self._answers
+            else list(self.sides.late if self.sides is not None else [])
+        )
         while time.monotonic() < until:
             self.renew()
-            found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
+            found = {
+                n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()
+            }
             done = {n for n, (state, _) in found.items() if state == "done"}
             late = [n for n in late if n not in done]
             if self.late and (self._told_done >= len(self._met) or not found):
-                self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
+                # the last of those who waited for this node reads its answer
+                self._stop.wait(self.patience.poll)
                 return
             here = self.transport.alive().union(found) & set(self.others)
             if not late and not self.late and here <= done:
@@ -653,13 +754,20 @@ class Node:
         traffic, labels = self.post.traffic, {"node": self.transport.name}
         out: list[Sample] = [
             ("coterie_round", "round that is going on", labels, self.loop.next_round),
-            ("coterie_peers_alive", "members whose token is seen", labels, len(self.transport.alive())),
+            (
+                "coterie_peers_alive",
+                "members whose token is seen",
+                labels,
+                len(self.transport.alive()),
+            ),
             ("coterie_received_total", "messages received", labels, traffic.received),
             ("coterie_received_bytes_total", "bytes received", labels, traffic.bytes),
             ("coterie_exchange_seconds_total", "time spent exchanging", labels, traffic.seconds),
         ]
         for reason, number in sorted(traffic.missing.items()):
-            out.append(("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number))
+            out.append(
+                ("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number)
+            )
         for name, value in self.loop.validation.items():
             mean = float(value.nanmean())
             out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))

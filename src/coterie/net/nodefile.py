@@ -37,15 +37,18 @@ class DataSource(Configurable):
         federation: a file that `Federation.save` wrote, with this node's rows.
         arrays: an .npz file with x and y, and x_test and y_test if there is a test set.
         folder: a dataset in the Hugging Face layout on disk.
-        function: "package.module:name", a function without arguments that returns a federation with this node's rows,
-            (x, y), or ((x, y), (x_test, y_test)).
+        function: "package.module:name", a function without arguments that returns a federation with
+            this node's rows, (x, y), or ((x, y), (x_test, y_test)).
         label: the label column of `folder`, when there are several.
-        classes: number of classes, the same on every node; 0 for regression. Needed with arrays, folder, (x, y).
-        options: what a study has in [data.options]; paths are relative to the file. Classes and categories that are
-            text must be given, so that they mean the same on every node: `class_names`, `categories`.
+        classes: number of classes, the same on every node; 0 for regression. Needed with arrays,
+            folder, (x, y).
+        options: what a study has in [data.options]; paths are relative to the file. Classes and
+            categories that are text must be given, so that they mean the same on every node:
+            `class_names`, `categories`.
         validation: share of the samples for validation; of those that are not tested, with `folds`.
         test: share of the samples for testing, when there is no test set.
-        folds: of `dataset`: test on one of so many folds, by the run's seed, instead of a share; see [data] of a study.
+        folds: of `dataset`: test on one of so many folds, by the run's seed, instead of a share;
+            see [data] of a study.
         data_dir: the folder of the study's datasets.
     """
 
@@ -69,16 +72,17 @@ class NetworkSettings(Configurable):
     """Network settings of a node; they may differ between nodes.
 
     Args:
-        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, at least half a minute.
+        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, at least
+            half a minute.
         server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
-        linger: seconds to stay at the end for members that make no progress, new clients that have not joined yet
-            included; "unlimited" to wait for them as long as it takes.
-        lease: seconds without a sign of life after which a member counts as down; 10 over long distances, 3 in one
-            building.
+        linger: seconds to stay at the end for members that make no progress, new clients that have
+            not joined yet included; "unlimited" to wait for them as long as it takes.
+        lease: seconds without a sign of life after which a member counts as down; 10 over long
+            distances, 3 in one building.
     """
 
     deadline: NonNegativeFloat = 0.0
@@ -98,7 +102,9 @@ class NetworkSettings(Configurable):
     @property
     def patience(self) -> Patience:
         """The settings of the node."""
-        return Patience(start=self.start, linger=math.inf if isinstance(self.linger, str) else self.linger)
+        return Patience(
+            start=self.start, linger=math.inf if isinstance(self.linger, str) else self.linger
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,9 @@ class NodeFile(Configurable):
         return choose(config.load(self.path(self.study)), self.method, self.seed)
 
 
-def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tuple[StudyConfig, str, int]:
+def choose(
+    study: StudyConfig, method: str = "", seed: int | None = None
+) -> tuple[StudyConfig, str, int]:
     """Return one run of a study as a study.
 
     Raises:
@@ -158,11 +166,15 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
     """
     labels = [entry.label for entry in study.methods]
     if not method and len(labels) > 1:
-        raise ConfigError(f"the study has the methods {', '.join(labels)}; say which: method = {labels[0]!r}")
+        raise ConfigError(
+            f"the study has the methods {', '.join(labels)}; say which: method = {labels[0]!r}"
+        )
     if method and method not in labels:
         raise ConfigError(f"the study has no method {method!r}; its methods: {', '.join(labels)}")
     if seed is None and len(study.seeds) > 1:
-        raise ConfigError(f"the study has the seeds {list(study.seeds)}; say which: seed = {study.seeds[0]}")
+        raise ConfigError(
+            f"the study has the seeds {list(study.seeds)}; say which: seed = {study.seeds[0]}"
+        )
     label, number = method or labels[0], study.seeds[0] if seed is None else seed
     return study.only(label, number), label, number
 
@@ -171,7 +183,9 @@ def plan_of(study: StudyConfig) -> RunSpec:
     """Return the part of a run that is equal on all nodes, from a study of one run."""
     entry = study.scaled(study.methods[0].label)
     settings = between_machines(entry.method, entry.settings)
-    return RunSpec(entry.method, settings, study.model.source, str(study.model.source), study.seeds[0])
+    return RunSpec(
+        entry.method, settings, study.model.source, str(study.model.source), study.seeds[0]
+    )
 
 
 def between_machines(method: Method, settings: Settings) -> Settings:
@@ -206,7 +220,9 @@ def load(path: Path) -> NodeFile:
 # ---------------------------------------------------------------- data
 
 
-def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], population: int) -> Federation:
+def own_rows(
+    file: NodeFile, study: StudyConfig, clients: tuple[int, ...], population: int
+) -> Federation:
     """Return this node's own data, as rows of the population.
 
     Args:
@@ -224,7 +240,9 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     kinds = {kind: getattr(source, kind) for kind in every}
     given = {kind: value for kind, value in kinds.items() if value}
     if len(given) != 1:
-        raise ConfigError(f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}")
+        raise ConfigError(
+            f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}"
+        )
     if source.folds is not None and not source.dataset:
         raise ConfigError(
             "data.folds is given without data.dataset; only a table, a folder or a function has folds here"
@@ -241,26 +259,35 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         made = _called(source.function)
         if isinstance(made, Federation):
             return _placed(made, clients, population)
-        pair, test = made if all(isinstance(one, tuple) and len(one) == 2 for one in made) else (made, None)
+        pair, test = (
+            made if all(isinstance(one, tuple) and len(one) == 2 for one in made) else (made, None)
+        )
     elif source.arrays:
         pair, test = _arrays(file.path(source.arrays))
     else:
         read = hub.read_folder(file.path(source.folder), source.label or None)
-        pair, test = (read.train.x, read.train.y), (read.test.x, read.test.y) if len(read.test) else None
+        pair, test = (
+            (read.train.x, read.train.y),
+            (read.test.x, read.test.y) if len(read.test) else None,
+        )
     if source.classes is None:
-        raise ConfigError("data.classes is missing; every node must name the same number of classes (0: regression)")
+        raise ConfigError(
+            "data.classes is missing; every node must name the same number of classes (0: regression)"
+        )
     x, y = pair
     federation = from_arrays(
         x, y, clients=["own"] * len(y), test=test, classes=source.classes,
         validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
     )  # fmt: skip
-    return _placed(replace(federation, client_names=()), clients, population)  # the roster says how the node is called
+    # the roster says how the node is called
+    return _placed(replace(federation, client_names=()), clients, population)
 
 
 def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
     """The data that [data] names as a study does: those of one client, unless they come with clients.
 
-    A client draws from the stream of its id: its rows are split as in a simulation of all members' rows.
+    A client draws from the stream of its id: its rows are split as in a simulation of all members'
+    rows.
     """
     name, options = file.data.dataset, dict(file.data.options)
     if name in datasets.OWN_KINDS:
@@ -270,14 +297,23 @@ def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
     elif ":" in name:
         made = datasets.called(name, options, seed)
     else:
-        raise ConfigError(f"data.dataset is {name!r}; expected 'table', 'folder' or 'package.module:name'")
+        raise ConfigError(
+            f"data.dataset is {name!r}; expected 'table', 'folder' or 'package.module:name'"
+        )
     if isinstance(made, Federation):
         return made
     if not made.clients:  # all rows are the one client's
         owners = {"client": torch.zeros(len(made.train), dtype=torch.int64)}
-        made = replace(made, train=replace(made.train, columns={**made.train.columns, **owners}), clients="client")
+        made = replace(
+            made,
+            train=replace(made.train, columns={**made.train.columns, **owners}),
+            clients="client",
+        )
     config = DataConfig(
-        name, validation_fraction=file.data.validation, test_fraction=file.data.test, folds=file.data.folds
+        name,
+        validation_fraction=file.data.validation,
+        test_fraction=file.data.test,
+        folds=file.data.folds,
     )
     seed, fold = config.drawn_from(seed)
     alike = len(made.train.columns[made.clients].unique()) == len(clients)
@@ -289,8 +325,12 @@ def _placed(federation: Federation, clients: tuple[int, ...], population: int) -
     if federation.population == population and set(clients) <= set(federation.ids.tolist()):
         return federation.host(list(clients))
     if len(federation) != len(clients):
-        raise DataError(f"the data hold {len(federation)} clients; the roster says that this node hosts {len(clients)}")
-    return replace(federation, ids=torch.tensor(clients, dtype=torch.int64), population=population, truth=None)
+        raise DataError(
+            f"the data hold {len(federation)} clients; the roster says that this node hosts {len(clients)}"
+        )
+    return replace(
+        federation, ids=torch.tensor(clients, dtype=torch.int64), population=population, truth=None
+    )
 
 
 def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
@@ -301,7 +341,9 @@ def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
         raise DataError(f"cannot read the arrays in {path}: {error}") from None
     for names in (("x", "y"), ("x_test", "y_test")):
         if any(n in found for n in names) and not all(n in found for n in names):
-            raise DataError(f"{path} holds {', '.join(found)}; expected both of {' and '.join(names)}")
+            raise DataError(
+                f"{path} holds {', '.join(found)}; expected both of {' and '.join(names)}"
+            )
     if "x" not in found:
         raise DataError(f"{path} holds {', '.join(found) or 'nothing'}; expected x and y")
     test = (found["x_test"], found["y_test"]) if "x_test" in found else None
@@ -313,5 +355,7 @@ def _called(name: str) -> Any:
         raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
     result = imported_function(name, f"data.function {name!r}")()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
-        raise DataError(f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs")
+        raise DataError(
+            f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs"
+        )
     return result

@@ -1,8 +1,8 @@
 """The outbox: a node's published messages, and open questions for messages that it has not published yet.
 
-It answers from memory and holds questions about a coming round. Its size is bounded: the last few rounds are kept, each
-asker has few questions open, and questions about old rounds are answered with a reason. It is independent of the
-network; every transport serves from one.
+It answers from memory and holds questions about a coming round. Its size is bounded: the last few
+rounds are kept, each asker has few questions open, and questions about old rounds are answered with
+a reason. It is independent of the network; every transport serves from one.
 """
 
 import threading
@@ -23,10 +23,11 @@ class Missing:
     """Why a message did not arrive; a value, not an exception.
 
     Args:
-        reason: "unreachable" (no node answered), "removed" (its member was removed), "timeout", "not_ready" (it has not
-            reached that round), "gone" (it is past it), "busy" (too many open questions), "withheld" (its model is not
-            finite), "absent" (the server continued without this client), "forbidden", "closing", or "refused:CODE" for
-            a message that failed a check.
+        reason: "unreachable" (no node answered), "removed" (its member was removed), "timeout",
+            "not_ready" (it has not reached that round), "gone" (it is past it), "busy" (too many
+            open questions), "withheld" (its model is not finite), "absent" (the server continued
+            without this client), "forbidden", "closing", or "refused:CODE" for a message that
+            failed a check.
         round: the peer's round, when known.
         text: details for the log.
     """
@@ -56,21 +57,26 @@ class Outbox:
         clock: a monotonic clock in seconds.
 
     Attributes:
-        permit: called with (asker, address, answer) before each answer is given; a message that it does not permit is
-            not sent. It must not wait.
+        permit: called with (asker, address, answer) before each answer is given; a message that it
+            does not permit is not sent. It must not wait.
     """
 
     PER_ASKER: ClassVar = 8
 
-    def __init__(self, *, per_asker: int = PER_ASKER, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, per_asker: int = PER_ASKER, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.per_asker, self._clock = per_asker, clock
         self._kept: dict[Address, tuple[str, Parcel | Missing]] = {}
         self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
-        self._sealed: dict[Address, Parcel] = {}  # of the standing ones, those that were asked for lately
+        # of the standing ones, those that were asked for lately
+        self._sealed: dict[Address, Parcel] = {}
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
         self._newest = -2
-        self.permit: Callable[[str, Address, Parcel | Missing], bool] = lambda asker, address, what: True
+        self.permit: Callable[[str, Address, Parcel | Missing], bool] = (
+            lambda asker, address, what: True
+        )
         self._closed = False
         self._change = threading.Condition()
         self._sweeper = threading.Thread(target=self._sweep, name="coterie-outbox", daemon=True)
@@ -179,7 +185,9 @@ class Outbox:
             if to not in ("", waiting.asker):
                 return self._missing("forbidden")
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
-        since, seal = self._standing.get((address.exchange, address.client, address.kind), (0, None))
+        since, seal = self._standing.get(
+            (address.exchange, address.client, address.kind), (0, None)
+        )
         if seal is not None and address.round >= since:
             return self._stood(address, seal)
         if address.round < self._newest:
@@ -190,7 +198,10 @@ class Outbox:
         """A standing message, sealed once for all who ask for it."""
         if address not in self._sealed:
             self._sealed[address] = seal(address)
-            while len(self._sealed) > 1 and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES:
+            while (
+                len(self._sealed) > 1
+                and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES
+            ):
                 del self._sealed[next(iter(self._sealed))]
         return self._sealed[address]
 

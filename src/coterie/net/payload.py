@@ -1,8 +1,8 @@
 """Payloads: named tensors as untrusted safetensors bytes, read strictly against a template.
 
-Only the tensors of the template are accepted: no other tensor, type or shape, no key twice, no gap between tensors, no
-NaN. safetensors is a JSON header and raw numbers, so reading runs no code; this reader accepts a subset of the files
-that the safetensors library accepts, with the same values.
+Only the tensors of the template are accepted: no other tensor, type or shape, no key twice, no gap
+between tensors, no NaN. safetensors is a JSON header and raw numbers, so reading runs no code; this
+reader accepts a subset of the files that the safetensors library accepts, with the same values.
 """
 
 import json
@@ -48,9 +48,10 @@ class Template:
     """The tensors that a payload must have.
 
     Args:
-        tensors: data type and shape of each tensor; a string in a shape is an axis whose length the message chooses,
-            the same wherever the string occurs.
-        free: further tensors are allowed if their names start with this (a server's extras); "" for none.
+        tensors: data type and shape of each tensor; a string in a shape is an axis whose length the
+            message chooses, the same wherever the string occurs.
+        free: further tensors are allowed if their names start with this (a server's extras); "" for
+            none.
         lead: the first axis of those.
         halved: the tensors that travel as float16 under the codec "safetensors-f16".
         gaps: the tensors that may hold NaN, where it stands for "no value here"; infinity never.
@@ -66,17 +67,25 @@ class Template:
 
     @staticmethod
     def of(
-        tensors: Mapping[str, Tensor], halved: frozenset[str] = frozenset(), gaps: frozenset[str] = frozenset()
+        tensors: Mapping[str, Tensor],
+        halved: frozenset[str] = frozenset(),
+        gaps: frozenset[str] = frozenset(),
     ) -> "Template":
         """Return the template of messages with the same tensors as this one."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         return Template(
-            shapes, halved=halved, gaps=gaps, max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8
+            shapes,
+            halved=halved,
+            gaps=gaps,
+            max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8,
         )
 
 
 def encode(
-    tensors: Mapping[str, Tensor], *, half: frozenset[str] = frozenset(), gaps: frozenset[str] = frozenset()
+    tensors: Mapping[str, Tensor],
+    *,
+    half: frozenset[str] = frozenset(),
+    gaps: frozenset[str] = frozenset(),
 ) -> bytes:
     """Return tensors as safetensors bytes.
 
@@ -93,7 +102,9 @@ def encode(
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.half() if name in half else tensor
         if not _fit_to_use(tensor, name in gaps):
-            raise Refused("not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire")
+            raise Refused(
+                "not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire"
+            )
         out[name] = tensor
     return _safetensors(out)
 
@@ -106,7 +117,11 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     for name in names:
         tensor = tensors[name]
         kind = next(word for word, dtype in _DTYPES.items() if dtype == tensor.dtype)
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        header[name] = {
+            "dtype": kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -151,20 +166,30 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
         half: whether the template's `halved` tensors came as float16; they are widened.
 
     Raises:
-        Refused: with code "header", "duplicate_key", "names", "dtype", "shape", "layout", "boolean" or "not_finite".
+        Refused: with code "header", "duplicate_key", "names", "dtype", "shape", "layout", "boolean"
+            or "not_finite".
     """
     entries, start = _header(payload)
     missing = set(template.tensors) - set(entries)
-    extra = {n for n in set(entries) - set(template.tensors) if not (template.free and n.startswith(template.free))}
+    extra = {
+        n
+        for n in set(entries) - set(template.tensors)
+        if not (template.free and n.startswith(template.free))
+    }
     if missing or extra:
         raise Refused("names", f"missing {sorted(missing)[:5]}, not expected {sorted(extra)[:5]}")
     axes: dict[str, int] = {}
     position, out = 0, {}
-    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda e: (e[1][2], e[1][3])):
+    for name, (dtype, shape, begin, end) in sorted(
+        entries.items(), key=lambda e: (e[1][2], e[1][3])
+    ):
         _check_shape(name, dtype, shape, template, axes, half)
         count = math.prod(shape)
         if begin != position or end - begin != count * dtype.itemsize or end > len(payload) - start:
-            raise Refused("layout", f"{name} lies at {begin} to {end}; expected {count * dtype.itemsize} bytes")
+            raise Refused(
+                "layout",
+                f"{name} lies at {begin} to {end}; expected {count * dtype.itemsize} bytes",
+            )
         position = end
         out[name] = _tensor(name, payload, start + begin, dtype, shape, count)
         if not _fit_to_use(out[name], name in template.gaps):
@@ -176,7 +201,9 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
     return out
 
 
-def _tensor(name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> Tensor:
+def _tensor(
+    name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: tuple[int, ...], count: int
+) -> Tensor:
     if not count:
         return torch.zeros(shape, dtype=dtype)
     if dtype == torch.bool:
@@ -198,7 +225,9 @@ def _fit_to_use(tensor: Tensor, gaps: bool) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
-def _header(payload: bytearray) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:
+def _header(
+    payload: bytearray,
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_HEADER, len(payload) - 8):
         raise Refused("header", f"a header of {length} bytes in a payload of {len(payload)}")
@@ -213,7 +242,9 @@ def _header(payload: bytearray) -> tuple[dict[str, tuple[torch.dtype, tuple[int,
             raise Refused("header", f"{name} is not described by dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise Refused("dtype", f"{name} has type {str(dtype)[:20]}; expected one of {', '.join(_DTYPES)}")
+            raise Refused(
+                "dtype", f"{name} has type {str(dtype)[:20]}; expected one of {', '.join(_DTYPES)}"
+            )
         if not (_naturals(shape) and _naturals(offsets) and len(shape) <= 8 and len(offsets) == 2):
             raise Refused("header", f"{name} has a shape or offsets that are not natural numbers")
         out[name] = (_DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
@@ -225,7 +256,12 @@ def _naturals(value: Any) -> bool:
 
 
 def _check_shape(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], template: Template, axes: dict[str, int], half: bool
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    template: Template,
+    axes: dict[str, int],
+    half: bool,
 ) -> None:
     if name in template.tensors:
         wanted, pattern = template.tensors[name]

@@ -24,7 +24,8 @@ from coterie.net.transport import Delivery, Transport
 from coterie.net.wire import CHUNK, Address, Expectation, Parcel
 from coterie.net.wire import seal as seal_parcel
 
-_OF_A_MEMBER = 4  # messages that are asked for at a time; a member holds a few more questions open than that
+# messages that are asked for at a time; a member holds a few more questions open than that
+_OF_A_MEMBER = 4
 _AT_A_TIME = 64  # of all members
 _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
 
@@ -84,7 +85,9 @@ def gaps(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
     """Return the tensors that may hold NaN: vectors of extras for the server, which are padded with NaN."""
     if address.kind != "request":
         return frozenset()
-    return frozenset(name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim)
+    return frozenset(
+        name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim
+    )
 
 
 PROBE = Address(-1, 0, -1, "probe")
@@ -109,13 +112,15 @@ class Post:
         journal: receives records of what was asked and what arrived.
 
     Attributes:
-        ahead: the latest round of a peer that says, without a signature, that it has passed this node's round: a reason
-            to ask for signed heads.
-        arrived: called with (member, address, message or reason) for every question of this node that has ended.
+        ahead: the latest round of a peer that says, without a signature, that it has passed this
+            node's round: a reason to ask for signed heads.
+        arrived: called with (member, address, message or reason) for every question of this node
+            that has ended.
         between: called between two questions to a server that does not answer.
-        able: called now and then while this node waits for answers; raises when it cannot go on, and they do not count.
-        believes: whether the server has signed that it is in a round or past it; asked when it says, without a
-            signature, that it went on without this node.
+        able: called now and then while this node waits for answers; raises when it cannot go on,
+            and they do not count.
+        believes: whether the server has signed that it is in a round or past it; asked when it
+            says, without a signature, that it went on without this node.
     """
 
     def __init__(
@@ -130,11 +135,18 @@ class Post:
         journal: Journal = lambda event: None,
     ) -> None:
         self.terms = terms or Terms()
-        self.transport, self.roster, self.incarnation, self.journal = transport, roster, incarnation, journal
+        self.transport, self.roster, self.incarnation, self.journal = (
+            transport,
+            roster,
+            incarnation,
+            journal,
+        )
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
-        self.arrived: Callable[[str, Address, Delivery | Missing], None] = lambda peer, address, found: None
+        self.arrived: Callable[[str, Address, Delivery | Missing], None] = (
+            lambda peer, address, found: None
+        )
         self.between: Callable[[], None] = lambda: None
         self.able: Callable[[], None] = lambda: None
         self.believes: Callable[[int], bool] = lambda round: True
@@ -150,7 +162,9 @@ class Post:
                         if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
         self.roster, self.host_of = roster, roster.host_of
         public = {m.name: identity.public_key(m.key) for m in roster.members}
-        self._verify = {n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()}
+        self._verify = {
+            n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()
+        }
 
     def close(self) -> None:
         """Stop asking. The transport's owner closes the transport, which ends open questions."""
@@ -163,7 +177,11 @@ class Post:
         Raises:
             Refused: when a value is not finite.
         """
-        half = frozenset(n for n in ("params", "table") if n in tensors) if self.terms.half else frozenset()
+        half = (
+            frozenset(n for n in ("params", "table") if n in tensors)
+            if self.terms.half
+            else frozenset()
+        )
         return seal_parcel(
             tensors,
             run=self.roster.run,
@@ -184,18 +202,29 @@ class Post:
             what: Parcel | Missing = self.seal(tensors, address, to)
         except Refused as refused:  # a diverged model is not sent; the others go on without it
             what = Missing("withheld", address.round, str(refused))
-            self.journal({"event": "withheld", "round": address.round, "client": address.client, "why": str(refused)})
+            self.journal(
+                {
+                    "event": "withheld",
+                    "round": address.round,
+                    "client": address.client,
+                    "why": str(refused),
+                }
+            )
         self.transport.publish(address, what, to=to)
 
     def serve_probe(self) -> None:
         """Answer probes of the link to this node."""
-        self.transport.stand(PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at))
+        self.transport.stand(
+            PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at)
+        )
 
     def probe(self, peer: str, seconds: float) -> Delivery | Missing:
         """Measure the link to a member with one megabyte."""
         return self.fetch(peer, PROBE, Template({"probe": (torch.uint8, (PROBE_BYTES,))}), seconds)
 
-    def fetch(self, peer: str, address: Address, template: Template, seconds: float) -> Delivery | Missing:
+    def fetch(
+        self, peer: str, address: Address, template: Template, seconds: float
+    ) -> Delivery | Missing:
         """Ask one member for one message, check it, and count the result."""
         if self._closing.is_set():
             return Missing("closing")
@@ -218,11 +247,13 @@ class Post:
                 self.ahead = max(found.round, self.ahead or 0)
         return found
 
-    def gather(self, wanted: Iterable[Address], template: Template, seconds: float) -> dict[int, Delivery | Missing]:
+    def gather(
+        self, wanted: Iterable[Address], template: Template, seconds: float
+    ) -> dict[int, Delivery | Missing]:
         """Ask for messages of several clients, all of them before the deadline.
 
-        Few of one member are asked for at a time, and each member has its own turn: those that do not answer keep
-        nobody waiting for the others.
+        Few of one member are asked for at a time, and each member has its own turn: those that do
+        not answer keep nobody waiting for the others.
         """
         until = time.monotonic() + seconds
 
@@ -230,12 +261,18 @@ class Post:
             left = until - time.monotonic()
             if address.client not in self.host_of:
                 return Missing("removed")
-            return self.fetch(self.host_of[address.client], address, template, left) if left > 0 else Missing("timeout")
+            return (
+                self.fetch(self.host_of[address.client], address, template, left)
+                if left > 0
+                else Missing("timeout")
+            )
 
         addresses, of_host = list(wanted), dict[str, list[Address]]()
         for address in addresses:
             of_host.setdefault(self.host_of.get(address.client, ""), []).append(address)
-        lanes = [mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()]
+        lanes = [
+            mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()
+        ]
 
         def in_turn(lane: list[Address]) -> dict[int, Delivery | Missing]:
             return {address.client: one(address) for address in lane}
@@ -261,23 +298,30 @@ class Post:
                 one.cancel()
 
     def from_server(
-        self, address: Address, template: Template, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None
+        self,
+        address: Address,
+        template: Template,
+        check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None,
     ) -> Delivery:
         """Ask the server until it answers; a round cannot continue without it.
 
         Args:
             address: of the answer.
             template: its tensors.
-            check: raises `Refused` when they do not fit together; the answer then counts as one that has not come.
+            check: raises `Refused` when they do not fit together; the answer then counts as one
+                that has not come.
 
         Raises:
             RoundMissed: when the server continued without this node's message.
-            TransportError: when no server answers for `Terms.server_wait` seconds, or when this node is closed.
+            TransportError: when no server answers for `Terms.server_wait` seconds, or when this
+                node is closed.
         """
         until, pause = time.monotonic() + self.terms.server_wait, 0.2
         while True:
             seconds = 2 * self.deadline() + 1
-            (found,) = self._awaited([partial(self.fetch, self.roster.server, address, template, seconds)])
+            (found,) = self._awaited(
+                [partial(self.fetch, self.roster.server, address, template, seconds)]
+            )
             if isinstance(found, Delivery):
                 try:
                     check(found.tensors)
@@ -286,7 +330,14 @@ class Post:
                     found = self._refused(refused)
             if found.reason in ("absent", "gone", "withheld") and self.believes(address.round):
                 raise RoundMissed(found.reason, found.round)
-            self.journal({"event": "waiting", "round": address.round, "for": self.roster.server, "why": found.reason})
+            self.journal(
+                {
+                    "event": "waiting",
+                    "round": address.round,
+                    "for": self.roster.server,
+                    "why": found.reason,
+                }
+            )
             self.between()
             if time.monotonic() > until or self._closing.wait(pause):
                 raise TransportError(

@@ -34,7 +34,9 @@ _GIVEN_UP = (
 )
 
 
-def credentials(file: NodeFile, log: Callable[..., None] = lambda *_, **__: None) -> tuple[Keeper, Identity]:
+def credentials(
+    file: NodeFile, log: Callable[..., None] = lambda *_, **__: None
+) -> tuple[Keeper, Identity]:
     """Read the newest roster and this member's identity, and check that they belong together.
 
     Args:
@@ -45,7 +47,9 @@ def credentials(file: NodeFile, log: Callable[..., None] = lambda *_, **__: None
         TransportError: when they do not, or a file cannot be used.
     """
     own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
-    keeper = Keeper(file.path(file.roster), file.path(file.organizer), file.path(file.runs) / own.name, log)
+    keeper = Keeper(
+        file.path(file.roster), file.path(file.organizer), file.path(file.runs) / own.name, log
+    )
     roster = keeper.roster
     problems = rosters.check_own(roster, own)
     if problems:
@@ -68,7 +72,8 @@ def run_folder(file: NodeFile, name: str) -> Path:
 def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     """Create a node from a file, ready to run, and close all its parts at the end.
 
-    What happens to it is written to the audit log in the member's folder, which outlives the run's own.
+    What happens to it is written to the audit log in the member's folder, which outlives the run's
+    own.
 
     Args:
         file: node.toml.
@@ -118,7 +123,9 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
-            stack.callback(MetricsServer(file.metrics_port, lambda: [*node.samples(), *engine.samples()]).close)
+            stack.callback(
+                MetricsServer(file.metrics_port, lambda: [*node.samples(), *engine.samples()]).close
+            )
         yield node
 
 
@@ -145,7 +152,9 @@ def unbroken() -> Iterator[None]:
 def _prepare(folder: Path, study: str, described: str) -> None:
     """Write the files of a study that precede a run, for report, watch, compare and show."""
     manifest.replace_files(folder, {summary.CONFIG: study.encode()})
-    summary.write_files(folder.parent.parent, {summary.CONFIG: study, summary.FEDERATION: described})
+    summary.write_files(
+        folder.parent.parent, {summary.CONFIG: study, summary.FEDERATION: described}
+    )
 
 
 def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
@@ -165,7 +174,9 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
     name = credentials(file)[1].name
     folder = run_folder(file, name)
     if checkpoint.finished(folder) and not _answers(file, name):
-        Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
+        Log(name, level=file.log)(
+            "done", text=f"the run in {folder} is over; delete the folder to run it again"
+        )
         return 0
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -174,7 +185,9 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         summary.write_summary(folder.parent.parent)
     except (KeyboardInterrupt, SystemExit):
         Log(name, level=file.log)(
-            "stopped", level="warning", text="stopped by a signal; when started again, it continues from here"
+            "stopped",
+            level="warning",
+            text="stopped by a signal; when started again, it continues from here",
         )
         raise
     except Exception as error:

@@ -1,7 +1,7 @@
 """The roster: the members of a run with their addresses and keys, a text file that the organizer signs.
 
-It is all that members must agree on in advance, and no machine has to serve it. The signature is over the bytes of the
-file, so that a reader checks it before it reads a field.
+It is all that members must agree on in advance, and no machine has to serve it. The signature is
+over the bytes of the file, so that a reader checks it before it reads a field.
 """
 
 import json
@@ -37,8 +37,8 @@ class Member:
         key: its public key, 66 hexadecimal digits.
         certificate: the fingerprint of its certificate (SHA-256, hexadecimal).
         expires: when that certificate ends, in ISO 8601.
-        subject: the common name of its certificate: the fingerprint of its key. Empty for certificates of older
-            versions, whose common name is the member's name.
+        subject: the common name of its certificate: the fingerprint of its key. Empty for
+            certificates of older versions, whose common name is the member's name.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Roster:
         server: the member in the server role, "" for peer-to-peer methods.
         clusters: planted cluster of each client, for tests with Oracle only.
         issued: when it was signed, in ISO 8601.
-        removed: ids of clients whose member was removed. Ids are never used again, so that the population keeps its
-            size; nobody asks these clients for anything.
+        removed: ids of clients whose member was removed. Ids are never used again, so that the
+            population keeps its size; nobody asks these clients for anything.
     """
 
     run: str
@@ -88,7 +88,9 @@ class Roster:
 
     def __post_init__(self) -> None:
         if self.protocol != VERSION:
-            raise PeerMismatch(f"the roster has wire format {self.protocol}; this program speaks wire format {VERSION}")
+            raise PeerMismatch(
+                f"the roster has wire format {self.protocol}; this program speaks wire format {VERSION}"
+            )
         problems = self.problems()
         if problems:
             raise TransportError(f"the roster is wrong: {problems[0]}")
@@ -97,7 +99,11 @@ class Roster:
         """Return the roster's internal errors; empty for a valid roster."""
         names = [m.name for m in self.members]
         clients = sorted([*self.removed, *(c for m in self.members for c in m.clients)])
-        found = [f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -" for n in names if not NAME.fullmatch(n)]
+        found = [
+            f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -"
+            for n in names
+            if not NAME.fullmatch(n)
+        ]
         if not NAME.fullmatch(self.run):
             found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
         if not 1 <= len(names) <= MAX_MEMBERS:
@@ -112,9 +118,13 @@ class Roster:
                 f"expected each of 0 to {self.population - 1} once"
             )
         if self.server and self.server not in names:
-            found.append(f"the server {self.server!r} is not a member; members: {', '.join(names[:10])}")
+            found.append(
+                f"the server {self.server!r} is not a member; members: {', '.join(names[:10])}"
+            )
         if self.clusters and len(self.clusters) != self.population:
-            found.append(f"{len(self.clusters)} clusters for {self.population} clients; expected one a client")
+            found.append(
+                f"{len(self.clusters)} clusters for {self.population} clients; expected one a client"
+            )
         for member in self.members:
             try:
                 identity.split_address(member.address)
@@ -150,7 +160,9 @@ class Roster:
     @property
     def client_names(self) -> dict[int, str]:
         """The name of each client that is the only one of its member: the member's."""
-        return {member.clients[0]: member.name for member in self.members if len(member.clients) == 1}
+        return {
+            member.clients[0]: member.name for member in self.members if len(member.clients) == 1
+        }
 
     def before(self, name: str) -> tuple[Member, ...]:
         """Return the members that this one dials: those before it, so that one side of each pair dials."""
@@ -175,12 +187,16 @@ def dumps(roster: Roster) -> str:
     for field in fields(Roster):
         if field.name != "members":
             value = getattr(roster, field.name)
-            lines.append(f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+            lines.append(
+                f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
+            )
     for member in roster.members:
         lines += ["", "[[members]]"]
         for field in fields(Member):
             value = getattr(member, field.name)
-            lines.append(f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+            lines.append(
+                f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -209,9 +225,13 @@ def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
     known = {f.name: f for f in fields(kind) if f.name not in skip}
     for key, value in table.items():
         if key not in known:
-            raise TransportError(f"the roster has the unknown key {key!r}; known: {', '.join(known)}")
+            raise TransportError(
+                f"the roster has the unknown key {key!r}; known: {', '.join(known)}"
+            )
         wanted = known[key].type if known[key].type in (str, int) else list
-        numbers = wanted is not list or (isinstance(value, list) and all(type(v) is int for v in value))
+        numbers = wanted is not list or (
+            isinstance(value, list) and all(type(v) is int for v in value)
+        )
         if type(value) is not wanted or not numbers:
             raise TransportError(f"{key} in the roster is {value!r}; expected {wanted}")
     required = {"run", "population"} if kind is Roster else {"name", "address", "clients"}
@@ -243,7 +263,11 @@ def load(path: Path, organizer: Path) -> Roster:
     Raises:
         TransportError: when the signature is not the organizer's, or the roster has errors.
     """
-    return opened(sealed(path), organizer_key(organizer), f"{path} is not signed by the organizer in {organizer}")
+    return opened(
+        sealed(path),
+        organizer_key(organizer),
+        f"{path} is not signed by the organizer in {organizer}",
+    )
 
 
 def sealed(path: Path) -> bytes:
@@ -255,7 +279,9 @@ def sealed(path: Path) -> bytes:
     text, signature = _read(path), _read(path.with_name(path.name + ".sig"))
     hexadecimal = signature.decode("ascii", "replace").strip()
     if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
-        raise TransportError(f"{path}.sig holds no signature; ask the organizer for both files again")
+        raise TransportError(
+            f"{path}.sig holds no signature; ask the organizer for both files again"
+        )
     return bytes.fromhex(hexadecimal) + text
 
 
@@ -269,7 +295,9 @@ def organizer_key(path: Path) -> ec.EllipticCurvePublicKey:
 
 
 def opened(
-    data: bytes, organizer: ec.EllipticCurvePublicKey, what: str = "the roster is not the organizer's"
+    data: bytes,
+    organizer: ec.EllipticCurvePublicKey,
+    what: str = "the roster is not the organizer's",
 ) -> Roster:
     """Check the signature of the result of `sealed`, and then read the roster.
 
@@ -290,7 +318,11 @@ def _read(path: Path) -> bytes:
 
 
 def check(
-    path: Path, organizer: Path, *, own: identity.Identity | None = None, now: datetime | None = None
+    path: Path,
+    organizer: Path,
+    *,
+    own: identity.Identity | None = None,
+    now: datetime | None = None,
 ) -> list[str]:
     """Check a roster for all members and for one member.
 
@@ -311,15 +343,23 @@ def check(
     found = []
     for member in roster.members:
         if not member.key or not member.certificate:
-            found.append(f"{member.name} has no certificate yet: answer its request with `coterie net sign`")
+            found.append(
+                f"{member.name} has no certificate yet: answer its request with `coterie net sign`"
+            )
             continue
         end = datetime.fromisoformat(member.expires)
         if end < now:
-            found.append(f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new request")
+            found.append(
+                f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new request"
+            )
         elif end - now < timedelta(days=2):
-            found.append(f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than two days")
+            found.append(
+                f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than two days"
+            )
     if not roster.study or not roster.schema:
-        found.append("the roster names no study: write it again with `coterie net roster --study STUDY.toml`")
+        found.append(
+            "the roster names no study: write it again with `coterie net roster --study STUDY.toml`"
+        )
     if own is not None:
         found += check_own(roster, own)
     return found
@@ -332,7 +372,9 @@ def check_own(roster: Roster, own: identity.Identity) -> list[str]:
     except TransportError as error:
         return [str(error)]
     if member.key != identity.public_text(own.key.public_key()):
-        return [f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for a new roster"]
+        return [
+            f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for a new roster"
+        ]
     if member.certificate != identity.fingerprint(own.certificate):
         return [
             f"the roster knows another certificate of {own.name} than {own.certificate_file}; use the newest of both"

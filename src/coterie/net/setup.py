@@ -34,7 +34,9 @@ def check_member(folder: Path, name: str) -> None:
         ConfigError: when it was.
     """
     if signed_members(folder).get(name) == "":
-        raise ConfigError(f"{name} was removed, and neither names nor ids are used again; agree on another name")
+        raise ConfigError(
+            f"{name} was removed, and neither names nor ids are used again; agree on another name"
+        )
 
 
 def note_member(folder: Path, name: str, address: str) -> None:
@@ -60,9 +62,13 @@ def remove(folder: Path, name: str) -> Roster:
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
     member = old.member(name)
     if old.server == name:
-        raise ConfigError(f"{name} has the server role; write a roster with another server first: --server")
+        raise ConfigError(
+            f"{name} has the server role; write a roster with another server first: --server"
+        )
     if len(old.members) == 1:
-        raise ConfigError(f"{name} is the only member of run {old.run}; a run without members has no roster")
+        raise ConfigError(
+            f"{name} is the only member of run {old.run}; a run without members has no roster"
+        )
     left = tuple(m for m in old.members if m.name != name)
     removed = tuple(sorted([*old.removed, *member.clients]))
     made = _next(folder, replace(old, members=left, removed=removed))
@@ -81,13 +87,16 @@ def rekey(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Rost
         days: validity of the certificate.
 
     Raises:
-        TransportError: when there is no such member, or the request is not for its name and address.
+        TransportError: when there is no such member, or the request is not for its name and
+            address.
     """
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
     member = old.member(name)
     certificate = sign_request(folder, request, name, member.address, days=days, new_key=True)
     new = rosters.certified(member, certificate)
-    return _next(folder, replace(old, members=tuple(new if m.name == name else m for m in old.members)))
+    return _next(
+        folder, replace(old, members=tuple(new if m.name == name else m for m in old.members))
+    )
 
 
 def _next(folder: Path, changed: Roster) -> Roster:
@@ -104,7 +113,9 @@ def run_of(folder: Path) -> str:
     return subject.removeprefix("CN=coterie ")
 
 
-def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: int, server: str = "") -> Roster:
+def write_roster(
+    folder: Path, study: Path, features: tuple[int, ...], classes: int, server: str = ""
+) -> Roster:
     """Write and sign the roster of all members that have a certificate; one client each.
 
     Args:
@@ -115,11 +126,14 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
         server: the member in the server role.
 
     Raises:
-        ConfigError: when no member has a certificate, or the study needs a server and none is named.
+        ConfigError: when no member has a certificate, or the study needs a server and none is
+            named.
     """
     known = signed_members(folder)
     if not any(known.values()):
-        raise ConfigError(f"{folder} has signed no member yet; answer requests with `coterie net sign`")
+        raise ConfigError(
+            f"{folder} has signed no member yet; answer requests with `coterie net sign`"
+        )
     chosen, _, _ = nodefile.choose(config.load(study))
     plan = nodefile.plan_of(chosen)
     if plan.method.server and not server:
@@ -151,7 +165,8 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
     )
-    latecomers.sides(made, plan.method, plan.settings, plan.seed)  # whom the study holds out must be on it
+    # whom the study holds out must be on it
+    latecomers.sides(made, plan.method, plan.settings, plan.seed)
     rosters.write(folder / "roster.toml", made, folder / "organizer.key")
     return made
 
@@ -173,5 +188,7 @@ def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[st
     roster = rosters.load(path, file.path(file.organizer))
     found = head.study_hash(nodefile.plan_of(study).agreed(roster.population))
     if roster.study and found != roster.study:
-        problems.append(f"{file.study} ({label}) is not the study of the roster; ask the organizer for its study file")
+        problems.append(
+            f"{file.study} ({label}) is not the study of the roster; ask the organizer for its study file"
+        )
     return problems

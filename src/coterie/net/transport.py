@@ -93,7 +93,9 @@ WAIT = 0.8
 """The share of an asker's deadline for which a peer may hold its question."""
 
 
-def assemble(expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: float) -> Delivery | Missing:
+def assemble(
+    expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: float
+) -> Delivery | Missing:
     """Assemble a message from (attachment, chunk) pairs, or return why it is refused."""
     assembler = Assembler(expect)
     try:
@@ -198,7 +200,9 @@ class InProcess:
         """Return the nodes that have published something and can be reached."""
         with self.hub.lock:
             there = [n for n, node in self.hub.nodes.items() if node._announced]
-            return frozenset(n for n in there if n != self.name and (self.name, n) not in self.hub.cut)
+            return frozenset(
+                n for n in there if n != self.name and (self.name, n) not in self.hub.cut
+            )
 
     def close(self) -> None:
         """Leave the hub."""

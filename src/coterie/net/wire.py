@@ -1,9 +1,10 @@
 """The wire format: a signed manifest and a safetensors payload in chunks, checked before use.
 
-A message is one client's row in one exchange of a round. Its manifest names the sender, the address and the digest of
-the payload; the sender signs the manifest's bytes, so the payload is bound to run, sender, incarnation, round, exchange
-and client. A reader knows what it asked for (`Expectation`); a message that differs is `Refused` before it is used.
-docs/reference/wire.md describes the format for other languages.
+A message is one client's row in one exchange of a round. Its manifest names the sender, the address
+and the digest of the payload; the sender signs the manifest's bytes, so the payload is bound to
+run, sender, incarnation, round, exchange and client. A reader knows what it asked for
+(`Expectation`); a message that differs is `Refused` before it is used. docs/reference/wire.md
+describes the format for other languages.
 """
 
 import hashlib
@@ -35,9 +36,10 @@ class Address:
     Args:
         round: the round, -1 for the warm-up.
         exchange: number of the exchange in the round, from 0.
-        client: id of the client that the message is from or for; -1 for a message of the server role.
-        kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it; "probe" for measuring;
-            "join" for clients that join when the run has ended.
+        client: id of the client that the message is from or for; -1 for a message of the server
+            role.
+        kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it;
+            "probe" for measuring; "join" for clients that join when the run has ended.
     """
 
     round: int
@@ -263,7 +265,10 @@ class Assembler:
         assert self.manifest is not None
         left = self.manifest.bytes - self._got
         if len(chunk) != min(left, self.manifest.chunk) or (number > 0 and left == 0):
-            raise Refused("chunk", f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}")
+            raise Refused(
+                "chunk",
+                f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}",
+            )
         if number == 0:
             self._payload = bytearray(self.manifest.bytes)
         self._payload[self._got : self._got + len(chunk)] = chunk
@@ -276,7 +281,9 @@ class Assembler:
         if len(text) > MAX_MANIFEST:
             raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
         if not expect.verify(signature, signed(text)):
-            raise Refused("signature", f"the manifest is not signed by {expect.peer}'s key of the roster")
+            raise Refused(
+                "signature", f"the manifest is not signed by {expect.peer}'s key of the roster"
+            )
         m = read_manifest(text)
         for name, found, wanted in (("run", m.run, expect.run), ("sender", m.peer, expect.peer)):
             if found != wanted:
@@ -286,11 +293,15 @@ class Assembler:
         if m.address != expect.address:
             raise Refused("address", f"it belongs to {m.address}; asked was {expect.address}")
         if m.inc < expect.min_inc:
-            raise Refused("replay", f"incarnation {m.inc} is over; the newest seen is {expect.min_inc}")
+            raise Refused(
+                "replay", f"incarnation {m.inc} is over; the newest seen is {expect.min_inc}"
+            )
         if m.schema != expect.schema:
             raise Refused("schema", f"model schema {m.schema[:16]}; expected {expect.schema[:16]}")
         if m.bytes > expect.template.max_bytes:
-            raise Refused("size", f"{m.bytes} bytes announced; expected at most {expect.template.max_bytes}")
+            raise Refused(
+                "size", f"{m.bytes} bytes announced; expected at most {expect.template.max_bytes}"
+            )
         self.manifest, self.sealed = m, envelope
 
     @property

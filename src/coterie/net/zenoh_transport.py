@@ -1,9 +1,10 @@
 """The transport between machines: eclipse-zenoh in peer mode, driven by the roster, with mutual TLS.
 
-Each member dials only those before it on the roster; gossip, multicast, shared memory and the admin space are off.
-Keys are tied to certificates by an access list that denies by default, so a member can only answer, announce and ask
-under its own name. Models travel as replies of at most 512 KiB each, and every end of a reply set is checked, because
-a cut link, a dead peer and a forbidden question all look alike: an empty set without an error.
+Each member dials only those before it on the roster; gossip, multicast, shared memory and the admin
+space are off. Keys are tied to certificates by an access list that denies by default, so a member
+can only answer, announce and ask under its own name. Models travel as replies of at most 512 KiB
+each, and every end of a reply set is checked, because a cut link, a dead peer and a forbidden
+question all look alike: an empty set without an error.
 """
 
 import json
@@ -27,7 +28,16 @@ from coterie.net.outbox import REASONS, Missing, Outbox
 from coterie.net.payload import Refused, strict_json
 from coterie.net.roster import Roster
 from coterie.net.transport import WAIT, Delivery, Head
-from coterie.net.wire import CHUNK, KINDS, VERSION, Address, Assembler, Expectation, Parcel, canonical
+from coterie.net.wire import (
+    CHUNK,
+    KINDS,
+    VERSION,
+    Address,
+    Assembler,
+    Expectation,
+    Parcel,
+    canonical,
+)
 
 MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
@@ -36,7 +46,8 @@ _REOPEN = 20.0  # seconds to wait for the own address after the session was clos
 _SENDERS = 256  # threads at most: a member that reads slowly holds those of its own questions alone
 _SURPLUS = 4096  # questions of those who ask too much, to be told so
 _PENDING = 1000  # links that may be coming up; those beyond it are closed at once
-_CHANGES, _WITHIN = 20, 200.0  # how often a member's coming and going is logged, in how many seconds
+# how often a member's coming and going is logged, in how many seconds
+_CHANGES, _WITHIN = 20, 200.0
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -48,8 +59,9 @@ def prefix(run: str) -> str:
 def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     """Return the access list of one member: the actions allowed to each certificate.
 
-    A question goes out to the member alone that it is for. The engine would also send it to every member whose
-    announcements have not come yet, because one of them might answer, and each of those would turn the asker away.
+    A question goes out to the member alone that it is for. The engine would also send it to every
+    member whose announcements have not come yet, because one of them might answer, and each of
+    those would turn the asker away.
 
     Args:
         me: this member.
@@ -59,7 +71,13 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     base = prefix(run)
 
     def allow(id: str, flow: str, messages: list[str], *keys: str) -> dict[str, Any]:
-        return {"id": id, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": list(keys)}
+        return {
+            "id": id,
+            "permission": "allow",
+            "flows": [flow],
+            "messages": messages,
+            "key_exprs": list(keys),
+        }
 
     watch = ["liveliness_query", "declare_liveliness_subscriber"]
     own = ["reply", "declare_queryable", "liveliness_token"]
@@ -77,11 +95,22 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common]})
         ids = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
         policies.append({"rules": ids, "subjects": [f"cn-{name}"]})
-    return {"enabled": True, "default_permission": "deny", "rules": rules, "subjects": subjects, "policies": policies}
+    return {
+        "enabled": True,
+        "default_permission": "deny",
+        "rules": rules,
+        "subjects": subjects,
+        "policies": policies,
+    }
 
 
 def configuration(
-    roster: Roster, me: str, identity: Identity | None, *, listen: str | None = None, lease: float = 10.0
+    roster: Roster,
+    me: str,
+    identity: Identity | None,
+    *,
+    listen: str | None = None,
+    lease: float = 10.0,
 ) -> dict[str, Any]:
     """Return the engine's configuration.
 
@@ -89,7 +118,8 @@ def configuration(
         roster: the members.
         me: this member.
         identity: its key and certificate; None for plain TCP on loopback.
-        listen: host:port to listen on, when it is not the roster's address (behind a firewall that forwards).
+        listen: host:port to listen on, when it is not the roster's address (behind a firewall that
+            forwards).
         lease: seconds without a sign of life after which a peer counts as down.
     """
     scheme = "tcp" if identity is None else "tls"
@@ -126,25 +156,37 @@ def configuration(
         ],
     }  # fmt: skip
     if identity is not None:
-        files = {"private_key": str(identity.key_file), "certificate": str(identity.certificate_file)}
+        files = {
+            "private_key": str(identity.key_file),
+            "certificate": str(identity.certificate_file),
+        }
         link["tls"] = {
             "root_ca_certificate": str(identity.ca_file),
-            **{f"{side}_{what}": path for side in ("listen", "connect") for what, path in files.items()},
+            **{
+                f"{side}_{what}": path
+                for side in ("listen", "connect")
+                for what, path in files.items()
+            },
             "enable_mtls": True,
             "verify_name_on_connect": True,
             "close_link_on_expiration": True,
         }
-        config["access_control"] = access(me, {m.name: m.common_name for m in roster.members}, roster.run)
+        config["access_control"] = access(
+            me, {m.name: m.common_name for m in roster.members}, roster.run
+        )
     return config
 
 
 def _give_threads(members: int) -> None:
     """Give the engine a thread for each link that may die: closing one blocks its thread for ten seconds (SO_LINGER).
 
-    With the engine's one or two threads a cut cable stalls the links that are left. ZENOH_RUNTIME wins.
+    With the engine's one or two threads a cut cable stalls the links that are left. ZENOH_RUNTIME
+    wins.
     """
     threads = min(max(members, 4), 32)
-    parts = ", ".join(f"{part}: (worker_threads: {threads})" for part in ("rx", "tx", "net", "acc", "app"))
+    parts = ", ".join(
+        f"{part}: (worker_threads: {threads})" for part in ("rx", "tx", "net", "acc", "app")
+    )
     os.environ.setdefault("ZENOH_RUNTIME", f"({parts})")
 
 
@@ -170,7 +212,9 @@ def check_loopback(roster: Roster, listen: str | None = None) -> None:
     """
     for address in [*(m.address for m in roster.members), *([listen] if listen else [])]:
         if not split_address(address)[0].startswith(_LOOPBACK):
-            raise TransportError(f"{address} is not a loopback address; without TLS only those are allowed")
+            raise TransportError(
+                f"{address} is not a loopback address; without TLS only those are allowed"
+            )
 
 
 class ZenohTransport:
@@ -183,8 +227,8 @@ class ZenohTransport:
         name: this node's.
         identity: its key and certificate; None for plain TCP, which is refused beyond loopback.
         listen: host:port to listen on instead of the roster's address.
-        lease: seconds without a sign of life after which a peer counts as down: 10 over long distances, 3 in one
-            building.
+        lease: seconds without a sign of life after which a peer counts as down: 10 over long
+            distances, 3 in one building.
         log: receives events (see `log.Log`).
     """
 
@@ -219,13 +263,17 @@ class ZenohTransport:
         many_files()
         self._session = self._open()
         self.outbox = Outbox()
-        self._senders = ThreadPoolExecutor(min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send")
+        self._senders = ThreadPoolExecutor(
+            min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send"
+        )
         self._desks = Desks()
         self._begin()
 
     def _open(self, patience: float = 0.0) -> Any:
         """Open a session with the links that the roster allows; wait for the own address to be free again."""
-        config = configuration(self.roster, self.name, self._identity, listen=self._address, lease=self._lease)
+        config = configuration(
+            self.roster, self.name, self._identity, listen=self._address, lease=self._lease
+        )
         until = time.monotonic() + patience
         while True:
             try:
@@ -233,7 +281,11 @@ class ZenohTransport:
             except zenoh.ZError as error:
                 address, taken = config["listen"]["endpoints"][0], "in use" in str(error)
                 if not taken or time.monotonic() > until:
-                    why = "it is in use: this node runs already, or another program does" if taken else str(error)
+                    why = (
+                        "it is in use: this node runs already, or another program does"
+                        if taken
+                        else str(error)
+                    )
                     raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
             self._pause.wait(0.1)
 
@@ -295,7 +347,8 @@ class ZenohTransport:
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         """Ask a member for a message, wait at most `deadline` seconds, and check it.
 
-        While links are made anew after a change of the roster, a member that cannot be reached is asked again.
+        While links are made anew after a change of the roster, a member that cannot be reached is
+        asked again.
         """
         until = time.monotonic() + deadline
         found = self._fetched(peer, expect, deadline)
@@ -335,19 +388,25 @@ class ZenohTransport:
                 assert assembler.manifest is not None
                 seconds = time.monotonic() - started
                 return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
-        self._log("refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at))
+        self._log(
+            "refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at)
+        )
         return Missing(f"refused:{wrong.code}", None, str(wrong))
 
     def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
         for sample, error in self._replies(f"{peer}/head/{self.name}?n={nonce}", deadline):
-            return (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+            return (
+                (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+            )
         return Missing("unreachable")
 
     def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
         """Ask a member for its roster."""
         for sample, error in self._replies(f"{peer}/roster/{self.name}", deadline):
-            return (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+            return (
+                (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+            )
         return Missing("unreachable")
 
     def _replies(self, selector: str, deadline: float) -> Any:
@@ -372,8 +431,8 @@ class ZenohTransport:
     def alive(self) -> frozenset[str]:
         """Return the members with a visible liveliness token: a hint only.
 
-        While links are made anew after a change of the roster, here and then there, those that were seen before count
-        too: a node that took them for away would do its next rounds without them.
+        While links are made anew after a change of the roster, here and then there, those that were
+        seen before count too: a node that took them for away would do its next rounds without them.
         """
         with self._lock:
             awaited = self._awaited if time.monotonic() < self._renewed + _SETTLE else frozenset()
@@ -390,7 +449,11 @@ class ZenohTransport:
                 (self._alive.add if there else self._alive.discard)(name)
                 self._awaited = self._awaited - {name} if there else self._awaited | {name}
             if (untold := changes.setdefault(name, Rarely(_CHANGES, _WITHIN))()) is not None:
-                self._log("peer_up" if there else "peer_down", peer=name, **({"untold": untold} if untold else {}))
+                self._log(
+                    "peer_up" if there else "peer_down",
+                    peer=name,
+                    **({"untold": untold} if untold else {}),
+                )
 
     # ------------------------------------------------------------------ answering
 
@@ -408,7 +471,9 @@ class ZenohTransport:
     def _announce(self) -> None:
         self._announced = True
         if self._token is None:
-            self._token = self._session.liveliness().declare_token(f"{self._base}/{self.name}/alive")
+            self._token = self._session.liveliness().declare_token(
+                f"{self._base}/{self.name}/alive"
+            )
 
     def serve_head(self, head: Head) -> None:
         """Say how this node answers when it is asked how it is."""
@@ -456,7 +521,9 @@ class ZenohTransport:
     def _take(self, query: Any, key: str, kind: str, asker: str) -> None:
         try:
             parameters = dict(part.split("=", 1) for part in str(query.parameters)[:200].split(";"))
-            address = Address(int(parameters["r"]), int(parameters["x"]), int(parameters["c"]), kind)
+            address = Address(
+                int(parameters["r"]), int(parameters["x"]), int(parameters["c"]), kind
+            )
             wait = float(parameters["w"])
         except (ValueError, KeyError):
             _say(query, Missing("forbidden"))
@@ -514,7 +581,11 @@ def _error(payload: bytes) -> Missing:
         document = strict_json(payload[:1024], "error")
     except Refused:
         return Missing("unreachable", None, repr(payload[:80]))
-    code, round = (document.get("code"), document.get("round")) if isinstance(document, dict) else (None, None)
+    code, round = (
+        (document.get("code"), document.get("round"))
+        if isinstance(document, dict)
+        else (None, None)
+    )
     if code not in REASONS:
         return Missing("unreachable", None, repr(payload[:80]))
     return Missing(code, round if type(round) is int and -2 <= round < 1 << 31 else None)

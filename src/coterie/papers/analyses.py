@@ -2,14 +2,16 @@ r"""Analyses of the papers, computed from the models and matrices in a run's che
 
     <study>/<method>/seed-<n>/analyses/simplex.parquet       SosicFL, figure 5
     <study>/<method>/seed-<n>/analyses/interaction.parquet   FedGWC, figures 5 and 6
-    <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on $\beta$
+    <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on
+    $\beta$
 
-Columns of simplex: `point` (from 0; -1 is the position that is used: the center of the client's region, the
-barycenter for all), `client` (-1 for all test sets together), `accuracy`, and the position `alpha_0`, `alpha_1`, ...
-Columns of interaction, a row for each ordered pair: `client`, `other`, their found clusters `label` and `other_label`,
-`interaction` ($P_{kj}$), `affinity` ($W_{kj}$), `pairs` (how often both took part together, $N_{kj}$).
-Columns of beta: `beta`, `n_clusters` (1 where the whole population would not be split), and where they are defined
-`rand`, `adjusted_rand`, `was` and `wadb` of those clusters.
+Columns of simplex: `point` (from 0; -1 is the position that is used: the center of the client's
+region, the barycenter for all), `client` (-1 for all test sets together), `accuracy`, and the
+position `alpha_0`, `alpha_1`, ... Columns of interaction, a row for each ordered pair: `client`,
+`other`, their found clusters `label` and `other_label`, `interaction` ($P_{kj}$), `affinity`
+($W_{kj}$), `pairs` (how often both took part together, $N_{kj}$). Columns of beta: `beta`,
+`n_clusters` (1 where the whole population would not be split), and where they are defined `rand`,
+`adjusted_rand`, `was` and `wadb` of those clusters.
 """
 
 import io
@@ -53,7 +55,8 @@ class Options(Configurable):
 
     Args:
         points: number of points of the simplex.
-        clients: clients to test on, beside all test sets together; one client of each of two regions when empty.
+        clients: clients to test on, beside all test sets together; one client of each of two
+            regions when empty.
         betas: values of FedGWC's width.
     """
 
@@ -79,14 +82,20 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
     for client in clients:
         require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")
     middle = torch.full((method.endpoints,), 1 / method.endpoints, dtype=torch.float64)
-    drawn = simplex.sample_region(loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points)
+    drawn = simplex.sample_region(
+        loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points
+    )
     tables = []
     for client in (EVERYBODY, *clients):
         served = middle if client == EVERYBODY else shared.centers[shared.region[client]]
         alpha = torch.cat([served[None].cpu(), drawn])
         accuracy = torch.cat([_accuracy(loop, client, rows) for rows in _models(loop, alpha)])
         columns = {f"alpha_{m}": alpha[:, m].numpy() for m in range(alpha.shape[1])}
-        head = {"point": range(SERVED, options.points), "client": client, ACCURACY.name: accuracy.double().numpy()}
+        head = {
+            "point": range(SERVED, options.points),
+            "client": client,
+            ACCURACY.name: accuracy.double().numpy(),
+        }
         tables.append(pd.DataFrame({**head, **columns}))
     return pd.concat(tables, ignore_index=True)
 
@@ -97,14 +106,18 @@ def _of_two_regions(region: Sequence[int]) -> list[int]:
     return [0, other] if len(region) > 1 else [0]
 
 
-def _models(loop: Loop, alpha: Float[Tensor, "points topics"]) -> Iterator[Float[Tensor, "rows params"]]:
+def _models(
+    loop: Loop, alpha: Float[Tensor, "points topics"]
+) -> Iterator[Float[Tensor, "rows params"]]:
     """The models at some positions, a few at a time."""
     layout, model = loop.task.layout, loop.state.shared.models[:1]
     for part in alpha.split(max(1, min(256, 2**24 // layout.size))):
         yield simplex_layers.compose(layout, model.expand(len(part), -1), part[:, None])
 
 
-def _accuracy(loop: Loop, client: int, rows: Float[Tensor, "rows params"]) -> Float[Tensor, " rows"]:
+def _accuracy(
+    loop: Loop, client: int, rows: Float[Tensor, "rows params"]
+) -> Float[Tensor, " rows"]:
     if client == EVERYBODY:
         return loop.task.pooled_accuracy(rows)
     return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
@@ -165,7 +178,11 @@ def _affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"
     assert isinstance(method, FedGwc)
     matrix = loop.state.shared.matrix.cpu()
     return clustering.affinity(
-        matrix, beta or method.beta, axis=method.upv_axis, minmax=method.minmax, diagonal=method.diagonal
+        matrix,
+        beta or method.beta,
+        axis=method.upv_axis,
+        minmax=method.minmax,
+        diagonal=method.diagonal,
     )
 
 
@@ -185,14 +202,22 @@ class Analysis:
 
 
 ANALYSES = {
-    "simplex": Analysis(simplex_scores, SimplexMethod, "SosicFL: accuracy of models all over the simplex"),
-    "interaction": Analysis(interactions, FedGwc, "FedGWC: interaction matrix, affinity and clusters"),
-    "beta": Analysis(beta_sensitivity, FedGwc, "FedGWC: the split of the stored matrix for several beta"),
+    "simplex": Analysis(
+        simplex_scores, SimplexMethod, "SosicFL: accuracy of models all over the simplex"
+    ),
+    "interaction": Analysis(
+        interactions, FedGwc, "FedGWC: interaction matrix, affinity and clusters"
+    ),
+    "beta": Analysis(
+        beta_sensitivity, FedGwc, "FedGWC: the split of the stored matrix for several beta"
+    ),
 }
 """Every analysis by its name."""
 
 
-def analyze(folder: str | Path, what: str, options: Options | None = None, **sources: Any) -> list[Path]:
+def analyze(
+    folder: str | Path, what: str, options: Options | None = None, **sources: Any
+) -> list[Path]:
     """Analyze the runs in a folder to which the analysis applies, and write a table into the folder of each.
 
     Args:
@@ -219,7 +244,9 @@ def analyze(folder: str | Path, what: str, options: Options | None = None, **sou
     chosen = [run for run in runs if run.kind in kinds]
     if not chosen:
         found = ", ".join(sorted({run.kind for run in runs})) or "no run that could be read"
-        raise ConfigError(f"{folder} holds {found}; the analysis {what!r} takes runs of {', '.join(kinds)}")
+        raise ConfigError(
+            f"{folder} holds {found}; the analysis {what!r} takes runs of {', '.join(kinds)}"
+        )
     written = []
     for run in chosen:
         table = analysis.measure(reopen_run(run.folder, **sources), options or Options())

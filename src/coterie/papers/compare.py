@@ -1,6 +1,7 @@
 """Compare stored studies with each other, and with the published numbers.
 
-Only stored files are read: config.toml and the tables of the runs; summary.json where the runs are not there.
+Only stored files are read: config.toml and the tables of the runs; summary.json where the runs are
+not there.
 """
 
 import json
@@ -28,7 +29,9 @@ from coterie.studies.config import StudyConfig
 from coterie.studies.named import builtin
 from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
 
-UNTOLD = "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
+UNTOLD = (
+    "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
+)
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
 RATIOS = {"tta_ratio": metrics.ACCURACY.name, "global_tta_ratio": metrics.GLOBAL_ACCURACY.name}
@@ -49,11 +52,12 @@ class Result:
         seeds: the seeds that the rows are means over; None where a stored summary does not tell.
         left_out: how each run stands that is not among them.
         archived: whether the runs are not there, and all is as summary.json has it.
-        pairs: of its methods; none of a sweep over data or models, whose points are studies of their own, or of a
-            summary that was stored before there were any.
+        pairs: of its methods; none of a sweep over data or models, whose points are studies of
+            their own, or of a summary that was stored before there were any.
         about: what the intervals of these speak of; empty where it is not known.
         spent: what each method spent; see `summary.spent`.
-        times: how much sooner each method reached its baseline's accuracy; see `summary.time_to_accuracy`.
+        times: how much sooner each method reached its baseline's accuracy; see
+            `summary.time_to_accuracy`.
     """
 
     folder: Path
@@ -95,13 +99,19 @@ class Result:
             counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
                       for label in self.labels}  # fmt: skip
             wanted = len(self.study.seeds)
-            said += [f"{label}: {count} of {wanted} seeds." for label, count in counts.items() if count < wanted]
+            said += [
+                f"{label}: {count} of {wanted} seeds."
+                for label, count in counts.items()
+                if count < wanted
+            ]
         return [*said, *coverage.notes(content)]
 
     def value(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
         """Return a row of the summary; None when there is none."""
         wanted = (label, cluster, metric)
-        return next((r for r in self.rows if (r["label"], r["cluster"], r["metric"]) == wanted), None)
+        return next(
+            (r for r in self.rows if (r["label"], r["cluster"], r["metric"]) == wanted), None
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,12 @@ class Line:
         paper: the published mean.
         paper_std: its deviation; None when not given.
         difference: ours - paper.
-        within: whether the difference is within the rule, see `allowed`; None where the published deviation is so
-            large that nothing can be told, see `useless`.
-        pooled: what stood for the deviation that the paper does not print: ours, pooled; see `with_paper`.
-        chosen: whether the row was chosen here (tuned, say) and stands beside a published row that the study repeats
-            already.
+        within: whether the difference is within the rule, see `allowed`; None where the published
+            deviation is so large that nothing can be told, see `useless`.
+        pooled: what stood for the deviation that the paper does not print: ours, pooled; see
+            `with_paper`.
+        chosen: whether the row was chosen here (tuned, say) and stands beside a published row that
+            the study repeats already.
         predicted: whether ours is no result but what the cost ledger predicts; see `predicted`.
     """
 
@@ -196,7 +207,8 @@ class Comparison:
 def read(folder: str | Path) -> Result:
     """Read a study, or a sweep, from its folder (or that of one of its runs).
 
-    The runs are read, since summary.json may be older than they are; where none is there, summary.json.
+    The runs are read, since summary.json may be older than they are; where none is there,
+    summary.json.
 
     Raises:
         DataError: when no study is there, or it has no finished run.
@@ -205,8 +217,12 @@ def read(folder: str | Path) -> Result:
     if path.name.startswith("seed-"):
         path = path.parent.parent
     if not (path / summary.CONFIG).is_file():
-        raise DataError(f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made")
-    study = config.loads(summary.text_of(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False)
+        raise DataError(
+            f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made"
+        )
+    study = config.loads(
+        summary.text_of(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False
+    )
     archived = not summary.holds_runs(path) and (path / SUMMARY).is_file()
     if archived:
         content = json.loads(summary.text_of(path, SUMMARY))
@@ -218,11 +234,15 @@ def read(folder: str | Path) -> Result:
     if not result.rows:
         said = "; ".join(note.removesuffix(".") for note in result.notes())
         why = f" ({said})" if said else ""
-        raise DataError(f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on with it")
+        raise DataError(
+            f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on with it"
+        )
     return result
 
 
-def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool) -> Result:
+def _result(
+    path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool
+) -> Result:
     known = REGISTRY.with_stored(content.get("metrics") or {})
     found = pairs.read(summary.json_ready(dict(content)))
     about = str(content.get("about", ""))
@@ -244,15 +264,24 @@ def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archi
 def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
     """Return studies averaged over the seeds that all of them have, and what must be known beside their numbers.
 
-    Where they have none in common, or a summary without its runs has other seeds, each keeps its own, and that is said.
+    Where they have none in common, or a summary without its runs has other seeds, each keeps its
+    own, and that is said.
     """
-    notes = [f"{_name(one, results)}: {note}" if len(results) > 1 else note for one in results for note in one.notes()]
+    notes = [
+        f"{_name(one, results)}: {note}" if len(results) > 1 else note
+        for one in results
+        for note in one.notes()
+    ]
     known = {_name(one, results): one.seeds for one in results}
     if len({None if seeds is None else tuple(seeds) for seeds in known.values()}) < 2:
         return list(results), notes
-    own = "; ".join(f"{name} {'unknown' if seeds is None else ranges(seeds)}" for name, seeds in known.items())
+    own = "; ".join(
+        f"{name} {'unknown' if seeds is None else ranges(seeds)}" for name, seeds in known.items()
+    )
     shared = common({name: seeds or () for name, seeds in known.items()})
-    fixed = any(list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results)
+    fixed = any(
+        list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results
+    )
     if not shared or fixed:
         return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
     out = [
@@ -261,7 +290,10 @@ def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]
         else one
         for one in results
     ]
-    return out, [*notes, f"Means are over the seeds that all studies have: {ranges(shared)}; they have: {own}."]
+    return out, [
+        *notes,
+        f"Means are over the seeds that all studies have: {ranges(shared)}; they have: {own}.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -301,7 +333,8 @@ def in_pairs(
         tried: how many settings were tried for each method in tuning, where that is known.
 
     Raises:
-        ConfigError: when no study has the metric, the method or the cluster, or no value of the metric is better.
+        ConfigError: when no study has the metric, the method or the cluster, or no value of the
+            metric is better.
     """
     rows = [row for one in results for row in one.rows]
     for kind, name, key in (
@@ -319,10 +352,16 @@ def in_pairs(
             raise ConfigError(
                 f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
             )
-        own = pairs.chosen(one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share)
+        own = pairs.chosen(
+            one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share
+        )
         said = _verdicts(one, entry, own, cluster, share, _name(one, results))
-        labels = list(dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b)))
-        line = conditions.unequal(one.spent, [label for label in one.labels if label in labels], tried)
+        labels = list(
+            dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b))
+        )
+        line = conditions.unequal(
+            one.spent, [label for label in one.labels if label in labels], tried
+        )
         effort = UNTOLD if own and tried is None else ""
         out.append(InPairs(one, entry, own, [*said, *filter(None, (line, effort))]))
     return out
@@ -337,10 +376,16 @@ def _verdicts(
             return []
         if one.study.sweep and not one.pairs:
             points = f"give the folder of one, such as {expand(one.study, to_run=False)[0].name}"
-            return [f"{name}: methods at different points of a sweep are not compared in pairs; {points}."]
+            return [
+                f"{name}: methods at different points of a sweep are not compared in pairs; {points}."
+            ]
         if not one.pairs:
-            return [f"{name}: its summary was stored without pairs, so nothing is said of what is established."]
-        return [f"{name}: pairs are compared by {one.metric} in each cluster, by other metrics over all clients."]
+            return [
+                f"{name}: its summary was stored without pairs, so nothing is said of what is established."
+            ]
+        return [
+            f"{name}: pairs are compared by {one.metric} in each cluster, by other metrics over all clients."
+        ]
     last = [
         pairs.standing(one.rows, one.pairs, metric, cluster),
         one.about if any(p.p is not None for p in own) else "",
@@ -355,7 +400,11 @@ def _verdicts(
 
 def _name(one: Result, results: Sequence[Result]) -> str:
     """The name of a study, or its folder where several have that name."""
-    return one.study.name if sum(one.study.name == other.study.name for other in results) < 2 else str(one.folder)
+    return (
+        one.study.name
+        if sum(one.study.name == other.study.name for other in results) < 2
+        else str(one.folder)
+    )
 
 
 def ranked(lines: Sequence[Line]) -> str | None:
@@ -367,7 +416,8 @@ def ranked(lines: Sequence[Line]) -> str | None:
 def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
     """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
 
-    A deviation that is not known counts as zero; `with_paper` puts ours in the place of the paper's.
+    A deviation that is not known counts as zero; `with_paper` puts ours in the place of the
+    paper's.
 
     Example:
         >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
@@ -380,8 +430,8 @@ def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
 def useless(metric: str, mean: float, std: float | None) -> bool:
     """Whether a published deviation is too large to judge by: of an error or a share, at least half of the number.
 
-    Twice that deviation reaches zero, so that any small number would be within the rule. The clusters of a row, for
-    which no deviation is printed, share what is said of its mean.
+    Twice that deviation reaches zero, so that any small number would be within the rule. The
+    clusters of a row, for which no deviation is printed, share what is said of its mean.
 
     Example:
         >>> useless("mse", 1494.84, 1973.0), useless("mse", 30.26, 1.73), useless("accuracy", 0.5, None)
@@ -393,9 +443,10 @@ def useless(metric: str, mean: float, std: float | None) -> bool:
 def with_paper(result: Result) -> Comparison:
     """Compare a study with the published numbers.
 
-    The first method of the study that repeats a published row stands for it; others that name the same row were
-    chosen here and are marked so. Where the paper prints no deviation, ours of the same row stands for it: the root
-    mean square over the clusters that are compared (nothing where there is one seed).
+    The first method of the study that repeats a published row stands for it; others that name the
+    same row were chosen here and are marked so. Where the paper prints no deviation, ours of the
+    same row stands for it: the root mean square over the clusters that are compared (nothing where
+    there is one seed).
 
     Raises:
         ConfigError: when it repeats no published experiment.
@@ -414,7 +465,11 @@ def with_paper(result: Result) -> Comparison:
     standing: dict[str, str] = {}
     for entry in result.study.methods:
         row = entry.paper or ""
-        found = [line for one in by_row.get(row, []) if (line := _line(result, entry.label, one)) is not None]
+        found = [
+            line
+            for one in by_row.get(row, [])
+            if (line := _line(result, entry.label, one)) is not None
+        ]
         if found:
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judged(line, found, chosen=chosen) for line in found]
@@ -435,13 +490,15 @@ PREDICTED = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
 def predicted(study: StudyConfig) -> list[Line]:
     """Set what a paper prints of costs beside what the cost ledger predicts for a study; that needs no run.
 
-    A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken for the own cluster,
-    or for everybody where the study does not say the sizes of clusters. It is within the rule when it is what is
-    printed, rounded alike.
+    A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken
+    for the own cluster, or for everybody where the study does not say the sizes of clusters. It is
+    within the rule when it is what is printed, rounded alike.
     """
     experiment = study.paper or numbers.EXPERIMENTS.get(study.name)
     known = experiment is not None and study.data.num_clients is not None
-    printed = [p for p in numbers.published(str(experiment)) if p.metric in PREDICTED] if known else []
+    printed = (
+        [p for p in numbers.published(str(experiment)) if p.metric in PREDICTED] if known else []
+    )
     lines = []
     for entry in study.methods:
         own = [one for one in printed if one.row == entry.paper]
@@ -464,12 +521,15 @@ def _costs(study: StudyConfig, label: str) -> dict[str, float]:
     """Return the models that move in a whole run, and the largest bandwidth, in units of a model."""
     entry, population = study.scaled(label), study.data.num_clients
     assert population is not None
-    sizes: Sequence[int] = next((own for one in study.data.shifts() if (own := getattr(one, "sizes", None))), ())
+    sizes: Sequence[int] = next(
+        (own for one in study.data.shifts() if (own := getattr(one, "sizes", None))), ()
+    )
     group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
     setting = Setting(population, params=1, samples=0, group=group)
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
-    # of what moves at a client of a server one model is what it sends; peers receive alone, each by itself
+    # of what moves at a client of a server one model is what it sends; peers receive alone, each by
+    # itself
     bandwidth = max(0.0, most - 1) if entry.method.server else most / population
     return {metrics.MODELS_MOVED.name: sum(rounds), metrics.BANDWIDTH.name: bandwidth}
 
@@ -477,8 +537,8 @@ def _costs(study: StudyConfig, label: str) -> dict[str, float]:
 def full_size(study: StudyConfig) -> bool:
     """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
 
-    Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ, swept or not. A study
-    whose name is not built in is not of full size.
+    Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ,
+    swept or not. A study whose name is not built in is not of full size.
     """
     if study.name not in builtin():
         return False
@@ -525,7 +585,9 @@ class Covered:
 
 def covered(results: Sequence[Result]) -> list[Covered]:
     """Count, paper by paper, the published numbers that stored studies stand beside; rows chosen here do not count."""
-    beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {source: {} for source in numbers.SOURCES}
+    beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
+        source: {} for source in numbers.SOURCES
+    }
     for result in results:
         if result.experiment is None:
             continue
@@ -551,9 +613,15 @@ def covered(results: Sequence[Result]) -> list[Covered]:
 
 def costs_of(source: str) -> dict[str, list[Line]]:
     """Return what the ledger predicts of a paper's printed costs, by the name of the built-in study of full size."""
-    names = [name for name, experiment in numbers.EXPERIMENTS.items() if experiment.partition("/")[0] == source]
+    names = [
+        name
+        for name, experiment in numbers.EXPERIMENTS.items()
+        if experiment.partition("/")[0] == source
+    ]
     printing = [
-        name for name in names if any(one.metric in PREDICTED for one in numbers.published(numbers.EXPERIMENTS[name]))
+        name
+        for name in names
+        if any(one.metric in PREDICTED for one in numbers.published(numbers.EXPERIMENTS[name]))
     ]
     return {name: predicted(config.load(name)) for name in printing}
 
@@ -564,7 +632,9 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         means = _cluster_means(result, label)
         if not means:
             return None
-        row = next(r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name)
+        row = next(
+            r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name
+        )
         mean, std, seeds = float(np.std(means)), None, int(row["seeds"])
     else:
         row = _ratio(result, label, one.metric) or result.value(label, one.cluster, one.metric)
@@ -573,12 +643,26 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         mean, seeds = float(row["mean"]), int(row["seeds"])
         std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
-    return Line(label, one.row, one.cluster, one.metric, mean, std, seeds, one.mean, one.std, difference, None)
+    return Line(
+        label,
+        one.row,
+        one.cluster,
+        one.metric,
+        mean,
+        std,
+        seeds,
+        one.mean,
+        one.std,
+        difference,
+        None,
+    )
 
 
 def _ratio(result: Result, label: str, metric: str) -> Mapping[str, Any] | None:
     """Return how much sooner a method reached its baseline's accuracy, as a row of a summary."""
-    found = next((t for t in result.times if (t["label"], RATIOS.get(metric)) == (label, t["metric"])), None)
+    found = next(
+        (t for t in result.times if (t["label"], RATIOS.get(metric)) == (label, t["metric"])), None
+    )
     return found and {**found, "mean": found["ratio"]}
 
 
@@ -586,7 +670,8 @@ def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
     """Say whether a number is within the rule, among those of its row."""
     pooled = None
     if line.paper_std is None:
-        apart = line.cluster in summary.MEANS  # a mean over all clients varies less than that of a cluster
+        # a mean over all clients varies less than that of a cluster
+        apart = line.cluster in summary.MEANS
         own = [
             one.std for one in row
             if one.metric == line.metric and (one.cluster in summary.MEANS) == apart and one.std is not None
@@ -595,14 +680,20 @@ def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
     within = abs(line.difference) <= allowed(
         line.metric, line.std, pooled if line.paper_std is None else line.paper_std
     )
-    printed = [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
+    printed = (
+        [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
+    )
     told = None if any(useless(one.metric, one.paper, one.paper_std) for one in printed) else within
     return replace(line, within=told, pooled=pooled, chosen=chosen)
 
 
 def _cluster_means(result: Result, label: str) -> list[float]:
     planted = [r for r in result.rows if r["cluster"] not in ("all", "clusters")]
-    return [float(r["mean"]) for r in planted if r["label"] == label and r["metric"] == metrics.ACCURACY.name]
+    return [
+        float(r["mean"])
+        for r in planted
+        if r["label"] == label and r["metric"] == metrics.ACCURACY.name
+    ]
 
 
 def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
@@ -621,29 +712,43 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
     there = [(name, best) for name, best in roles if best is not None]
     for (better, a), (worse, b) in pairwise(there):
         if sign * (a[0] - b[0]) >= 0:
-            chain.append(Ordering(better, worse, (a[0], b[0]), (a[1], b[1]), sign * (a[1] - b[1]) >= 0))
+            chain.append(
+                Ordering(better, worse, (a[0], b[0]), (a[1], b[1]), sign * (a[1] - b[1]) >= 0)
+            )
     pairs = []
     for first, a in means.items():
         for second, b in means.items():
             apart = sign * (a.paper - b.paper)
             if apart > allowed(a.metric, a.paper_std or 0.0, b.paper_std):
                 ours = (a.ours, b.ours)
-                pairs.append(Ordering(first, second, (a.paper, b.paper), ours, sign * (ours[0] - ours[1]) > 0))
+                pairs.append(
+                    Ordering(
+                        first, second, (a.paper, b.paper), ours, sign * (ours[0] - ours[1]) > 0
+                    )
+                )
     return chain, pairs
 
 
-def _best(means: Mapping[str, Line], methods: Sequence[str], sign: int) -> tuple[float, float] | None:
+def _best(
+    means: Mapping[str, Line], methods: Sequence[str], sign: int
+) -> tuple[float, float] | None:
     """Return the best published and the best of our numbers of some methods."""
     lines = [line for row, line in means.items() if row.partition("/")[0] in methods]
     if not lines:
         return None
-    return sign * max(sign * line.paper for line in lines), sign * max(sign * line.ours for line in lines)
+    return sign * max(sign * line.paper for line in lines), sign * max(
+        sign * line.ours for line in lines
+    )
 
 
 def as_json(value: Comparison | EqualBytes | InPairs | Result) -> dict[str, Any]:
     """Return plain values, for JSON."""
     if isinstance(value, InPairs):
-        return {**as_json(value.result), "pairs": pairs.as_json(value.pairs), "verdicts": list(value.verdicts)}
+        return {
+            **as_json(value.result),
+            "pairs": pairs.as_json(value.pairs),
+            "verdicts": list(value.verdicts),
+        }
     if isinstance(value, Result):
         return summary.json_ready(
             {

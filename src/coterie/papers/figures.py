@@ -1,6 +1,7 @@
 """The figures of the papers: the options of each published figure, and the kinds that only they have.
 
-Some are drawn from `coterie analyze` results, some from runs that recorded similarities (`record_similarities`).
+Some are drawn from `coterie analyze` results, some from runs that recorded similarities
+(`record_similarities`).
 
 Importing this module adds them to `report.figures`, whose `plot` draws them.
 """
@@ -20,7 +21,14 @@ from scipy.special import ndtr
 
 from coterie._util.names import called, short
 from coterie.errors import DataError
-from coterie.functional.metrics import ACCURACY, GLOBAL_ACCURACY, GRADIENT_VARIANCE, INTERACTION_CHANGE, LABEL, Metric
+from coterie.functional.metrics import (
+    ACCURACY,
+    GLOBAL_ACCURACY,
+    GRADIENT_VARIANCE,
+    INTERACTION_CHANGE,
+    LABEL,
+    Metric,
+)
 from coterie.report import plots
 from coterie.report.data.packing import dense
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, PublishedFigure, plot
@@ -63,14 +71,35 @@ def simplexes(runs: Named) -> Drawn:
     for axes, client in zip(panels, clients, strict=True):
         own = table.loc[(table["client"] == client).to_numpy()]
         place = own[axes_of].to_numpy(float) @ corners
-        value, served = ACCURACY.scale * own[ACCURACY.name].to_numpy(float), (own["point"] == SERVED).to_numpy()
+        value, served = (
+            ACCURACY.scale * own[ACCURACY.name].to_numpy(float),
+            (own["point"] == SERVED).to_numpy(),
+        )
         outline = np.concatenate([corners, corners[:1]])
         axes.plot(outline[:, 0], outline[:, 1], color="#777777", lw=0.6, zorder=1)
-        axes.scatter(place[~served, 0], place[~served, 1], c=value[~served], cmap="cividis", norm=norm, s=4, lw=0)
-        axes.plot(place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8)
-        axes.set(title="all test sets" if client == EVERYBODY else short(called(run.names, client)), aspect="equal")
+        axes.scatter(
+            place[~served, 0],
+            place[~served, 1],
+            c=value[~served],
+            cmap="cividis",
+            norm=norm,
+            s=4,
+            lw=0,
+        )
+        axes.plot(
+            place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8
+        )
+        axes.set(
+            title="all test sets" if client == EVERYBODY else short(called(run.names, client)),
+            aspect="equal",
+        )
         axes.axis("off")
-    figure.colorbar(ScalarMappable(norm, "cividis"), ax=panels, label="test accuracy (%); star: served", shrink=0.8)
+    figure.colorbar(
+        ScalarMappable(norm, "cividis"),
+        ax=panels,
+        label="test accuracy (%); star: served",
+        shrink=0.8,
+    )
     return figure, table.assign(method=name, seed=run.seed)
 
 
@@ -98,7 +127,11 @@ def interactions(runs: Named) -> Drawn:
             axes.axhline(edge, color="white", lw=1)
             axes.axvline(edge, color="white", lw=1)
         groups = len(np.unique(label))
-        axes.set(title=name, ylabel="client", xlabel=f"client; {groups} cluster{'s' if groups != 1 else ''} found")
+        axes.set(
+            title=name,
+            ylabel="client",
+            xlabel=f"client; {groups} cluster{'s' if groups != 1 else ''} found",
+        )
         tables.append(table.assign(method=name))
     figure.colorbar(ScalarMappable(norm, "cividis"), ax=panels, label="interaction", shrink=0.8)
     return figure, pd.concat(tables, ignore_index=True)
@@ -113,7 +146,9 @@ def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame
             found.append((name, run, pd.read_parquet(path)))
     if not found:
         folder = runs[0][1].folder.parent.parent
-        raise DataError(f"no run here was analyzed; first say: coterie analyze {folder} --what {what}")
+        raise DataError(
+            f"no run here was analyzed; first say: coterie analyze {folder} --what {what}"
+        )
     return found
 
 
@@ -124,10 +159,15 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
         runs: named runs.
         most: largest number of panels, those of the largest clusters.
     """
-    tables = {name: (group[0], dense(group[0], "train", LABEL.name)[1]) for name, group in groups_of(runs).items()}
+    tables = {
+        name: (group[0], dense(group[0], "train", LABEL.name)[1])
+        for name, group in groups_of(runs).items()
+    }
     name = next((name for name, (_, values) in tables.items() if len(values)), None)
     if name is None:
-        raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
+        raise DataError(
+            "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
+        )
     run, values = tables[name]
     classes, content = content_of(run, "class")
     label = values[-1]
@@ -140,10 +180,20 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
         mine = label == group
         count = content[mine].sum(0)
         share = PERCENT * count / count.sum()
-        axes.bar(range(len(classes)), share, width=1.0 if len(classes) > 30 else 0.8, color=COLORS[place % 8], lw=0)
-        axes.set_title(f"{name}: found cluster {group}, {int(mine.sum())} clients", loc="left", pad=2)
+        axes.bar(
+            range(len(classes)),
+            share,
+            width=1.0 if len(classes) > 30 else 0.8,
+            color=COLORS[place % 8],
+            lw=0,
+        )
+        axes.set_title(
+            f"{name}: found cluster {group}, {int(mine.sum())} clients", loc="left", pad=2
+        )
         axes.grid(visible=False, axis="x")
-        rows += [(name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)]
+        rows += [
+            (name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)
+        ]
     few = len(classes) <= 20
     panels[-1].set_xticks(range(len(classes)) if few else range(0, len(classes), 10))
     panels[-1].set_xticklabels(
@@ -156,10 +206,14 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
 
 
 BINS = 30
-HEAVY = 1000.0  # the ratio of similarities from which their axis becomes logarithmic: 1 / loss of models that overfit
+# the ratio of similarities from which their axis becomes logarithmic: 1 / loss of models that
+# overfit
+HEAVY = 1000.0
 HISTOGRAM = ["pairs", "low", "high", "count", "mean", "std", "own_above_other"]
 PAIRS = ("own cluster", "another cluster")
-OWN = Metric("own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
+OWN = Metric(
+    "own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not"
+)
 
 
 def similarities(
@@ -167,15 +221,22 @@ def similarities(
 ) -> Drawn:
     """Similarities that clients found, of peers of their own cluster and of others: a panel a method and round.
 
-    Beside the histograms (all clients, all seeds) stand the normal distributions with their means and deviations.
+    Beside the histograms (all clients, all seeds) stand the normal distributions with their means
+    and deviations.
 
     Args:
         runs: named runs that recorded similarities.
         column: "similarity", or "probability", with which the peers were drawn.
-        moments: how many rounds are shown of each method: the last in which it has values, and others evenly before.
+        moments: how many rounds are shown of each method: the last in which it has values, and
+            others evenly before.
     """
-    groups = {name: [(run, _told(run, column)) for run in group] for name, group in groups_of(runs).items()}
-    groups = {name: group for name, group in groups.items() if any(len(table) for _, table in group)}
+    groups = {
+        name: [(run, _told(run, column)) for run in group]
+        for name, group in groups_of(runs).items()
+    }
+    groups = {
+        name: group for name, group in groups.items() if any(len(table) for _, table in group)
+    }
     if not groups:
         raise DataError(
             f"no method here recorded a {column} of clients whose clusters are known; run the study with "
@@ -185,7 +246,9 @@ def similarities(
     figure, panels = panels_of(len(shown))
     tables = []
     for axes, (name, index) in zip(panels, shown, strict=True):
-        rows = pd.concat([table.loc[(table["round"] == index).to_numpy()] for _, table in groups[name]])
+        rows = pd.concat(
+            [table.loc[(table["round"] == index).to_numpy()] for _, table in groups[name]]
+        )
         drawn = _histograms(axes, rows[column].to_numpy(float), rows["own"].to_numpy(bool), column)
         axes.set(title=f"{name}\nround {index + 1}", xlabel=column)
         tables.append(drawn.assign(method=name, round=index))
@@ -202,7 +265,9 @@ def _told(run: StoredRun, column: str) -> pd.DataFrame:
     reader, read = (run.planted[run.edges[one].to_numpy(np.int64)] for one in ("reader", "read"))
     value = run.edges[column].to_numpy(float)
     known = np.isfinite(value) & (reader >= 0) & (read >= 0)
-    table = pd.DataFrame({"round": run.edges["round"].to_numpy(), column: value, "own": reader == read})
+    table = pd.DataFrame(
+        {"round": run.edges["round"].to_numpy(), column: value, "own": reader == read}
+    )
     return table.loc[known]
 
 
@@ -219,14 +284,24 @@ def _histograms(
     """Draw the values of pairs of one cluster and of two; the table has the bins, and how well they come apart."""
     low, high = float(value.min()), float(value.max())
     wide = low > 0 and high > (FAR if column == "probability" else HEAVY) * low
-    edges = np.geomspace(low, high, BINS + 1) if wide else np.linspace(low, high + (low == high), BINS + 1)
+    edges = (
+        np.geomspace(low, high, BINS + 1)
+        if wide
+        else np.linspace(low, high + (low == high), BINS + 1)
+    )
     above, rows = _above(value, own), []
     for place, (name, mine) in enumerate(zip(PAIRS, (own, ~own), strict=True)):
         if not mine.any():
             continue
-        count, mean, spread = np.histogram(value[mine], edges)[0], value[mine].mean(), value[mine].std()
+        count, mean, spread = (
+            np.histogram(value[mine], edges)[0],
+            value[mine].mean(),
+            value[mine].std(),
+        )
         color = COLORS[(0, 4)[place]]
-        axes.stairs(PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name)
+        axes.stairs(
+            PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name
+        )
         if column == "similarity" and spread > 0:
             x = np.geomspace(low, high, 200) if wide else np.linspace(low, high, 200)
             half = np.sqrt(edges[1] / edges[0]) if wide else (edges[1] - edges[0]) / 2  # of a bin
@@ -239,7 +314,8 @@ def _histograms(
         ]
     if wide:
         logarithmic(axes, "x")
-        axes.xaxis.set_major_locator(LogLocator(numticks=3))  # a panel has no room for the names of seven decades
+        # a panel has no room for the names of seven decades
+        axes.xaxis.set_major_locator(LogLocator(numticks=3))
     return pd.DataFrame(rows, columns=HISTOGRAM)
 
 
@@ -252,7 +328,9 @@ def _above(value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]) 
     return float((rank[own].sum() - number * (number + 1) / 2) / (number * others))
 
 
-def neighbors(runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all") -> Drawn:
+def neighbors(
+    runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all"
+) -> Drawn:
     """A metric over rounds, and beside it the share of the models that clients averaged with from their own cluster.
 
     Args:
@@ -265,15 +343,23 @@ def neighbors(runs: Named, *, metric: str | None = None, split: str = "validatio
     figure, panels = panels_of(2)
     rows, chance = [], set[float]()
     for place, (name, group) in enumerate(groups_of(runs).items()):
-        rows += [(name, shown.name, *one) for one in curve_of(panels[0], name, group, place, (split, shown, cluster))]
+        rows += [
+            (name, shown.name, *one)
+            for one in curve_of(panels[0], name, group, place, (split, shown, cluster))
+        ]
         tables = [own for run in group if len(own := _own_share(run))]
         rounds = sorted({index for own in tables for index in own.index})
         if rounds:
             values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
-            rows += [(name, OWN.name, *one) for one in band_of(panels[1], name, place, rounds, values, PERCENT)]
+            rows += [
+                (name, OWN.name, *one)
+                for one in band_of(panels[1], name, place, rounds, values, PERCENT)
+            ]
             chance.add(graph.expected_share(group[0].planted))
     if not chance:
-        raise DataError("no client here averaged with others whose clusters are known; there are no neighbors to show")
+        raise DataError(
+            "no client here averaged with others whose clusters are known; there are no neighbors to show"
+        )
     for level in chance:
         panels[1].axhline(PERCENT * level, color="#777777", lw=0.7, ls=":", label="uniform draws")
     panels[0].set(xlabel="round", ylabel=axis_of(shown, split))
@@ -347,7 +433,9 @@ PUBLISHED.update(
             "similarity/cifar10-label-2, similarity/cifar10-label-5, similarity/fmnist-covariate-4",
             methods=SIMILARITIES,
         ),
-        "similarity-8": _of("sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)),
+        "similarity-8": _of(
+            "sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)
+        ),
         "similarity-9": _of(
             "sensitivity",
             "similarity/tau-domain-cnn, similarity/tau-fmnist-covariate-4",
@@ -382,8 +470,12 @@ PUBLISHED.update(
             "Topologies of neighbors in stage two beside those of baselines: a color for each cluster.",
             after="stage_one_rounds",
         ),
-        "panm-5-left": _of("samples", "panm/samples", "Accuracies as the size of the clients' datasets varies."),
-        "panm-5-right": _of("population", "panm/population", "Accuracies as the number of clients varies."),
+        "panm-5-left": _of(
+            "samples", "panm/samples", "Accuracies as the size of the clients' datasets varies."
+        ),
+        "panm-5-right": _of(
+            "population", "panm/population", "Accuracies as the number of clients varies."
+        ),
         "sosicfl-4": _of(
             "curves",
             "sosicfl/cifar10-squeezenet-2-fold",
@@ -413,11 +505,17 @@ NOT_STORED["sosicfl-6"] = "the text of the paper does not say what it shows"
 FIGURES.update(
     {
         "classes": Kind(distributions, "classes of the data in each found cluster", {}),
-        "similarities": Kind(similarities, "similarities of peers of the own cluster and of others, as recorded", {}),
-        "probabilities": Kind(
-            similarities, "probabilities with which peers were drawn, as recorded", {"column": "probability"}
+        "similarities": Kind(
+            similarities, "similarities of peers of the own cluster and of others, as recorded", {}
         ),
-        "neighbors": Kind(neighbors, "a metric, and the share of neighbors of the own cluster, over rounds", {}),
+        "probabilities": Kind(
+            similarities,
+            "probabilities with which peers were drawn, as recorded",
+            {"column": "probability"},
+        ),
+        "neighbors": Kind(
+            neighbors, "a metric, and the share of neighbors of the own cluster, over rounds", {}
+        ),
         "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyze`", {}),
         "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyze`", {}),
         "variance": Kind(

@@ -1,7 +1,8 @@
 """The published numbers of the papers, as tables, and their names here.
 
-A study names the experiment that it repeats (`paper = "similarity/synthetic_concept_3c"`), and each of its methods a
-row (`paper = "inv_loss/fedavg"`); this module translates the clusters and metrics of the papers.
+A study names the experiment that it repeats (`paper = "similarity/synthetic_concept_3c"`), and each
+of its methods a row (`paper = "inv_loss/fedavg"`); this module translates the clusters and metrics
+of the papers.
 """
 
 import csv
@@ -23,10 +24,18 @@ SOURCES: dict[str, str] = {
 """The papers whose numbers are here."""
 
 _SHIFTS = ("clean-noise", "clean-blur", "clean-noise-blur", "hom-het", "hom-xhet", "hom-het-xhet")
-_NETS = ("cifar10-simplecnn", "cifar10-squeezenet", "tinyimagenet-mobilenet", "tinyimagenet-resnet18")
+_NETS = (
+    "cifar10-simplecnn",
+    "cifar10-squeezenet",
+    "tinyimagenet-mobilenet",
+    "tinyimagenet-resnet18",
+)
 _SERVER_STUDIES = (
     *(f"fedgwc/{data}-{shift}" for data in ("cifar10", "cifar100") for shift in _SHIFTS),
-    *(f"fedgwc/{name}" for name in ("cifar100-dirichlet", "emnist-dirichlet", "landmarks", "inaturalist")),
+    *(
+        f"fedgwc/{name}"
+        for name in ("cifar100-dirichlet", "emnist-dirichlet", "landmarks", "inaturalist")
+    ),
     *(f"sosicfl/{net}-{split}" for net in _NETS for split in ("2-fold", "5-fold", "dirichlet")),
 )
 
@@ -60,7 +69,11 @@ _CLUSTERS: dict[str, str] = {
     "animals_n60": "labels 2-7",
     "vehicles_n40": "labels 0-1,8-9",
     **{f"labels_{a}_{a + 1}": f"labels {a}-{a + 1}" for a in range(0, 10, 2)},
-    **{f"rot{a}{n}": f"rotation {a}" for a in (0, 10, 90, 180, 270, 350) for n in ("", "_n70", "_n20", "_n5")},
+    **{
+        f"rot{a}{n}": f"rotation {a}"
+        for a in (0, 10, 90, 180, 270, 350)
+        for n in ("", "_n70", "_n20", "_n5")
+    },
     "mnist": "mnist",
     "fashion_mnist": "fashion_mnist",
 }
@@ -69,7 +82,17 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oracle", ("oracle",)),
     (
         "best adaptive method",
-        ("inv_loss", "inv_l2", "cos_grad", "cos_weight", "dac", "dac_var", "dac_no_two_hop", "panm_loss", "panm_grad"),
+        (
+            "inv_loss",
+            "inv_l2",
+            "cos_grad",
+            "cos_weight",
+            "dac",
+            "dac_var",
+            "dac_no_two_hop",
+            "panm_loss",
+            "panm_grad",
+        ),
     ),
     ("random", ("random",)),
     ("local", ("local",)),
@@ -81,7 +104,9 @@ _FOLD_OF_TINY_IMAGENET = (
     "The column of local accuracies is an artifact of how the public code divides TinyImageNet: the last class gets "
     "all 100 samples of the even part, so that 20 points plus 0.8 of the global accuracy are local accuracy.",
 )
-_DOMAINS = ("Neither the strength of the noise nor that of the blur is printed; those of the study are ours.",)
+_DOMAINS = (
+    "Neither the strength of the noise nor that of the blur is printed; those of the study are ours.",
+)
 
 PRINTED_AGAIN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "fedgwc": (
@@ -101,7 +126,7 @@ PRINTED_AGAIN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("table 9", "emnist-dirichlet", "fedgwc/fedavg", "76.1"),
         ("table 9", "emnist-dirichlet", "fedavgm/fedavgm", "83.3"),
         ("table 9", "emnist-dirichlet", "fedprox/fedprox", "75.9"),
-    ),
+    )
 }
 """Accuracies that a paper prints a second time, of one method on the same data: where, experiment, row, and the number
 in percent. The tables hold what was printed first, so that a result is counted and judged once."""
@@ -112,8 +137,14 @@ _NOTES: dict[str, tuple[str, ...]] = {
         for net in ("mobilenet", "resnet18")
         for n in (2, 5)
     },
-    **{f"fedgwc/cifar{n}-{d}": _DOMAINS for n in (10, 100) for d in ("clean-noise", "clean-blur", "clean-noise-blur")},
-    "sosicfl/cifar10-squeezenet-5-fold": ("FedProx, 29.81 globally, is far from FedAvg's 53.78: an outlier.",),
+    **{
+        f"fedgwc/cifar{n}-{d}": _DOMAINS
+        for n in (10, 100)
+        for d in ("clean-noise", "clean-blur", "clean-noise-blur")
+    },
+    "sosicfl/cifar10-squeezenet-5-fold": (
+        "FedProx, 29.81 globally, is far from FedAvg's 53.78: an outlier.",
+    ),
     "fedgwc/cifar100-dirichlet": (
         "FedGWC has 4 clusters with 10 clients of each in a round: four times FedAvg's participation.",
         "FeSEM with 5 clusters reaches the 53.4 of FedGWC.",
@@ -160,8 +191,10 @@ class PublishedNumber:
 
     Args:
         row: "method/aggregation" as in the paper.
-        cluster: its cluster by the name used here; "all" is the mean over clients, "clusters" that over clusters.
-        metric: its name in `metrics.REGISTRY` (accuracies are from 0 to 1), or another of the paper.
+        cluster: its cluster by the name used here; "all" is the mean over clients, "clusters" that
+            over clusters.
+        metric: its name in `metrics.REGISTRY` (accuracies are from 0 to 1), or another of the
+            paper.
         mean: the number.
         std: its standard deviation over runs; None when not given.
     """

@@ -1,8 +1,8 @@
 """Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
 
-`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colors are the report's,
-chosen for contrast and for every kind of color blindness; every line has a dash and every point a shape of its own, so
-that a figure survives a gray copy.
+`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colors
+are the report's, chosen for contrast and for every kind of color blindness; every line has a dash
+and every point a shape of its own, so that a figure survives a gray copy.
 """
 
 import warnings
@@ -70,7 +70,9 @@ FIGURES: dict[str, Kind] = {  # `coterie.papers` adds those that only its papers
     "clients": Kind(plots.strips, "final test metric of each client", {}),
     "graph": Kind(plots.graphs, "clients and their most used peers", {}),
     "labels": Kind(plots.labels, "found and planted clusters", {}),
-    "sensitivity": Kind(plots.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
+    "sensitivity": Kind(
+        plots.sensitivities, "a setting, a panel for each study", {"setting": "tau"}
+    ),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
     "peers": _swept("num_peers", "sampled peers"),
@@ -85,9 +87,11 @@ class PublishedFigure:
 
     Args:
         figure: the kind.
-        options: options of the kind; `methods` are the labels it shows, where the runs have any of them.
+        options: options of the kind; `methods` are the labels it shows, where the runs have any of
+            them.
         study: the study of which it needs runs.
-        shows: what the paper says that it shows, where that is told in words; see docs/reference/reproduction.md.
+        shows: what the paper says that it shows, where that is told in words; see
+            docs/reference/reproduction.md.
     """
 
     figure: str
@@ -113,12 +117,14 @@ def plot(
     """Draw a figure of stored runs, and write its numbers to a CSV file beside it.
 
     Args:
-        runs: folders of studies or runs; for a sweep, the folders of its points or the folder above them.
+        runs: folders of studies or runs; for a sweep, the folders of its points or the folder above
+            them.
         figure: a name of FIGURES, or a published figure of PUBLISHED such as "dac-3".
         out: the file; default the figure's name in the current folder.
         format: "pdf", "svg" or "png"; the suffix of `out` has precedence.
-        options: `methods` (labels to show, a list or a text with commas; `*` matches anything), `metric`,
-            `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting` (sweeps).
+        options: `methods` (labels to show, a list or a text with commas; `*` matches anything),
+            `metric`, `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting`
+            (sweeps).
 
     Returns:
         The path of the figure; the CSV file lies beside it under the same name.
@@ -128,7 +134,8 @@ def plot(
             drawn: of each study those that all its methods finished.
 
     Raises:
-        ConfigError: for an unknown figure or format, or a published figure that stored runs cannot give.
+        ConfigError: for an unknown figure or format, or a published figure that stored runs cannot
+            give.
         DataError: when the runs do not hold what the figure shows.
     """
     if figure in NOT_STORED:
@@ -149,10 +156,15 @@ def plot(
         except DataError as problem:
             if published is None:
                 raise
-            raise DataError(f"figure {figure} needs runs of {published.study}: {problem}") from problem
+            raise DataError(
+                f"figure {figure} needs runs of {published.study}: {problem}"
+            ) from problem
         path.parent.mkdir(parents=True, exist_ok=True)
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # of a name; the table has it whole
-        stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[path.suffix.removeprefix(".")]
+        # of a name; the table has it whole
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[
+            path.suffix.removeprefix(".")
+        ]
         drawn.savefig(path, bbox_inches="tight", metadata=stamp)
     table.to_csv(path.with_suffix(".csv"), index=False)
     return path
@@ -171,9 +183,13 @@ def _found(folders: Sequence[str | Path]) -> list[StoredRun]:
     return drawn
 
 
-def _shown(runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool) -> list[StoredRun]:
+def _shown(
+    runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool
+) -> list[StoredRun]:
     """The runs of some methods; all where none fits and nobody asked for those."""
-    patterns = [one.strip() for one in methods.split(",")] if isinstance(methods, str) else list(methods)
+    patterns = (
+        [one.strip() for one in methods.split(",")] if isinstance(methods, str) else list(methods)
+    )
     chosen = [run for run in runs if any(fnmatchcase(run.label, pattern) for pattern in patterns)]
     if asked and not chosen:
         labels = ", ".join(dict.fromkeys(run.label for run in runs))
@@ -184,4 +200,7 @@ def _shown(runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bo
 def _named(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
     """The runs with a name for their line: the label, and the study where there are several."""
     studies = {run.folder.parent.parent for run in runs}
-    return [(run.label if len(studies) == 1 else f"{run.label}, {run.study.split('/', 1)[-1]}", run) for run in runs]
+    return [
+        (run.label if len(studies) == 1 else f"{run.label}, {run.study.split('/', 1)[-1]}", run)
+        for run in runs
+    ]

@@ -1,8 +1,9 @@
 """The report: one page that opens from disk, made from stored run folders.
 
-The first view (the study in words, the result tables) is written here as plain HTML, so that people without JavaScript
-and programs can read it: every number carries its exact value in `data-value`. The other views are drawn in the page
-by assets/*.js from the reduced data of `payload`; the plotting library, Apache ECharts, is embedded.
+The first view (the study in words, the result tables) is written here as plain HTML, so that people
+without JavaScript and programs can read it: every number carries its exact value in `data-value`.
+The other views are drawn in the page by assets/*.js from the reduced data of `payload`; the
+plotting library, Apache ECharts, is embedded.
 """
 
 import json
@@ -20,13 +21,31 @@ from coterie._util.names import few, short
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import blank, payload
 from coterie.results import pairs
-from coterie.results.summary import MEANS, Problem, StoredRun, by_label, find_runs, metrics_of, told_of_new_clients
+from coterie.results.summary import (
+    MEANS,
+    Problem,
+    StoredRun,
+    by_label,
+    find_runs,
+    metrics_of,
+    told_of_new_clients,
+)
 from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
 MOST_NAMED = 12
 """Clients with names of which a table shows each."""
-SCRIPTS = ("core.js", "pairs.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
+SCRIPTS = (
+    "core.js",
+    "pairs.js",
+    "curves.js",
+    "reads.js",
+    "graph.js",
+    "clients.js",
+    "cost.js",
+    "data.js",
+    "main.js",
+)
 
 
 def write_report(study: str | Path, out: str | Path | None = None) -> Path:
@@ -40,8 +59,8 @@ def write_report(study: str | Path, out: str | Path | None = None) -> Path:
         The path of the page.
 
     Raises:
-        DataError: when the folder holds no run, or several studies. Runs of the study that are missing, damaged or not
-            finished are named in the page instead.
+        DataError: when the folder holds no run, or several studies. Runs of the study that are
+            missing, damaged or not finished are named in the page instead.
     """
     return write_with_notes(study, out)[0]
 
@@ -114,7 +133,9 @@ def subtitle(data: Mapping[str, Any]) -> str:
     parts = [_many(len(data["cluster"]), "client")]
     if len(data["clusters"]) > 1:
         parts.append(f"{len(data['clusters'])} planted clusters")
-    known = f"{compared} of {_many(seeds, 'seed')}" if 0 < compared < seeds else _many(seeds, "seed")
+    known = (
+        f"{compared} of {_many(seeds, 'seed')}" if 0 < compared < seeds else _many(seeds, "seed")
+    )
     parts += [_many(len(data["methods"]), "method"), known]
     return ", ".join(parts)
 
@@ -135,7 +156,11 @@ def told_of_privacy(runs: Sequence[StoredRun]) -> list[str]:
         if values
     ]
     return (
-        [f"Epsilon of differential privacy, mean over clients and seeds (largest): {', '.join(said)}"] if said else []
+        [
+            f"Epsilon of differential privacy, mean over clients and seeds (largest): {', '.join(said)}"
+        ]
+        if said
+        else []
     )
 
 
@@ -143,15 +168,24 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     """The first view as HTML: what is not in the tables, the study in words, the results, the gains."""
     parts = [note_list(data["notes"])]
     if not runs:
-        return "".join([*parts, "<p>Nothing to show yet: no run of this study has finished a round.</p>"])
+        return "".join(
+            [*parts, "<p>Nothing to show yet: no run of this study has finished a round.</p>"]
+        )
     parts.append("<h2>The study</h2>" + words(runs[0].config, data))
     known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
-        parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}{client_table(data, runs, shown[0])}")
+        parts.append(
+            f"<h2>Results</h2>{result_table(data, shown[0])}{client_table(data, runs, shown[0])}"
+        )
         parts += [f"<p>{escape(line)}.</p>" for line in told_of_privacy(runs)]
-        parts += [f"<p>{escape(line)}.</p>" for line in told_of_new_clients(data["results"], data["metric"])]
-        parts.append("<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]]))
+        parts += [
+            f"<p>{escape(line)}.</p>"
+            for line in told_of_new_clients(data["results"], data["metric"])
+        ]
+        parts.append(
+            "<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]])
+        )
         for one in shown[1:]:
             title = escape(one.heading("test"))
             tables = result_table(data, one) + client_table(data, runs, one)
@@ -163,13 +197,20 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
 def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
     """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
     names = list(data.get("names") or ())
-    if not all(names) or not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":
+    if (
+        not all(names)
+        or not 0 < len(names) <= MOST_NAMED
+        or data["clusters"]
+        or metric.over == "run"
+    ):
         return ""
     chosen = [run for run in runs if run.finished and run.seed in data["results"]["seeds"]]
     body = []
     for label, group in by_label(chosen).items():
         values = [run.final(metric.name).reindex(range(len(names))).to_numpy() for run in group]
-        known = [[one for one in column if math.isfinite(one)] for column in zip(*values, strict=True)]
+        known = [
+            [one for one in column if math.isfinite(one)] for column in zip(*values, strict=True)
+        ]
         means = [float(sum(column)) / len(column) if column else None for column in known]
         cells = "".join(cell(mean, metric.show(mean)) for mean in means)
         body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
@@ -208,7 +249,9 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     if names := {client: name for client, name in enumerate(data.get("names") or ()) if name}:
         many = [f"{many[0]} ({few(names, names)})"]
     if settings.get("train"):
-        many.append(f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples")
+        many.append(
+            f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples"
+        )
     entries = {
         "Data": _said(settings.get("dataset")),
         "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
@@ -216,7 +259,9 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Folds": _folds(settings.get("folds")),
         "Planted clusters": clusters,
         "Model": _said(model.get("kind")),
-        "Compared": ", ".join(f"{method['label']} ({method['kind']})" for method in data["methods"]),
+        "Compared": ", ".join(
+            f"{method['label']} ({method['kind']})" for method in data["methods"]
+        ),
         "Training": _training(config, local),
         "Evaluated": _evaluated(config),
         "Averaged": _averaged(bool(clusters)),
@@ -225,23 +270,27 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         if data.get("pairs", {}).get("families")
         else "",
     }
-    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
+    rows = "".join(
+        f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text
+    )
     return f'<dl class="words">{rows}</dl>'
 
 
 def _averaged(clusters: bool) -> str:
-    first = (
-        "per client on the test set of its own cluster; then over the clients of a cluster, over all clients, or over "
-    )
+    first = "per client on the test set of its own cluster; then over the clients of a cluster, over all clients, or over "
     first += "clusters with equal weight" if clusters else ""
     last = "then mean ± population standard deviation over the n seeds that all methods finished"
-    return f"{first if clusters else 'per client on its own test set; then over all clients'}; {last}"
+    return (
+        f"{first if clusters else 'per client on its own test set; then over all clients'}; {last}"
+    )
 
 
 def _planted(cluster: Mapping[str, Any]) -> str:
     """One planted cluster and its size; a node's roster gives clusters numbers, no names."""
     name, size = cluster["name"], cluster["size"]
-    return f"{f'cluster {name}' if name.isdigit() else name} ({size} client{'s' if size != 1 else ''})"
+    return (
+        f"{f'cluster {name}' if name.isdigit() else name} ({size} client{'s' if size != 1 else ''})"
+    )
 
 
 def _said(value: object) -> str:
@@ -262,20 +311,28 @@ def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
     if local.get("optimizer"):
         parts.append(f"{local['optimizer']}, {_rate(local)}, batches of {local.get('batch_size')}")
     if isinstance(dp := local.get("dp"), Mapping):
-        parts.append(f"differentially private ({', '.join(f'{key} {_said(value)}' for key, value in dp.items())})")
+        parts.append(
+            f"differentially private ({', '.join(f'{key} {_said(value)}' for key, value in dp.items())})"
+        )
     return ", ".join(parts)
 
 
 def _rate(local: Mapping[str, Any]) -> str:
     given = local.get("lr_schedule") or []
     each = given if isinstance(given, list) else [given]
-    kinds = ", ".join(str(one.get("kind")) if isinstance(one, Mapping) else str(one) for one in each)
+    kinds = ", ".join(
+        str(one.get("kind")) if isinstance(one, Mapping) else str(one) for one in each
+    )
     return f"learning rate {local.get('lr')}" + (f" ({kinds})" if kinds else "")
 
 
 def _evaluated(config: Mapping[str, Any]) -> str:
     final = config.get("evaluate") == "final"
-    which = "the model after the last round" if final else "each client's best model on its validation set"
+    which = (
+        "the model after the last round"
+        if final
+        else "each client's best model on its validation set"
+    )
     return f"{which}, on test data that no client trained on"
 
 
@@ -288,14 +345,24 @@ def cell(value: float | None, text: str, css: str = "") -> str:
 def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     """The table of one metric: methods by planted clusters, over all clients and over clusters."""
     whole = metric.over == "run"
-    rows = [r for r in data["results"]["rows"] if r["metric"] == metric.name and (r["cluster"] == "all" or not whole)]
+    rows = [
+        r
+        for r in data["results"]["rows"]
+        if r["metric"] == metric.name and (r["cluster"] == "all" or not whole)
+    ]
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     found = {(row["label"], row["cluster"]): row for row in rows}
     count = {row["label"]: row["seeds"] for row in rows}
     names = {"all": "whole run"} if whole else MEANS
-    head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
-    compared = {one["cluster"]: one for one in data["pairs"]["families"] if one["metric"] == metric.name}
-    leading = {column: compared[column]["leaders"] if column in compared else [] for column in columns}
+    head = "".join(
+        f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns
+    )
+    compared = {
+        one["cluster"]: one for one in data["pairs"]["families"] if one["metric"] == metric.name
+    }
+    leading = {
+        column: compared[column]["leaders"] if column in compared else [] for column in columns
+    }
     body = []
     for label in count:
         line = [f'<th scope="row">{escape(label)}</th><td>{count[label]}</td>']
@@ -308,7 +375,9 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
             if row["seeds"] > 1:
                 text += f" <small>± {metric.show(row['std'])}</small>"
             if label in leading[column] and len(leading[column]) > 1:
-                text += f'<abbr title="cannot be told apart from the best of its column">{STAR}</abbr>'
+                text += (
+                    f'<abbr title="cannot be told apart from the best of its column">{STAR}</abbr>'
+                )
             line.append(cell(row["mean"], text, "best" if leading[column] == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     title = metric.heading("test")
@@ -325,7 +394,8 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
         f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
         f'<thead><tr><th scope="col">Method</th><th scope="col">n</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>" + (f'<p class="standing">{escape(said)}</p>' if said else "")
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+        + (f'<p class="standing">{escape(said)}</p>' if said else "")
     )
 
 
@@ -346,7 +416,9 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
                     low, high = max(low, 0.0), min(high, 1.0)
                 text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
             sure = name == "mean" and row["mean_established"]
-            line.append(cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better"))
+            line.append(
+                cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better")
+            )
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"
     unit = points if metric.unit == "%" else f"{metric.heading('test')}, signed so that + is better"

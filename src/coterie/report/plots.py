@@ -35,8 +35,18 @@ from coterie.results.summary import (
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]
 
-COLORS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")  # as in the report
-DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3)), (0, (3, 1, 1, 1)))
+# as in the report
+COLORS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")
+DASHES = (
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (8, 2, 2, 2, 2, 2)),
+    (0, (1, 3)),
+    (0, (10, 3)),
+    (0, (3, 1, 1, 1)),
+)
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
@@ -62,14 +72,18 @@ def curves(
         split: "train", "validation" or "test".
         cluster: "all", "clusters" or a cluster's name.
         log: a logarithmic vertical axis.
-        splits: mark the rounds in which a method found another number of clusters (first seed); the table says which.
+        splits: mark the rounds in which a method found another number of clusters (first seed); the
+            table says which.
     """
     metrics = [metric_of(runs, one.strip()) for one in (metric or "").split(",")]
     figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
     rows = []
     for axes, one in zip(panels, metrics, strict=True):
         for place, (name, group) in enumerate(groups_of(runs).items()):
-            rows += [(name, one.name, *point) for point in curve_of(axes, name, group, place, (split, one, cluster))]
+            rows += [
+                (name, one.name, *point)
+                for point in curve_of(axes, name, group, place, (split, one, cluster))
+            ]
         if log:
             logarithmic(axes, "y")
         axes.set(xlabel="round", ylabel=axis_of(one, split))
@@ -100,7 +114,9 @@ def curve_of(
     x, tables = together(recorded, split, metric.name)
     if not len(x):
         return []
-    values = np.array([_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)])
+    values = np.array(
+        [_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)]
+    )
     return band_of(axes, name, place, x, values, metric.scale)
 
 
@@ -117,8 +133,17 @@ def band_of(
     seen = look(place)
     axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
     if len(values) > 1:
-        axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
-    return [(int(r), float(m), float(s), len(values)) for r, m, s in zip(x, mean, spread, strict=True)]
+        axes.fill_between(
+            x,
+            scale * (mean - spread),
+            scale * (mean + spread),
+            color=seen["color"],
+            alpha=0.18,
+            lw=0,
+        )
+    return [
+        (int(r), float(m), float(s), len(values)) for r, m, s in zip(x, mean, spread, strict=True)
+    ]
 
 
 def _splits(run: StoredRun) -> list[tuple[int, int]]:
@@ -131,7 +156,11 @@ def _splits(run: StoredRun) -> list[tuple[int, int]]:
 
 def heatmaps(runs: Named) -> Drawn:
     """Which models each client used over whole runs: a panel per method, in order of planted cluster."""
-    groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
+    groups = {
+        name: group
+        for name, group in groups_of(runs).items()
+        if any(len(run.edges) for run in group)
+    }
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
     counts = {name: _reads(group) for name, group in groups.items()}
@@ -146,7 +175,8 @@ def heatmaps(runs: Named) -> Drawn:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose\nmodel was used")  # as wide as a panel
+        # as wide as a panel
+        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose\nmodel was used")
         if number % ACROSS == 0:
             axes.set(ylabel="client")
         if names and len(order) <= MOST_NAMES:
@@ -154,9 +184,18 @@ def heatmaps(runs: Named) -> Drawn:
             axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
         reader, read = np.nonzero(count)
-        rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
-    figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times used (square-root scale)", shrink=0.8)
-    return figure, _with_names(pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names)
+        rows += [
+            (name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)
+        ]
+    figure.colorbar(
+        ScalarMappable(norm, "magma_r"),
+        ax=panels,
+        label="times used (square-root scale)",
+        shrink=0.8,
+    )
+    return figure, _with_names(
+        pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
+    )
 
 
 def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
@@ -164,7 +203,10 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     shown = metric_of(runs, metric)
     table = _final(runs, shown.name, cluster)
     kinds = {name: group[0].kind for name, group in groups_of(runs).items()}
-    values = {name: (mean, std) for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)}
+    values = {
+        name: (mean, std)
+        for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)
+    }
     bands = [name for name in values if kinds[name] in ("random", "oracle")]
     others = [name for name in values if name not in bands]
     figure, axes = single_figure()
@@ -172,12 +214,16 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     for place, name in enumerate(others):
         mean, spread = values[name]
         seen, bar = look(place), _drawn(scale, spread)
-        axes.errorbar(place, scale * mean, yerr=bar, fmt=seen["marker"], color=seen["color"], capsize=3)
+        axes.errorbar(
+            place, scale * mean, yerr=bar, fmt=seen["marker"], color=seen["color"], capsize=3
+        )
     for name in bands:
         mean, spread = values[name]
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
         low, high = (scale * mean + sign * (_drawn(scale, spread) or 0.0) for sign in (-1, 1))
-        axes.axhspan(low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name)
+        axes.axhspan(
+            low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name
+        )
         axes.axhline(scale * mean, color=color, lw=0.8)
     fit_scale(axes, shown, [mean for mean, _ in values.values()])
     axes.set_xlim(-0.6, max(len(others), 1) - 0.4)
@@ -211,10 +257,20 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
                 place + jitter, shown.scale * values[mine], MARKS[number % 8], color=COLORS[number % 8], ms=3,
                 alpha=0.8, label=label, mew=0,
             )  # fmt: skip
-            rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
-        axes.plot([place - 0.3, place + 0.3], [shown.scale * values.mean()] * 2, color="black", lw=1)
+            rows += [
+                (name, int(i), names[c], float(v))
+                for i, v in zip(ids[mine], values[mine], strict=True)
+            ]
+        axes.plot(
+            [place - 0.3, place + 0.3], [shown.scale * values.mean()] * 2, color="black", lw=1
+        )
     long = max(map(len, groups)) * len(groups) > 30
-    axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
+    axes.set_xticks(
+        range(len(groups)),
+        list(groups),
+        rotation=30 if long else 0,
+        ha="right" if long else "center",
+    )
     axes.set(ylabel=axis_of(shown))
     legend_of(axes)
     table = pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
@@ -227,45 +283,63 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
     Args:
         runs: named runs.
         peers: lines from each client.
-        after: a number of rounds in the settings of some of the methods, such as "stage_one_rounds": only later rounds
-            count, for all. It is scaled as the rounds of the run were.
+        after: a number of rounds in the settings of some of the methods, such as
+            "stage_one_rounds": only later rounds count, for all. It is scaled as the rounds of the
+            run were.
 
     Raises:
         DataError: when nobody read anybody in these rounds.
     """
-    known = [(setting_of(run, after), float(run.config.get("scale", 1.0))) for _, run in runs] if after else []
+    known = (
+        [(setting_of(run, after), float(run.config.get("scale", 1.0))) for _, run in runs]
+        if after
+        else []
+    )
     start = max((max(1, round(value * scale)) for value, scale in known if value), default=0)
-    groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
+    groups = {
+        name: group
+        for name, group in groups_of(runs).items()
+        if any(len(run.edges) for run in group)
+    }
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
     counts = {name: _reads(group, start) for name, group in groups.items()}
     if not any(count.any() for count in counts.values()):
-        raise DataError(f"no client reads another in round {start} or later ({after}); there is no graph to draw")
+        raise DataError(
+            f"no client reads another in round {start} or later ({after}); there is no graph to draw"
+        )
     figure, panels = panels_of(len(groups))
     rows, names = [], client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = counts[name]
         cluster = planted_of(group, len(count))
         angle = np.empty(len(cluster))
-        angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
+        angle[np.argsort(cluster, kind="stable")] = (
+            2 * np.pi * np.arange(len(cluster)) / len(cluster)
+        )
         x, y = np.cos(angle), np.sin(angle)
         for i, row in enumerate(count):
             for j in np.argsort(-row, kind="stable")[:peers]:
                 if row[j]:
-                    axes.plot([x[i], x[j]], [y[i], y[j]], color="#777777", lw=0.4, alpha=0.6, zorder=1)
+                    axes.plot(
+                        [x[i], x[j]], [y[i], y[j]], color="#777777", lw=0.4, alpha=0.6, zorder=1
+                    )
                     rows.append((name, i, int(j), int(row[j])))
         for number, c in enumerate(np.unique(cluster)):
             mine = cluster == c
             axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
         for client in names if len(cluster) <= MOST_NAMES else ():
-            side = "left" if x[client] >= 0 else "right"  # of the text, so that it leads away from the circle
+            # of the text, so that it leads away from the circle
+            side = "left" if x[client] >= 0 else "right"
             turned = math.degrees(angle[client]) - (0 if side == "left" else 180)
             axes.text(1.08 * x[client], 1.08 * y[client], short(names[client], 16), fontsize=5, ha=side, va="center",
                       rotation=turned, rotation_mode="anchor")  # fmt: skip
         axes.set_title(name, pad=45 if names and len(cluster) <= MOST_NAMES else None)
         axes.set(aspect="equal")
         axes.axis("off")
-    return figure, _with_names(pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names)
+    return figure, _with_names(
+        pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
+    )
 
 
 def labels(runs: Named) -> Drawn:
@@ -274,7 +348,9 @@ def labels(runs: Named) -> Drawn:
     tables = {name: (run, dense(run, "train", LABEL.name)) for name, run in groups.items()}
     tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
     if not tables:
-        raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
+        raise DataError(
+            "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
+        )
     figure, panels = panels_of(len(tables))
     rows = []
     for axes, (name, (run, (_, values))) in zip(panels, tables.items(), strict=True):
@@ -283,10 +359,18 @@ def labels(runs: Named) -> Drawn:
         groups_found = [int(g) for g in np.unique(found[np.isfinite(found)])]
         bottom = np.zeros(len(groups_found))
         for number, column in enumerate(columns):
-            height = np.array([content[found == g, number].sum() for g in groups_found], dtype=float)
+            height = np.array(
+                [content[found == g, number].sum() for g in groups_found], dtype=float
+            )
             color = COLORS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
             axes.bar(
-                range(len(groups_found)), height, bottom=bottom, color=color, label=column, edgecolor="white", lw=0.4
+                range(len(groups_found)),
+                height,
+                bottom=bottom,
+                color=color,
+                label=column,
+                edgecolor="white",
+                lw=0.4,
             )
             bottom += height
             rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
@@ -301,7 +385,10 @@ def _with_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
     """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
     columns = [column for column in ("client", "reader", "read") if names and column in table]
     return table.assign(
-        **{f"{column}_name": [called(names, one) for one in table[column].tolist()] for column in columns}
+        **{
+            f"{column}_name": [called(names, one) for one in table[column].tolist()]
+            for column in columns
+        }
     )
 
 
@@ -312,7 +399,9 @@ def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
         stored = description(study)
         if "labels" not in stored:
             path = study / FEDERATION
-            raise DataError(f"{path} does not tell the classes of each client; run the study again to write it")
+            raise DataError(
+                f"{path} does not tell the classes of each client; run the study again to write it"
+            )
         return [str(name) for name in stored["classes"]], np.array(stored["labels"])
     cluster = run.clients.to_numpy()
     names = cluster_names(study, (int(c) for c in np.unique(cluster)))
@@ -383,14 +472,18 @@ def _drawn(scale: float, spread: float | None) -> float | None:
 
 def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
     planted = run.clients.reindex(range(values.shape[1])).to_numpy()
-    names = cluster_names(run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0))
+    names = cluster_names(
+        run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0)
+    )
     members = {name: planted == c for c, name in names.items()}
     if cluster == "all":
         return np.nanmean(values, axis=1) if values.size else np.zeros(0)
     if cluster == "clusters" and members:
         return np.mean([np.nanmean(values[:, mine], axis=1) for mine in members.values()], axis=0)
     if cluster not in members:
-        raise ConfigError(f"cluster is {cluster!r}; expected one of: all, clusters, {', '.join(members)}")
+        raise ConfigError(
+            f"cluster is {cluster!r}; expected one of: all, clusters, {', '.join(members)}"
+        )
     return np.nanmean(values[:, members[cluster]], axis=1)
 
 
@@ -412,7 +505,8 @@ def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # named only where there is hardly a decade
+    # named only where there is hardly a decade
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
 
 
 def axis_of(metric: Metric, split: str = "test") -> str:
@@ -440,8 +534,11 @@ def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
         handles, names = axes.get_legend_handles_labels()
         named |= dict(zip(names, handles, strict=True))
     if isinstance(figure, Figure):
-        figure.legend(list(named.values()), list(named), loc="outside upper center", ncols=ncols, fontsize=7)
-        figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(named) / ncols) - 1))  # inches of a line
+        figure.legend(
+            list(named.values()), list(named), loc="outside upper center", ncols=ncols, fontsize=7
+        )
+        # inches of a line
+        figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(named) / ncols) - 1))
 
 
 def legend_of(axes: Axes) -> None:
@@ -449,9 +546,12 @@ def legend_of(axes: Axes) -> None:
     names = axes.get_legend_handles_labels()[1]
     if not names:
         return
-    fit = int(17 * WIDTH) // (max(map(len, names)) + 8)  # letters of this size to an inch, and those that a line takes
+    # letters of this size to an inch, and those that a line takes
+    fit = int(17 * WIDTH) // (max(map(len, names)) + 8)
     ncols = min(3, max(1, fit, math.ceil(len(names) / 6)))
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=ncols, fontsize=7, columnspacing=1.2)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=ncols, fontsize=7, columnspacing=1.2
+    )
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
@@ -472,21 +572,30 @@ NAMES = {  # of settings, on axes
 }
 
 
-def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None, cluster: str = "all") -> Drawn:
+def sweep(
+    runs: Named, *, setting: str | None = None, metric: str | None = None, cluster: str = "all"
+) -> Drawn:
     """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
     if not setting:
-        raise ConfigError("figure sweep needs --setting: the name of one setting, or of two with a comma between")
+        raise ConfigError(
+            "figure sweep needs --setting: the name of one setting, or of two with a comma between"
+        )
     shown = metric_of(runs, metric)
     asked = [one.strip() for one in setting.split(",")]
     points = []
     for _, run in runs:
         values = [setting_of(run, one) for one in asked]
         if run.finished and None not in values:
-            points.append((bare(run.label, asked), run.kind, *values, value_of(run, shown.name, cluster)))
+            points.append(
+                (bare(run.label, asked), run.kind, *values, value_of(run, shown.name, cluster))
+            )
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
-        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
-    if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):  # a label a value
+        raise DataError(
+            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+        )
+    # a label a value
+    if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):
         table["method"] = table["kind"]
     reduced = _reduced(table, "method", asked)
     figure, axes = single_figure()
@@ -510,7 +619,9 @@ def bare(label: str, settings: Sequence[str]) -> str:
     return label or settings[0]
 
 
-def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()) -> None:
+def lines_of(
+    axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()
+) -> None:
     """Draw a line for each method against a setting; its look is that of its place in `order`, or in the table."""
     methods = list(dict.fromkeys(table["method"]))
     for name in methods:
@@ -528,7 +639,10 @@ def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, orde
 
 def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:
     best = "min" if metric.sign < 0 else "max"
-    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * metric.scale
+    grid = (
+        table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best)
+        * metric.scale
+    )
     image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
@@ -538,14 +652,20 @@ def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric)
 
 
 def sensitivities(
-    runs: Named, *, setting: str, studies: Sequence[str] = (), metric: str | None = None, cluster: str = "all"
+    runs: Named,
+    *,
+    setting: str,
+    studies: Sequence[str] = (),
+    metric: str | None = None,
+    cluster: str = "all",
 ) -> Drawn:
     """The final test metric against a setting: a panel for each study and way of averaging, a line a method.
 
     Args:
         runs: named runs, of the points of one or more sweeps.
         setting: the setting on the horizontal axis.
-        studies: patterns of the names of studies to draw; where no study of the runs fits, all are drawn.
+        studies: patterns of the names of studies to draw; where no study of the runs fits, all are
+            drawn.
         metric: its name; the one that the runs are judged by when None.
         cluster: "all", "clusters" or a cluster's name.
     """
@@ -556,11 +676,17 @@ def sensitivities(
     for _, run in chosen:
         value = setting_of(run, setting)
         if run.finished and value is not None:
-            title = ", ".join(part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part)
-            rows.append((title, bare(run.label, [setting]), value, value_of(run, shown.name, cluster)))
+            title = ", ".join(
+                part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part
+            )
+            rows.append(
+                (title, bare(run.label, [setting]), value, value_of(run, shown.name, cluster))
+            )
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
-        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
+        raise DataError(
+            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+        )
     reduced = _reduced(table, "panel", ["method", setting])
     titles, order = (list(dict.fromkeys(reduced[column])) for column in ("panel", "method"))
     figure, panels = panels_of(len(titles))

@@ -1,7 +1,7 @@
 """Several studies on one page: what each establishes about the methods, with links to each study's own report.
 
-The page is plain HTML without charts. Studies are shown beside each other and never averaged together; each is over its
-own seeds.
+The page is plain HTML without charts. Studies are shown beside each other and never averaged
+together; each is over its own seeds.
 """
 
 import os
@@ -21,7 +21,9 @@ from coterie.results.tables import STAR
 PAGE = "studies.html"
 
 
-def write_studies(studies: Sequence[str | Path], reports: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def write_studies(
+    studies: Sequence[str | Path], reports: Sequence[str | Path], out: str | Path | None = None
+) -> Path:
     """Write a page with several studies.
 
     Args:
@@ -38,7 +40,11 @@ def write_studies(studies: Sequence[str | Path], reports: Sequence[str | Path], 
     folders = [Path(folder) for folder in studies]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"a study was given twice: {', '.join(map(str, folders))}; give each once")
-    path = Path(out) if out is not None else Path(os.path.commonpath([one.resolve().parent for one in folders])) / PAGE
+    path = (
+        Path(out)
+        if out is not None
+        else Path(os.path.commonpath([one.resolve().parent for one in folders])) / PAGE
+    )
     told = []
     for folder, report in zip(folders, reports, strict=True):
         runs, problems = summary.find_runs([folder])
@@ -48,7 +54,9 @@ def write_studies(studies: Sequence[str | Path], reports: Sequence[str | Path], 
         told.append(_Told(folder, content, metric, quote(link)))
     names = [one.content["study"] for one in told]
     for one in told:
-        one.name = one.content["study"] if names.count(one.content["study"]) == 1 else str(one.folder)
+        one.name = (
+            one.content["study"] if names.count(one.content["study"]) == 1 else str(one.folder)
+        )
     write_atomically(path, render(told).encode())
     return path
 
@@ -59,7 +67,11 @@ class _Told:
     def __init__(self, folder: Path, content: Mapping[str, Any], metric: Metric, link: str) -> None:
         self.folder, self.content, self.metric, self.link = folder, content, metric, link
         self.name = ""
-        own = [row for row in content["rows"] if (row["metric"], row["cluster"]) == (metric.name, "all")]
+        own = [
+            row
+            for row in content["rows"]
+            if (row["metric"], row["cluster"]) == (metric.name, "all")
+        ]
         self.rows = {row["label"]: row for row in own}
         self.pairs = pairs.chosen(pairs.read(content), metric=metric.name)
         self.leading = pairs.leaders(own, self.pairs, metric, "all")
@@ -77,7 +89,9 @@ def render(told: Sequence[_Told]) -> str:
     notes = [f"{one.name}: {note}" for one in told for note in coverage.notes(one.content)]
     parts = [note_list(notes), "<h2>Methods and studies</h2>", _table(told)]
     for one in told:
-        parts.append(f'<h2>{escape(one.name)}</h2><p><a href="{escape(one.link)}">The report of this study</a></p>')
+        parts.append(
+            f'<h2>{escape(one.name)}</h2><p><a href="{escape(one.link)}">The report of this study</a></p>'
+        )
         parts.append(_verdicts(one))
     return filled(
         "studies.html",
@@ -115,7 +129,9 @@ def _table(told: Sequence[_Told]) -> str:
             link = f'<a href="{one.address(method=quote(label, safe=""))}">{text}</a>'
             line.append(cell(row["mean"], link, "best" if one.leading == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
-    references = "".join(f"{said}. " for said in pairs.not_ranked(row for one in told for row in one.rows.values()))
+    references = "".join(
+        f"{said}. " for said in pairs.not_ranked(row for one in told for row in one.rows.values())
+    )
     caption = (
         "Mean over clients ± population standard deviation over seeds, each study over its own. In bold what is "
         f"established as the best of its column; {STAR} cannot be told apart from it; of a single seed nothing is. "
@@ -142,7 +158,9 @@ def _verdicts(one: _Told) -> str:
         said = escape(pairs.verdict(pair, one.metric))
         lines.append(f'<li><a href="{one.address(pair=named)}">{said}</a></li>')
     parts.append(
-        f"<ul>{''.join(lines)}</ul>" if lines else "<p>Nothing to compare: fewer than two methods finished.</p>"
+        f"<ul>{''.join(lines)}</ul>"
+        if lines
+        else "<p>Nothing to compare: fewer than two methods finished.</p>"
     )
     about = str(one.content.get("about", ""))
     return "".join([*parts, f'<p class="note">{escape(about)}</p>' if about else ""])

@@ -1,8 +1,8 @@
 """Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing is sent.
 
-A writer is any object with the two methods of `Writer`. `live` feeds writers while a study runs, as its observer;
-`export` feeds them from stored runs. Every writer here writes files in a local folder: MLflow a local store, Weights &
-Biases in offline mode (`wandb sync` would send them).
+A writer is any object with the two methods of `Writer`. `live` feeds writers while a study runs, as
+its observer; `export` feeds them from stored runs. Every writer here writes files in a local
+folder: MLflow a local store, Weights & Biases in offline mode (`wandb sync` would send them).
 """
 
 import os
@@ -60,7 +60,11 @@ class _MLflow:
         self._client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         found = self._client.get_experiment_by_name(PROJECT)
         place = (folder / "artifacts").resolve().as_uri()
-        experiment = found.experiment_id if found else self._client.create_experiment(PROJECT, artifact_location=place)
+        experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(PROJECT, artifact_location=place)
+        )
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
         for key, value in settings.items():
             self._client.log_param(self._run, key, value)
@@ -78,9 +82,16 @@ class _WeightsAndBiases:
         import wandb  # pyright: ignore[reportMissingImports]
 
         folder.mkdir(parents=True, exist_ok=True)
-        quiet = wandb.Settings(mode="offline", silent=True, console="off", disable_git=True, x_disable_stats=True)
+        quiet = wandb.Settings(
+            mode="offline", silent=True, console="off", disable_git=True, x_disable_stats=True
+        )
         self._run = wandb.init(
-            project=PROJECT, name=name, dir=str(folder), config=dict(settings), reinit="create_new", settings=quiet
+            project=PROJECT,
+            name=name,
+            dir=str(folder),
+            config=dict(settings),
+            reinit="create_new",
+            settings=quiet,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -102,7 +113,8 @@ def opener(tracker: str, folder: str | Path) -> Opener:
         folder: folder of its files.
 
     Raises:
-        ConfigError: for an unknown tracker, or when a writer is opened whose package is not installed.
+        ConfigError: for an unknown tracker, or when a writer is opened whose package is not
+            installed.
     """
     if tracker not in _KINDS:
         raise ConfigError(f"tracker is {tracker!r}; expected one of: {', '.join(_KINDS)}")
@@ -134,10 +146,17 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
     def observe(step: Progress) -> None:
         key = step.label, step.seed
         if key not in writers:
-            writers[key] = open_writer(f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed})
+            writers[key] = open_writer(
+                f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed}
+            )
         values = {f"validation/{LOSS.name}": step.loss, f"validation/{step.metric}": step.score}
-        values |= {"seconds": step.seconds, **{f"train/{name}": value for name, value in step.reported.items()}}
-        writers[key].log(step.round + 1, {name: value for name, value in values.items() if value == value})
+        values |= {
+            "seconds": step.seconds,
+            **{f"train/{name}": value for name, value in step.reported.items()},
+        }
+        writers[key].log(
+            step.round + 1, {name: value for name, value in values.items() if value == value}
+        )
 
     try:
         yield observe
@@ -157,7 +176,9 @@ def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
         settings = dict(_flat({**run.config, **({"metrics": declared} if declared else {})}))
         if run.names:
             settings["client_names"] = few(run.names, run.names, 50)
-        writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings)
+        writer = open_writer(
+            f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings
+        )
         for index, values in _by_round(run):
             writer.log(index + 1, values)
         writer.close()
@@ -179,7 +200,10 @@ def described(metric: Metric) -> str:
 
 def _by_round(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
     """The means of each round, by name."""
-    columns = (run.metrics[name].tolist() for name in ("round", "split", "model", "metric", "cluster", "value"))
+    columns = (
+        run.metrics[name].tolist()
+        for name in ("round", "split", "model", "metric", "cluster", "value")
+    )
     sums: dict[int, dict[str, list[float]]] = {}
     for index, split, model, metric, cluster, value in zip(*columns, strict=True):
         name = f"{split}/{metric}" if model == "current" else f"{model} {split}/{metric}"

@@ -1,7 +1,8 @@
 """The live page: the views of the report, following a run folder while a study runs or a node works.
 
-It is served to this machine only: it listens on 127.0.0.1, requires the token of its address and this machine's host
-name in every request (so that no other page can read it through the browser), and only reads run folders.
+It is served to this machine only: it listens on 127.0.0.1, requires the token of its address and
+this machine's host name in every request (so that no other page can read it through the browser),
+and only reads run folders.
 """
 
 import hashlib
@@ -120,7 +121,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -136,12 +140,16 @@ def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
             given = parse_qs(asked.query)
             if not self._is_ours(given):
                 self._answer(
-                    HTTPStatus.FORBIDDEN, "text/plain", "This page is opened by the address that was printed.\n"
+                    HTTPStatus.FORBIDDEN,
+                    "text/plain",
+                    "This page is opened by the address that was printed.\n",
                 )
             elif asked.path == "/":
                 message = follower.message()
                 text = render(
-                    {**message["data"], "signature": message["signature"]}, message["overview"], connect="'self'"
+                    {**message["data"], "signature": message["signature"]},
+                    message["overview"],
+                    connect="'self'",
                 )
                 self._answer(HTTPStatus.OK, "text/html", text)
             elif asked.path == "/data":
@@ -157,7 +165,9 @@ def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
             """Whether the request names this host (a name rebound to it would not) and carries the token."""
             port = self.connection.getsockname()[1]
             secret = given.get("token", [""])[0]
-            return ours(self.headers.get("Host", ""), port) and hmac.compare_digest(secret.encode(), token.encode())
+            return ours(self.headers.get("Host", ""), port) and hmac.compare_digest(
+                secret.encode(), token.encode()
+            )
 
         def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
             body = text.encode()

@@ -1,9 +1,11 @@
 """Which runs of a study are there, and over which seeds its methods are compared.
 
-Methods are averaged over the same seeds: those that every method finished. A method that finished none is named and
-does not count. What is missing, damaged, unfinished or left out is said, in one line a method.
+Methods are averaged over the same seeds: those that every method finished. A method that finished
+none is named and does not count. What is missing, damaged, unfinished or left out is said, in one
+line a method.
 
-Everything here is about names and numbers of runs, so it tells the same of run folders and of a stored summary.json.
+Everything here is about names and numbers of runs, so it tells the same of run folders and of a
+stored summary.json.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,8 +27,8 @@ class Standing:
     Args:
         label: its method.
         seed: its seed.
-        state: "finished"; "unfinished", where it has begun; "damaged", where it cannot be read; "missing", where
-            nothing is there.
+        state: "finished"; "unfinished", where it has begun; "damaged", where it cannot be read;
+            "missing", where nothing is there.
         reason: more in a few words: the round it has come to, or what is damaged.
     """
 
@@ -98,8 +100,8 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     """Write what must be known beside the tables of a summary; nothing where every run counts.
 
     Args:
-        content: that of summary.json: `rows`, `seeds` and `left_out`; one that was stored without the latter two
-            tells nothing.
+        content: that of summary.json: `rows`, `seeds` and `left_out`; one that was stored without
+            the latter two tells nothing.
 
     Returns:
         A line for each method that lacks runs, and one that says which seeds the means are over.
@@ -113,7 +115,9 @@ def notes(content: Mapping[str, Any]) -> list[str]:
             unused.setdefault(one.label, []).append(one.seed)
     finished = "; ".join(f"{label} {ranges(seeds)}" for label, seeds in unused.items())
     if not content["seeds"]:
-        nothing = f"No seed was finished by all methods, so nothing is compared; finished: {finished}."
+        nothing = (
+            f"No seed was finished by all methods, so nothing is compared; finished: {finished}."
+        )
         return [*said, nothing if finished else "No run is finished: there is nothing to compare."]
     whole = f"Means are over the seeds that all have: {ranges(content['seeds'])}"
     compared = {row["label"] for row in content["rows"]}
@@ -126,7 +130,9 @@ def rounds_left_out(content: Mapping[str, Any]) -> list[str]:
     """Write which rounds nodes left out, a line for each run that did; `content` is that of summary.json."""
     lines = []
     for row in content.get("skipped", ()):
-        gaps = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"])
+        gaps = ", ".join(
+            f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"]
+        )
         lines.append(
             f"{row['label']}, seed {row['seed']}: rounds {gaps} were left out, not trained: the others went on."
         )
@@ -136,6 +142,11 @@ def rounds_left_out(content: Mapping[str, Any]) -> list[str]:
 def as_json(standings: Sequence[Standing]) -> list[dict[str, Any]]:
     """Return plain values, for JSON; without the reason where there is none to give."""
     return [
-        {"label": one.label, "seed": one.seed, "state": one.state, **({"reason": one.reason} if one.reason else {})}
+        {
+            "label": one.label,
+            "seed": one.seed,
+            "state": one.state,
+            **({"reason": one.reason} if one.reason else {}),
+        }
         for one in standings
     ]

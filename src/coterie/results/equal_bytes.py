@@ -47,12 +47,14 @@ class EqualBytes:
     Args:
         study: its name.
         metric: accuracy or loss.
-        split: what the models are scored on: "test" where that was measured during the runs (`eval_every`), else
-            "validation".
-        model: on test data what the final evaluation takes: "best", each client's best model by validation loss, or
-            "current", the newest (`evaluate = "final"`), or "either", where methods differ in that. On validation data
-            "current", since there the score of a best model would be that by which it was chosen.
-        budget: bytes per client: what was asked for, else the total of the communicating method that uses the fewest.
+        split: what the models are scored on: "test" where that was measured during the runs
+            (`eval_every`), else "validation".
+        model: on test data what the final evaluation takes: "best", each client's best model by
+            validation loss, or "current", the newest (`evaluate = "final"`), or "either", where
+            methods differ in that. On validation data "current", since there the score of a best
+            model would be that by which it was chosen.
+        budget: bytes per client: what was asked for, else the total of the communicating method
+            that uses the fewest.
         rows: best first.
         seeds: the seeds that the means are over; see `summary.compared`.
         left_out: how each run stands that is not among them.
@@ -89,21 +91,27 @@ class EqualBytes:
 
     def notes(self) -> list[str]:
         """Return what must be known beside it: which runs are not in it, and why it is not on test data."""
-        content = {"rows": [asdict(row) for row in self.rows], "seeds": self.seeds, "left_out": self.left_out}
+        content = {
+            "rows": [asdict(row) for row in self.rows],
+            "seeds": self.seeds,
+            "left_out": self.left_out,
+        }
         return [*coverage.notes(content), *([self.caveat] if self.caveat else [])]
 
 
 def at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualBytes:
     """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
-    Bytes are those of all messages received and of those sent to a server (messages sent to peers are counted as
-    received by them). With `eval_every` the model of a client is chosen as in the final evaluation, the best by
-    validation loss, and scored on test data. A method that has not used more in its whole run has its final result;
-    of another, the model is chosen among the rounds by then that were tested (a warm-up is not).
+    Bytes are those of all messages received and of those sent to a server (messages sent to peers
+    are counted as received by them). With `eval_every` the model of a client is chosen as in the
+    final evaluation, the best by validation loss, and scored on test data. A method that has not
+    used more in its whole run has its final result; of another, the model is chosen among the
+    rounds by then that were tested (a warm-up is not).
 
     Args:
         folder: of the study.
-        budget: bytes of a client; by default the total of the communicating method that uses the fewest.
+        budget: bytes of a client; by default the total of the communicating method that uses the
+            fewest.
 
     Raises:
         DataError: when there is no run, or several studies.
@@ -142,12 +150,16 @@ def of_runs(
         points = [_at(run, metric, budget, tested=tested) for run in group]
         rounds, used, values = (np.array(part) for part in zip(*points, strict=True))
         value, deviation = summary.over_seeds(values.astype(float))
-        rows.append(AtBytes(label, float(rounds.mean()), float(used.mean()), value, deviation, len(group)))
+        rows.append(
+            AtBytes(label, float(rounds.mean()), float(used.mean()), value, deviation, len(group))
+        )
     sign = metrics.REGISTRY[metric].sign
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
     model: Model = "either" if len(best) > 1 else "best" if True in best else "current"
     split: Split = "test" if tested else "validation"
-    return EqualBytes(whole["study"], metric, split, model, budget, rows, whole["seeds"], whole["left_out"])
+    return EqualBytes(
+        whole["study"], metric, split, model, budget, rows, whole["seeds"], whole["left_out"]
+    )
 
 
 def bytes_per_client(run: StoredRun) -> Float[np.ndarray, " rounds"]:
@@ -163,7 +175,11 @@ def _table(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
     """A metric of the newest models as rounds x clients."""
     rows = run.metrics
     wanted = (rows["split"] == split) & (rows["model"] == "current") & (rows["metric"] == metric)
-    return rows.loc[wanted.to_numpy()].pivot(index="round", columns="client", values="value").sort_index()
+    return (
+        rows.loc[wanted.to_numpy()]
+        .pivot(index="round", columns="client", values="value")
+        .sort_index()
+    )
 
 
 def _tested(run: StoredRun, metric: str) -> bool:
@@ -193,5 +209,7 @@ def _at(run: StoredRun, metric: str, budget: float, *, tested: bool) -> tuple[fl
     place = np.full(values.shape[1], len(values) - 1)
     if tested and _takes_best(run):
         known = loss.reindex(index=values.index, columns=values.columns).to_numpy(float)
-        place = np.where(np.isnan(known).all(0), place, np.where(np.isnan(known), np.inf, known).argmin(0))
+        place = np.where(
+            np.isnan(known).all(0), place, np.where(np.isnan(known), np.inf, known).argmin(0)
+        )
     return last + 1, used, float(values.to_numpy(float)[place, np.arange(values.shape[1])].mean())

@@ -39,30 +39,41 @@ def export(
         models: of a run.
         client: its name, or its number.
         path: the file.
-        format: "safetensors": a state dict, with all that is known of it as metadata; "pt": a state dict alone, as
-            `torch.load(path, weights_only=True)` reads it; "onnx": the module in evaluation mode, which takes batches
-            of any size of prepared inputs.
+        format: "safetensors": a state dict, with all that is known of it as metadata; "pt": a state
+            dict alone, as `torch.load(path, weights_only=True)` reads it; "onnx": the module in
+            evaluation mode, which takes batches of any size of prepared inputs.
         which: which of the client's models, see `Models.model`.
         study: the name of the study, for the metadata.
         force: replace a file that is there.
 
     Raises:
         RunExistsError: when the file is there, and `force` is not set.
-        ConfigError: when the client or that model is not here, or packages are missing that ONNX needs.
+        ConfigError: when the client or that model is not here, or packages are missing that ONNX
+            needs.
         ModelError: when the module is needed and is not here, or ONNX cannot express it.
     """
     path = Path(path)
     if path.exists() and not force:
-        raise RunExistsError(f"{path} exists; choose another file with --out, or replace it with --force")
+        raise RunExistsError(
+            f"{path} exists; choose another file with --out, or replace it with --force"
+        )
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}; make it, or choose another file")
     tensors = models.state_dict(client, which)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point()):
-        warnings.warn(f"the model of {models.name_of(client)} has NaN or infinity: it diverged", stacklevel=2)
+    if not all(
+        bool(torch.isfinite(tensor).all())
+        for tensor in tensors.values()
+        if tensor.is_floating_point()
+    ):
+        warnings.warn(
+            f"the model of {models.name_of(client)} has NaN or infinity: it diverged", stacklevel=2
+        )
     known = {name: _text(value) for name, value in described(models, client, which, study).items()}
     program = _program(models, client, which) if format == "onnx" else None
     if program is not None:
-        program.model.metadata_props.update({f"coterie.{name}": value for name, value in known.items()})
+        program.model.metadata_props.update(
+            {f"coterie.{name}": value for name, value in known.items()}
+        )
     with replacing(path) as temporary:
         if program is not None:
             program.save(temporary, external_data=False)
@@ -86,7 +97,9 @@ def described(models: Models, client: int | str, which: Which, study: str = "") 
     inputs, known = recipe.inputs, recipe.model
     preparation = []
     for column in inputs.table:
-        preparation.append({name: value for name, value in asdict(column).items() if value is not None})
+        preparation.append(
+            {name: value for name, value in asdict(column).items() if value is not None}
+        )
     fitted = models.fitted[row] if models.fitted else None
     return {
         "study": study,
@@ -100,7 +113,9 @@ def described(models: Models, client: int | str, which: Which, study: str = "") 
         "module": recipe.module,
         "features": inputs.features,
         "feature_names": inputs.names,
-        "normalization": {"scale": 255, "mean": inputs.mean, "std": inputs.std} if inputs.images else None,
+        "normalization": {"scale": 255, "mean": inputs.mean, "std": inputs.std}
+        if inputs.images
+        else None,
         "parts": [asdict(part) for part in inputs.parts],
         "columns": preparation,
         "fill": _list(fitted and fitted.fill),
@@ -143,15 +158,21 @@ def _program(models: Models, client: int | str, which: Which) -> torch.onnx.ONNX
     batch = torch.export.Dim("batch")
     places = ([{0: batch} for _ in args], {name: {0: batch} for name in named})
     shapes: Any = {**named, **places[1]} if named and not args else tuple(places[0])
-    names = [*(f"input_{place}" if len(args) > 1 else "input" for place in range(len(args))), *named]
+    names = [
+        *(f"input_{place}" if len(args) > 1 else "input" for place in range(len(args))),
+        *named,
+    ]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter's own, which its user can do nothing about
+            # of the exporter's own, which its user can do nothing about
+            warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 module, args, kwargs=named, dynamo=True, dynamic_shapes=shapes, input_names=names,
                 output_names=["output"], verbose=False,
             )  # fmt: skip
-    except Exception as error:  # what a module does to the tracer is its own affair: one line says that it failed
+    except (
+        Exception
+    ) as error:  # what a module does to the tracer is its own affair: one line says that it failed
         text = " ".join(str(error).split())
         raise ModelError(
             f"{recipe.module} cannot be written as ONNX ({type(error).__name__}: {text:.300}); --format safetensors "

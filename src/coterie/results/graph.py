@@ -1,11 +1,11 @@
 """The collaboration graph: which models each client used, compared with the planted clusters.
 
-Pure functions on the edges table of a run (columns round, reader, read, purpose, weight, bytes) and the planted
-clusters. Unlike `metrics` they need no model or tensor, only the stored table; comparisons, reports and notebooks
-use them.
+Pure functions on the edges table of a run (columns round, reader, read, purpose, weight, bytes) and
+the planted clusters. Unlike `metrics` they need no model or tensor, only the stored table;
+comparisons, reports and notebooks use them.
 
-Client `i` reads client `j` when it gets the model of `j`: rows of every matrix are readers. Reads of the client's own
-model and messages that did not arrive (purpose "missing") are not counted.
+Client `i` reads client `j` when it gets the model of `j`: rows of every matrix are readers. Reads
+of the client's own model and messages that did not arrive (purpose "missing") are not counted.
 """
 
 from typing import Any
@@ -53,17 +53,24 @@ def counted(edges: pd.DataFrame, population: int) -> sparse.csr_array:
     lowest = min((int(ids.min()) for ids in (reader, read) if len(ids)), default=0)
     inside = lowest >= 0 and highest < population
     require(
-        inside, "the client ids of the edges", (lowest, highest), f"ids from 0 to {population - 1}", error=DataError
+        inside,
+        "the client ids of the edges",
+        (lowest, highest),
+        f"ids from 0 to {population - 1}",
+        error=DataError,
     )
     once = np.ones(len(reader), dtype=np.int64)
-    return sparse.coo_array((once, (reader, read)), shape=(population, population)).tocsr()  # which adds up
+    # which adds up
+    return sparse.coo_array((once, (reader, read)), shape=(population, population)).tocsr()
 
 
 def _others(
     edges: pd.DataFrame,
 ) -> tuple[Int[np.ndarray, " edges"], Int[np.ndarray, " edges"], Int[np.ndarray, " edges"]]:
     """Round, reader and read of every message that arrived from another client."""
-    index, reader, read = (edges[column].to_numpy(np.int64) for column in ("round", "reader", "read"))
+    index, reader, read = (
+        edges[column].to_numpy(np.int64) for column in ("round", "reader", "read")
+    )
     others = (reader != read) & (edges["purpose"] != "missing").to_numpy(bool)
     return index[others], reader[others], read[others]
 
@@ -94,24 +101,30 @@ def expected_share(truth: Int[np.ndarray, " population"]) -> float:
 
 
 def rounds_to_discovery(
-    edges: pd.DataFrame, truth: Int[np.ndarray, " population"], *, share: float = 0.8, window: int = 5
+    edges: pd.DataFrame,
+    truth: Int[np.ndarray, " population"],
+    *,
+    share: float = 0.8,
+    window: int = 5,
 ) -> Float[np.ndarray, " population"]:
     r"""Round in which each client has discovered its planted cluster.
 
-    Of its reads in the last `window` active rounds ($m_t$ in round $t$), $a$ are within the client's cluster; random
-    peers give $c = \sum_t m_t (n_c - 1) / (K - 1)$ on average, and at most $b = \sum_t \min(m_t, n_c - 1)$ are
-    possible. It has discovered its cluster in the first round with $a - c \ge s (b - c)$, so that chance in a large
-    cluster does not count as discovery, and a small cluster can still be discovered.
+    Of its reads in the last `window` active rounds ($m_t$ in round $t$), $a$ are within the
+    client's cluster; random peers give $c = \sum_t m_t (n_c - 1) / (K - 1)$ on average, and at most
+    $b = \sum_t \min(m_t, n_c - 1)$ are possible. It has discovered its cluster in the first round
+    with $a - c \ge s (b - c)$, so that chance in a large cluster does not count as discovery, and a
+    small cluster can still be discovered.
 
     Args:
         edges: the edges table.
         truth: the planted cluster of each client.
-        share: the share $s$ of the way from chance to the maximum that counts as discovery, in (0, 1].
+        share: the share $s$ of the way from chance to the maximum that counts as discovery, in (0,
+            1].
         window: number of active rounds that are counted together, at least 1.
 
     Returns:
-        The round per client; NaN for a client that never discovers its cluster, such as one that is alone in it, reads
-        all others, or is active in fewer than `window` rounds.
+        The round per client; NaN for a client that never discovers its cluster, such as one that is
+        alone in it, reads all others, or is active in fewer than `window` rounds.
     """
     require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
     require(window >= 1, "window", window, "a number of rounds, 1 or more")
@@ -123,10 +136,16 @@ def rounds_to_discovery(
     inside = (truth[reader] == truth[read])[order]
     starts = np.flatnonzero(np.diff(reader[order], prepend=-1) | np.diff(index[order], prepend=-1))
     client, rounds = reader[order][starts], index[order][starts]
-    pulls, right = np.diff(starts, append=len(order)), np.add.reduceat(inside.astype(np.int64), starts)
+    pulls, right = (
+        np.diff(starts, append=len(order)),
+        np.add.reduceat(inside.astype(np.int64), starts),
+    )
     others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
     chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
-    reached, needed = (np.concatenate([[0.0], values.cumsum()]) for values in (right - chance, share * (best - chance)))
+    reached, needed = (
+        np.concatenate([[0.0], values.cumsum()])
+        for values in (right - chance, share * (best - chance))
+    )
     first = np.concatenate([np.searchsorted(client, np.arange(len(truth))), [len(client)]])
     for who in np.unique(client):
         mine = slice(first[who], first[who + 1] + 1)
@@ -138,13 +157,15 @@ def rounds_to_discovery(
     return found
 
 
-def communities(counts: Num[np.ndarray, "population population"] | sparse.csr_array) -> Int[np.ndarray, " population"]:
+def communities(
+    counts: Num[np.ndarray, "population population"] | sparse.csr_array,
+) -> Int[np.ndarray, " population"]:
     """Group clients that read each other often; the number of groups is found as well.
 
-    Spectral clustering of the symmetrized counts, with the number of groups from 1 to 20 that has the highest
-    modularity (the search ends after four numbers without improvement); deterministic. A client without reads joins
-    the nearest group. Above `WHOLE_SPECTRUM` clients the leading eigenvectors are found by Lanczos iteration, to a
-    thousandth.
+    Spectral clustering of the symmetrized counts, with the number of groups from 1 to 20 that has
+    the highest modularity (the search ends after four numbers without improvement); deterministic.
+    A client without reads joins the nearest group. Above `WHOLE_SPECTRUM` clients the leading
+    eigenvectors are found by Lanczos iteration, to a thousandth.
 
     Args:
         counts: how often each client read each other, as `heatmap` or `counted` returns.
@@ -187,7 +208,8 @@ def communities(counts: Num[np.ndarray, "population population"] | sparse.csr_ar
 
 
 def _leading(
-    weights: Num[np.ndarray, "population population"] | sparse.csr_array, scale: Float[np.ndarray, " population"]
+    weights: Num[np.ndarray, "population population"] | sparse.csr_array,
+    scale: Float[np.ndarray, " population"],
 ) -> Float[np.ndarray, "population vectors"]:
     """Return eigenvectors of the normalized weights, that of the largest eigenvalue first."""
     if isinstance(weights, np.ndarray):
@@ -205,13 +227,16 @@ def _leading(
             tol=_TOLERANCE,  # pyright: ignore[reportArgumentType]
             maxiter=max(4, min(_RESTARTS, _ENTRIES // max(1, weights.nnz))),
         )
-    except ArpackNoConvergence as error:  # those that stand out of the bulk have converged, and others say nothing
+    except (
+        ArpackNoConvergence
+    ) as error:  # those that stand out of the bulk have converged, and others say nothing
         values, vectors = error.eigenvalues, error.eigenvectors
     return vectors[:, np.argsort(-values)]
 
 
 def modularity(
-    weights: Num[np.ndarray, "population population"] | sparse.csr_array, labels: Int[np.ndarray, " population"]
+    weights: Num[np.ndarray, "population population"] | sparse.csr_array,
+    labels: Int[np.ndarray, " population"],
 ) -> float:
     r"""Newman's modularity of a grouping: $\frac{1}{2m} \sum_{ij} (w_{ij} - d_i d_j / 2m) [c_i = c_j]$, below 1.
 
@@ -226,12 +251,14 @@ def modularity(
     return float((inside / total - (degree / total) ** 2).sum())
 
 
-def agreement(label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " population"]) -> dict[str, float]:
+def agreement(
+    label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " population"]
+) -> dict[str, float]:
     """Compare found groups with the planted clusters; the names of the groups do not matter.
 
     Returns:
-        `ari`, the adjusted Rand index (1 the same partition, about 0 for chance, can be negative), and `nmi`, the
-        normalized mutual information (arithmetic mean), in [0, 1].
+        `ari`, the adjusted Rand index (1 the same partition, about 0 for chance, can be negative),
+        and `nmi`, the normalized mutual information (arithmetic mean), in [0, 1].
 
     Example:
         >>> agreement(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))
@@ -263,4 +290,7 @@ def gini(values: Num[np.ndarray, " clients"]) -> float:
     if not total:
         return 0.0
     place = np.arange(1, len(values) + 1)
-    return float(2 * (place * np.sort(values)).sum() / (len(values) * total) - (len(values) + 1) / len(values))
+    return float(
+        2 * (place * np.sort(values)).sum() / (len(values) * total)
+        - (len(values) + 1) / len(values)
+    )

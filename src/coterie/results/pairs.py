@@ -1,8 +1,8 @@
 """Methods compared in pairs: what is established about which of two is better, in numbers and in words.
 
-Differences are paired by seed and client and averaged over the clients of a seed; the interval is Student's over the
-seeds' means (`functional.paired`). Holm's correction is over the pairs of one metric and one cluster, which are those
-of a column of the table of results.
+Differences are paired by seed and client and averaged over the clients of a seed; the interval is
+Student's over the seeds' means (`functional.paired`). Holm's correction is over the pairs of one
+metric and one cluster, which are those of a column of the table of results.
 """
 
 import math
@@ -16,7 +16,14 @@ from jaxtyping import Bool, Float
 from scipy import stats
 
 from coterie.functional.metrics import Metric
-from coterie.functional.paired import CONFIDENCE, MOST_SEEDS, holm, mean_difference, overlap_of, seeds_needed
+from coterie.functional.paired import (
+    CONFIDENCE,
+    MOST_SEEDS,
+    holm,
+    mean_difference,
+    overlap_of,
+    seeds_needed,
+)
 from coterie.methods import METHODS
 
 LEVEL = round(1 - CONFIDENCE, 10)
@@ -29,13 +36,17 @@ class Pair:
     """Two methods compared by a metric over the seeds that both have.
 
     Args:
-        method_a: the label of the one with the better mean; with a baseline, of the method that is compared with it.
+        method_a: the label of the one with the better mean; with a baseline, of the method that is
+            compared with it.
         method_b: the label of the other.
         metric: what is compared.
-        cluster: over which clients: "all", "clusters" (the mean over planted clusters), or the name of one.
-        difference: by how much `method_a` is better, mean over clients and seeds; turned round where less is better, so
-            that above 0 is always better. None where a client of either diverged.
-        low: lower end of the 95 % interval of the difference; None for one seed, or where all seeds gave the same.
+        cluster: over which clients: "all", "clusters" (the mean over planted clusters), or the name
+            of one.
+        difference: by how much `method_a` is better, mean over clients and seeds; turned round
+            where less is better, so that above 0 is always better. None where a client of either
+            diverged.
+        low: lower end of the 95 % interval of the difference; None for one seed, or where all seeds
+            gave the same.
         high: its upper end.
         p: of the t test that there is no difference; None where there is no interval.
         p_corrected: for the number of pairs, by Holm's rule.
@@ -44,11 +55,11 @@ class Pair:
         lost: the share that do better under `method_b`.
         seeds: their number.
         clients: compared in each seed (the fewest in any).
-        seeds_needed: the number of seeds that would establish a difference of this size, with 80 % power and a
-            correction for as many pairs; None where it is not known, or above 1,000.
+        seeds_needed: the number of seeds that would establish a difference of this size, with 80 %
+            power and a correction for as many pairs; None where it is not known, or above 1,000.
         established: whether `p_corrected` is 0.05 or less.
-        overlap: what the interval is widened by for training data that seeds share, as folds do: tested samples over
-            those trained on; 0 where seeds are independent.
+        overlap: what the interval is widened by for training data that seeds share, as folds do:
+            tested samples over those trained on; 0 where seeds are independent.
     """
 
     method_a: str
@@ -76,7 +87,10 @@ class Pair:
 
     def turned(self) -> "Pair":
         """Return the same with the two methods the other way round."""
-        less = {name: None if (value := getattr(self, name)) is None else -value for name in ("difference", "effect")}
+        less = {
+            name: None if (value := getattr(self, name)) is None else -value
+            for name in ("difference", "effect")
+        }
         low, high = (None if end is None else -end for end in (self.high, self.low))
         return replace(
             self, method_a=self.method_b, method_b=self.method_a, low=low, high=high, gained=self.lost,
@@ -94,15 +108,17 @@ def compare(
     """Compare methods in pairs: over all clients, over each planted cluster, and over clusters.
 
     Args:
-        values: by method and seed the final value of each client, indexed by client id; without clients whose test
-            samples leave the metric undefined. Of each two methods the seeds are compared that both have.
+        values: by method and seed the final value of each client, indexed by client id; without
+            clients whose test samples leave the metric undefined. Of each two methods the seeds are
+            compared that both have.
         planted: by seed the planted cluster of each client, -1 where none is known.
         metric: what the values are of; it must have a better direction.
         names: of the planted clusters.
         overlap: of the data that seeds train on; see `functional.paired.mean_difference`.
 
     Returns:
-        For each of these groups of clients all pairs, in the order of the methods; in each the better one first.
+        For each of these groups of clients all pairs, in the order of the methods; in each the
+        better one first.
     """
     labels = list(values)
     seeds = sorted({seed for own in values.values() for seed in own})
@@ -118,10 +134,16 @@ def compare(
             own[seed].reindex(ids).to_numpy(float) if seed in own else np.full(len(ids), np.nan)
             for own in values.values()
         ])  # fmt: skip
-        there = np.stack([ids.isin(own[seed].index) if seed in own else ids.isin([]) for own in values.values()])
-        member = np.stack([*(planted[seed].to_numpy() == c for c in known), np.ones(len(ids), bool)])
+        there = np.stack(
+            [ids.isin(own[seed].index) if seed in own else ids.isin([]) for own in values.values()]
+        )
+        member = np.stack(
+            [*(planted[seed].to_numpy() == c for c in known), np.ones(len(ids), bool)]
+        )
         for m in range(len(labels)):
-            means[s, m], wins[s, m], counts[s, m] = _against(m, metric.sign * table, there, member, len(columns))
+            means[s, m], wins[s, m], counts[s, m] = _against(
+                m, metric.sign * table, there, member, len(columns)
+            )
     out = []
     for column, cluster in enumerate(columns):
         found = [
@@ -150,7 +172,9 @@ def _against(
     if columns == len(member):
         return parts
     over_clusters = parts[0][:, :-1].mean(1), parts[1][:, -1], parts[2][:, -1]
-    return tuple(np.column_stack([part, last]) for part, last in zip(parts, over_clusters, strict=True))
+    return tuple(
+        np.column_stack([part, last]) for part, last in zip(parts, over_clusters, strict=True)
+    )
 
 
 def _pair(
@@ -169,8 +193,12 @@ def _pair(
     if not has.any():
         return None
     total, found = counts[has].sum(), mean_difference(means[has], overlap=overlap)
-    mean, low, high, p, effect = map(_number, (found.mean, found.low, found.high, found.p, found.effect))
-    gained, lost = (None if mean is None else float(part[has].sum() / total) for part in (wins, losses))
+    mean, low, high, p, effect = map(
+        _number, (found.mean, found.low, found.high, found.p, found.effect)
+    )
+    gained, lost = (
+        None if mean is None else float(part[has].sum() / total) for part in (wins, losses)
+    )
     seeds, clients = int(has.sum()), int(counts[has].min())
     pair = Pair(
         a, b, metric, cluster, mean, low, high, p, None, effect, gained, lost, seeds, clients, None,
@@ -186,14 +214,20 @@ def _number(value: Any) -> float | None:
 def _corrected(pairs: Sequence[Pair]) -> list[Pair]:
     """Correct the p values of some pairs for their number, and say how many seeds each would need."""
     tested = sum(pair.p is not None for pair in pairs)
-    corrected = holm(np.array([np.nan if pair.p is None else pair.p for pair in pairs], dtype=float))
+    corrected = holm(
+        np.array([np.nan if pair.p is None else pair.p for pair in pairs], dtype=float)
+    )
     out = []
     for pair, value in zip(pairs, corrected, strict=True):
         needed = None
         if pair.effect is not None:
             needed = seeds_needed(pair.effect, level=LEVEL / tested, overlap=pair.overlap)
         p = _number(value)
-        out.append(replace(pair, p_corrected=p, seeds_needed=needed, established=p is not None and p <= LEVEL))
+        out.append(
+            replace(
+                pair, p_corrected=p, seeds_needed=needed, established=p is not None and p <= LEVEL
+            )
+        )
     return out
 
 
@@ -207,13 +241,19 @@ def chosen(
         pairs: of a study.
         metric: of these alone; of all when None (they are then of one).
         cluster: over which clients.
-        baseline: only the pairs with this method, which comes second in each: fewer pairs, a smaller correction.
-        share: of the samples that each seed tests on, where seeds split the same samples anew and the question is about
-            new samples; see `functional.paired.mean_difference`. Pairs that were widened already stay as they are.
+        baseline: only the pairs with this method, which comes second in each: fewer pairs, a
+            smaller correction.
+        share: of the samples that each seed tests on, where seeds split the same samples anew and
+            the question is about new samples; see `functional.paired.mean_difference`. Pairs that
+            were widened already stay as they are.
     """
     own = [pair for pair in pairs if metric in (None, pair.metric) and pair.cluster == cluster]
     if baseline is not None:
-        own = [pair.turned() if pair.method_a == baseline else pair for pair in own if baseline in pair.key]
+        own = [
+            pair.turned() if pair.method_a == baseline else pair
+            for pair in own
+            if baseline in pair.key
+        ]
     return _corrected([_widened(pair, overlap_of(share)) for pair in own])
 
 
@@ -227,7 +267,9 @@ def _widened(pair: Pair, overlap: float) -> Pair:
     half = wider * (pair.high - pair.low) / 2
     error = half / stats.t.ppf((1 + CONFIDENCE) / 2, pair.seeds - 1)
     p = float(2 * stats.t.sf(abs(pair.difference) / error, pair.seeds - 1))
-    return replace(pair, low=pair.difference - half, high=pair.difference + half, p=p, overlap=overlap)
+    return replace(
+        pair, low=pair.difference - half, high=pair.difference + half, p=p, overlap=overlap
+    )
 
 
 def as_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
@@ -237,22 +279,30 @@ def as_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
 
 def read(content: Mapping[str, Any]) -> list[Pair]:
     """Return the pairs of a summary; none of one that was stored before there were any."""
-    known = {field.name: None if field.default is MISSING else field.default for field in fields(Pair)}
-    return [Pair(**{name: one.get(name, other) for name, other in known.items()}) for one in content.get("pairs") or ()]
+    known = {
+        field.name: None if field.default is MISSING else field.default for field in fields(Pair)
+    }
+    return [
+        Pair(**{name: one.get(name, other) for name, other in known.items()})
+        for one in content.get("pairs") or ()
+    ]
 
 
 # ---------------------------------------------------------------------- in words
 
 
-def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str) -> list[str]:
+def leaders(
+    rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str
+) -> list[str]:
     """Return the method with the best mean, and after it those that cannot be told apart from it.
 
-    References, as Oracle is, are not ranked. There is no leader where fewer than two methods are, or where the pairs
-    say nothing: of a single seed, or of a summary that was stored before there were any.
+    References, as Oracle is, are not ranked. There is no leader where fewer than two methods are,
+    or where the pairs say nothing: of a single seed, or of a summary that was stored before there
+    were any.
 
     Args:
-        rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`, and `needs` where a method has
-            some.
+        rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`, and `needs`
+            where a method has some.
         pairs: of the same summary.
         metric: what is compared.
         cluster: over which clients.
@@ -268,14 +318,19 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
         and row["mean"] is not None
         and math.isfinite(row["mean"])
     }
-    own = {pair.key: pair for pair in pairs if (pair.metric, pair.cluster) == (metric.name, cluster)}
+    own = {
+        pair.key: pair for pair in pairs if (pair.metric, pair.cluster) == (metric.name, cluster)
+    }
     if not metric.sign or len(ranked) < 2:
         return []
     order = sorted(ranked, key=lambda label: -ranked[label])
     with_best = {label: own.get(frozenset((order[0], label))) for label in order[1:]}
     if all(pair is None or pair.seeds < 2 for pair in with_best.values()):
         return []
-    return [order[0], *(label for label, pair in with_best.items() if pair is None or not pair.established)]
+    return [
+        order[0],
+        *(label for label, pair in with_best.items() if pair is None or not pair.established),
+    ]
 
 
 def _beyond(row: Mapping[str, Any]) -> list[str]:
@@ -293,10 +348,16 @@ def not_ranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         rows: of a summary: `method` (the kind), `label`, and `needs` where a method has some.
     """
     by_label = {row["label"]: _beyond(row) for row in rows}
-    return [f"{label}, which {' and '.join(words)}, is not ranked" for label, words in by_label.items() if words]
+    return [
+        f"{label}, which {' and '.join(words)}, is not ranked"
+        for label, words in by_label.items()
+        if words
+    ]
 
 
-def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all") -> str:
+def standing(
+    rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all"
+) -> str:
     """Say in a sentence which method is best, or which cannot be told apart; empty where nothing is compared.
 
     The arguments are those of `leaders`.
@@ -305,7 +366,11 @@ def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: M
     leading = leaders(rows, pairs, metric, cluster)
     seeds = max((pair.seeds for pair in own), default=0)
     if not leading:
-        return "One seed settles nothing about other seeds: no method is shown as the best." if seeds == 1 else ""
+        return (
+            "One seed settles nothing about other seeds: no method is shown as the best."
+            if seeds == 1
+            else ""
+        )
     without = "".join(f" {said}." for said in not_ranked(rows))
     if len(leading) == 1:
         return f"{leading[0]} is the best: its difference from each other method is established.{without}"
@@ -333,7 +398,8 @@ def shown(pair: Pair, metric: Metric) -> tuple[str, str | None]:
     size = math.floor(math.log10(metric.scale * width)) if width > 0 else 0
     decimals = min(9, max(1, -size) if metric.unit == "%" else max(0, 1 - size))
     mean, low, high = (
-        None if one is None else metric.scale * one + 0.0 for one in (pair.difference, pair.low, pair.high)
+        None if one is None else metric.scale * one + 0.0
+        for one in (pair.difference, pair.low, pair.high)
     )
     return f"{mean:+.{decimals}f}", f"{low:.{decimals}f} to {high:.{decimals}f}" if known else None
 
@@ -355,7 +421,11 @@ def verdict(pair: Pair, metric: Metric) -> str:
     difference, interval = shown(pair, metric)
     if interval is None:
         if pair.seeds == 1:
-            many = f"; {100 * (pair.gained or 0.0):.0f} % of clients gained" if pair.clients > 1 else ""
+            many = (
+                f"; {100 * (pair.gained or 0.0):.0f} % of clients gained"
+                if pair.clients > 1
+                else ""
+            )
             return f"{a} over {b}: {difference} in one seed{many}; one seed settles nothing about others"
         return f"{a} over {b}: {difference} in each of {pair.seeds} seeds; seeds that do not differ count as one"
     if pair.established:
@@ -363,7 +433,11 @@ def verdict(pair: Pair, metric: Metric) -> str:
         size, ends = shown(pair.turned() if worse else pair, metric)
         return f"{a} is {'worse' if worse else 'better'} than {b} by {size[1:]} ({ends})"
     alone = pair.low is not None and pair.high is not None and (pair.low > 0 or pair.high < 0)
-    why = f", p = {pair.p_corrected:.2f} after correction" if alone and pair.p_corrected is not None else ""
+    why = (
+        f", p = {pair.p_corrected:.2f} after correction"
+        if alone and pair.p_corrected is not None
+        else ""
+    )
     return f"{a} over {b}: not established: {difference} ({interval}){why}; {settles(pair)}"
 
 
@@ -388,15 +462,9 @@ def about(config: Mapping[str, Any], names: Mapping[int, str]) -> str:
             "share training data; for that, intervals and p values are widened (Nadeau and Bengio, 2003)."
         )
     if data.get("fixed_seed") is not None:
-        return (
-            "Intervals are about other seeds on the same split of the data: other initial models and draws in training."
-        )
+        return "Intervals are about other seeds on the same split of the data: other initial models and draws in training."
     if data.get("dataset") in (None, "own"):
         return "Intervals are about other seeds of this study, with the clients and data that it was given."
     if names:
-        return (
-            "Intervals are about other seeds with the same clients: other splits of their data, other initial models."
-        )
-    return (
-        "Intervals are about other seeds, which draw other clients from the same data set, not about other data sets."
-    )
+        return "Intervals are about other seeds with the same clients: other splits of their data, other initial models."
+    return "Intervals are about other seeds, which draw other clients from the same data set, not about other data sets."

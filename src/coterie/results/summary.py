@@ -1,7 +1,8 @@
 """Stored runs, and what they come down to: the rows of summary.json and the gain over training alone.
 
-Everything here reads run folders only (config.toml, metrics.parquet, edges.parquet, provenance.json), so a finished
-study, one that is still running and one made on another machine are reduced by the same code.
+Everything here reads run folders only (config.toml, metrics.parquet, edges.parquet,
+provenance.json), so a finished study, one that is still running and one made on another machine are
+reduced by the same code.
 """
 
 import json
@@ -96,7 +97,10 @@ class StoredRun:
     @cached_property
     def names(self) -> dict[int, str]:
         """The name of each client that has one, by its id."""
-        return {int(client): str(name) for client, name in (self.provenance.get("client_names") or {}).items()}
+        return {
+            int(client): str(name)
+            for client, name in (self.provenance.get("client_names") or {}).items()
+        }
 
     @cached_property
     def clients(self) -> pd.Series:
@@ -108,7 +112,12 @@ class StoredRun:
     def population(self) -> int:
         """How many clients there are, as far as the tables tell: a node's own are not all of them."""
         read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
-        return max(int(ids.max()) for ids in (self.clients.index.to_numpy(np.int64), *read) if len(ids)) + 1
+        return (
+            max(
+                int(ids.max()) for ids in (self.clients.index.to_numpy(np.int64), *read) if len(ids)
+            )
+            + 1
+        )
 
     @cached_property
     def planted(self) -> Int[np.ndarray, " population"]:
@@ -130,19 +139,26 @@ class StoredRun:
     def final_rows(self) -> pd.DataFrame:
         """The rows of the final test evaluation, of the best models where those were kept, else of the last.
 
-        In the folder of a node that joined late they are those of its own clients, which were in no round.
+        In the folder of a node that joined late they are those of its own clients, which were in no
+        round.
         """
         rows = final_tests(self.metrics)
         if not rows.empty:
             return rows
-        joined = (self.metrics["split"] == newcomers.SPLIT) & (self.metrics["model"] != newcomers.RECEIVED)
+        joined = (self.metrics["split"] == newcomers.SPLIT) & (
+            self.metrics["model"] != newcomers.RECEIVED
+        )
         return self.metrics.loc[joined.to_numpy()]
 
     @property
     def results(self) -> list[str]:
         """The metrics of its result: those of the final test, and those that its rounds reported as results."""
         rounds = self.metrics.loc[(self.metrics["split"] == "train").to_numpy(), "metric"].unique()
-        reported = [str(name) for name in rounds if self.known.get(name, metrics.LABEL).shown in ("result", "further")]
+        reported = [
+            str(name)
+            for name in rounds
+            if self.known.get(name, metrics.LABEL).shown in ("result", "further")
+        ]
         return list(dict.fromkeys([*map(str, self.final_rows["metric"]), *reported]))
 
     def final(self, metric: str) -> pd.Series:
@@ -209,8 +225,9 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
     """Read the runs in some folders, each of them a run, a method of a study, a study, or a folder of studies.
 
     Returns:
-        The runs, and the folders that look like a run but could not be read; both in order of study, method, seed.
-        The folders of nodes that each hosted some clients of one run are one run.
+        The runs, and the folders that look like a run but could not be read; both in order of
+        study, method, seed. The folders of nodes that each hosted some clients of one run are one
+        run.
 
     Raises:
         DataError: when a path is missing, or holds no run at all.
@@ -221,7 +238,9 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
             raise DataError(f"{path} is not a folder; give a run folder or a study folder")
         folders = _run_folders(path)
         if not folders:
-            raise DataError(f"{path} holds no run; expected {CONFIG} and {METRICS} in <study>/<method>/seed-<n>")
+            raise DataError(
+                f"{path} holds no run; expected {CONFIG} and {METRICS} in <study>/<method>/seed-<n>"
+            )
         for folder in folders:
             run = read_run(folder)
             (runs if isinstance(run, StoredRun) else problems).append(run)
@@ -239,7 +258,9 @@ def _joined(runs: Sequence[StoredRun]) -> list[StoredRun]:
     for run in runs:
         key, ids = (run.study, run.label, run.seed), set(run.clients.index)
         for place, other in enumerate(out):
-            if (other.study, other.label, other.seed) == key and ids.isdisjoint(other.clients.index):
+            if (other.study, other.label, other.seed) == key and ids.isdisjoint(
+                other.clients.index
+            ):
                 out[place] = _join(other, run)
                 break
         else:
@@ -249,15 +270,24 @@ def _joined(runs: Sequence[StoredRun]) -> list[StoredRun]:
 
 def _join(a: StoredRun, b: StoredRun) -> StoredRun:
     times = [run.provenance.get("timing") or {} for run in (a, b)]
-    timing = {name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")}
+    timing = {
+        name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")
+    }
     timing["wall_s"] = max(time.get("wall_s", 0.0) for time in times)
     done = all(run.provenance.get("done") for run in (a, b))
     names = {**(a.provenance.get("client_names") or {}), **(b.provenance.get("client_names") or {})}
     return replace(
         a,
-        provenance={**a.provenance, "done": done, "timing": timing, **({"client_names": names} if names else {})},
+        provenance={
+            **a.provenance,
+            "done": done,
+            "timing": timing,
+            **({"client_names": names} if names else {}),
+        },
         metrics=pd.concat([a.metrics, b.metrics], ignore_index=True),
-        edges=pd.concat([run.edges for run in (a, b) if len(run.edges)] or [a.edges], ignore_index=True),
+        edges=pd.concat(
+            [run.edges for run in (a, b) if len(run.edges)] or [a.edges], ignore_index=True
+        ),
     )
 
 
@@ -269,7 +299,11 @@ def _run_folders(path: Path) -> list[Path]:
     places = {study: _places(study) for study in {folder.parent.parent for folder in folders}}
 
     def order(folder: Path) -> tuple[str, int, str, int]:
-        study, label, number = folder.parent.parent, folder.parent.name, folder.name.removeprefix("seed-")
+        study, label, number = (
+            folder.parent.parent,
+            folder.parent.name,
+            folder.name.removeprefix("seed-"),
+        )
         place = places[study].get(label, len(places[study]))
         return str(study), place, label, int(number) if number.isdigit() else -1
 
@@ -284,15 +318,18 @@ def _seed_of(folder: Path) -> int | None:
 
 def _places(study: Path) -> dict[str, int]:
     """The place of each method in the study's own configuration; nothing where there is none."""
-    return {label: place for place, label in enumerate(dict.fromkeys(label for label, _ in planned(study)))}
+    return {
+        label: place
+        for place, label in enumerate(dict.fromkeys(label for label, _ in planned(study)))
+    }
 
 
 def planned(folder: Path) -> list[tuple[str, int]]:
     """Return the runs that a folder should hold, by label and seed: method by method, as its study's file has them.
 
     Args:
-        folder: of a study, of a run, or of a method of a study. Of any other, such as one of several studies, nothing
-            is known.
+        folder: of a study, of a run, or of a method of a study. Of any other, such as one of
+            several studies, nothing is known.
     """
     for place, only in ((folder, None), (folder.parent, folder.name)):
         text = text_of(place, CONFIG)
@@ -310,13 +347,16 @@ def planned(folder: Path) -> list[tuple[str, int]]:
     return []
 
 
-def standings(runs: Sequence[StoredRun], problems: Sequence[Problem], *folders: str | Path) -> list[Standing]:
+def standings(
+    runs: Sequence[StoredRun], problems: Sequence[Problem], *folders: str | Path
+) -> list[Standing]:
     """Say how each run of a study stands: those that it should have, and others that are there.
 
     Args:
         runs: its runs, as `find_runs` returns them.
         problems: its folders that could not be read.
-        folders: the study's folder, whose file says which runs it should have; or those of some methods or runs.
+        folders: the study's folder, whose file says which runs it should have; or those of some
+            methods or runs.
     """
     found = {(run.label, run.seed): _standing(run) for run in runs}
     for problem in problems:
@@ -335,7 +375,8 @@ def _standing(run: StoredRun) -> Standing:
         return Standing(run.label, run.seed, "unfinished", "it has no final test")
     known = run.provenance.get("round")
     rounds = run.rounds if known is None else max(int(known), 0)
-    scaled = float(run.config.get("scale", 1.0)) != 1.0  # then the rounds in its file are not those that it has
+    # then the rounds in its file are not those that it has
+    scaled = float(run.config.get("scale", 1.0)) != 1.0
     of = f" of {run.config['rounds']}" if "rounds" in run.config and not scaled else ""
     return Standing(run.label, run.seed, "unfinished", f"round {rounds}{of}")
 
@@ -345,11 +386,13 @@ def compared(
 ) -> list[StoredRun]:
     """Return the runs over which methods are averaged: finished ones, of the seeds that all methods finished.
 
-    A method that finished none does not count. This is the one place that decides what a mean over seeds is over.
+    A method that finished none does not count. This is the one place that decides what a mean over
+    seeds is over.
 
     Args:
         runs: the runs of one study.
-        problems: its folders that could not be read; a run of which a part could not be read does not count.
+        problems: its folders that could not be read; a run of which a part could not be read does
+            not count.
         seeds: only these, where given.
 
     Raises:
@@ -358,7 +401,11 @@ def compared(
     one_study(runs)
     broken = {(problem.label, problem.seed) for problem in problems}
     done = [run for run in runs if run.finished and (run.label, run.seed) not in broken]
-    chosen = set(coverage.common({label: [run.seed for run in group] for label, group in by_label(done).items()}))
+    chosen = set(
+        coverage.common(
+            {label: [run.seed for run in group] for label, group in by_label(done).items()}
+        )
+    )
     if seeds is not None:
         chosen &= set(seeds)
     return [run for run in done if run.seed in chosen]
@@ -378,7 +425,11 @@ def covered(
     used = {(run.label, run.seed) for run in chosen}
     left = [one for one in standings(runs, problems, *folders) if (one.label, one.seed) not in used]
     rows = [{"label": label} for label in by_label(chosen)]
-    return {"seeds": sorted({seed for _, seed in used}), "left_out": coverage.as_json(left), "rows": rows}
+    return {
+        "seeds": sorted({seed for _, seed in used}),
+        "left_out": coverage.as_json(left),
+        "rows": rows,
+    }
 
 
 def studies_in(
@@ -387,12 +438,14 @@ def studies_in(
     """Sort what `find_runs` read by studies, and say of each which runs there are.
 
     Args:
-        folders: those that were asked for; of a study of which only some methods or runs were, no others are missing.
+        folders: those that were asked for; of a study of which only some methods or runs were, no
+            others are missing.
         runs: the runs that were read.
         problems: the folders that could not be read.
 
     Yields:
-        The runs of a study, its folders that could not be read, and what is `covered`, with the name of its `study`.
+        The runs of a study, its folders that could not be read, and what is `covered`, with the
+        name of its `study`.
     """
     for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
         own = [run for run in runs if run.folder.parent.parent == study]
@@ -424,10 +477,16 @@ def one_study(runs: Iterable[StoredRun]) -> None:
     for run in runs:
         place = run.folder.parent.parent
         studies[run.study, place] = None
-        several = len({name for name, _ in studies}) > 1 and len({folder for _, folder in studies}) > 1
+        several = (
+            len({name for name, _ in studies}) > 1 and len({folder for _, folder in studies}) > 1
+        )
         if several or (run.label, run.seed) in places:
-            other = places.get((run.label, run.seed)) or next(folder for _, folder in studies if folder != place)
-            raise DataError(f"these runs are of several studies, such as {other} and {place}; give the folder of one")
+            other = places.get((run.label, run.seed)) or next(
+                folder for _, folder in studies if folder != place
+            )
+            raise DataError(
+                f"these runs are of several studies, such as {other} and {place}; give the folder of one"
+            )
         places[run.label, run.seed] = place
 
 
@@ -436,13 +495,19 @@ def read_run(folder: Path) -> StoredRun | Problem:
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
         begun = missing[0] == METRICS and not checkpoint.done(folder)
-        return Problem(folder, f"{missing[0]} is not there (yet)", "unfinished" if begun else "damaged")
+        return Problem(
+            folder, f"{missing[0]} is not there (yet)", "unfinished" if begun else "damaged"
+        )
     for name in (CONFIG, METRICS, EDGES, PROVENANCE):
         if fault := manifest.fault(folder, name):
             return Problem(folder, fault)
     try:
         config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
-        provenance = json.loads((folder / PROVENANCE).read_text("utf-8")) if (folder / PROVENANCE).is_file() else {}
+        provenance = (
+            json.loads((folder / PROVENANCE).read_text("utf-8"))
+            if (folder / PROVENANCE).is_file()
+            else {}
+        )
         measured = pq.ParquetFile(folder / METRICS).read().to_pandas()
         edges = pd.DataFrame(columns=EDGE_COLUMNS)
         if (folder / EDGES).is_file():
@@ -453,7 +518,9 @@ def read_run(folder: Path) -> StoredRun | Problem:
     for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
         lacking = [column for column in columns if column not in table.columns]
         if lacking:
-            return Problem(folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run")
+            return Problem(
+                folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run"
+            )
     if not len(measured):
         return Problem(folder, f"{METRICS} is empty: no round has ended yet", "unfinished")
     return StoredRun(folder, config, provenance, measured, edges)
@@ -462,15 +529,17 @@ def read_run(folder: Path) -> StoredRun | Problem:
 def main_metric(runs: Sequence[StoredRun]) -> str:
     """The metric by which methods are compared: accuracy where there is one, else the loss.
 
-    One that validation data lack does not count, such as the squared error of regression, or what was asked for of the
-    test sets alone.
+    One that validation data lack does not count, such as the squared error of regression, or what
+    was asked for of the test sets alone.
     """
     tables = [run.metrics for run in runs]
     names = {str(name) for table in tables for name in table["metric"].unique()}
     chosen = [table.loc[(table["split"] == "validation").to_numpy(), "metric"] for table in tables]
     validated = {str(name) for column in chosen for name in column.unique()}
     if validated:
-        names = {name for name in names if name in validated or not metrics.REGISTRY[name].on_samples}
+        names = {
+            name for name in names if name in validated or not metrics.REGISTRY[name].on_samples
+        }
     return metrics.REGISTRY.main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
@@ -513,7 +582,9 @@ def client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
     found: dict[int, str] = {}
     differ = set()
     for run in runs:
-        differ |= {client for client, name in run.names.items() if found.setdefault(client, name) != name}
+        differ |= {
+            client for client, name in run.names.items() if found.setdefault(client, name) != name
+        }
     return {client: name for client, name in sorted(found.items()) if client not in differ}
 
 
@@ -525,14 +596,17 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         seeds: average over no others than these.
 
     Returns:
-        `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of one metric of one
-        method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
-        clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
-        (see `compared`); a single seed has no deviation; `needs` is there for a method that declares some.
-        `left_out` tells how each run stands that is not among them. A pair has the fields of `pairs.Pair` (see
-        `pairs_of`); `about` says what their intervals speak of. `participation`, `spent`, `time_to_accuracy`,
-        `undefined` and, where a node left out rounds, `skipped` are those of the functions below. `metrics` is there
-        when methods declared some, and `scale` when the rounds were scaled.
+        `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of
+        one metric of one
+        method: the mean over the clients of one planted cluster, over all clients ("all"), or the
+            unweighted mean over
+        clusters ("clusters"); then mean and population standard deviation over seeds, the same
+        `seeds` for every method (see `compared`); a single seed has no deviation; `needs` is there
+        for a method that declares some. `left_out` tells how each run stands that is not among
+        them. A pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their
+        intervals speak of. `participation`, `spent`, `time_to_accuracy`, `undefined` and, where a
+        node left out rounds, `skipped` are those of the functions below. `metrics` is there when
+        methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -583,7 +657,9 @@ def summary_of(
     found = pairs.as_json(pairs_of(chosen, names))
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
-    content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
+    content |= {
+        one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)
+    }
     content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
@@ -612,14 +688,18 @@ def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.
     overlap = shared_training(runs[0])
     planted: dict[int, pd.Series] = {}
     for run in runs:
-        planted[run.seed] = run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
+        planted[run.seed] = (
+            run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
+        )
     nowhere = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
     out = []
     for metric in dict.fromkeys([main, *(name for run in runs for name in run.results)]):
         if known[metric].sign:
             values: dict[str, dict[int, pd.Series]] = {}
             for run in runs:
-                counted = with_value(run.final(metric), run.final(metrics.LOSS.name), run.known[metric])
+                counted = with_value(
+                    run.final(metric), run.final(metrics.LOSS.name), run.known[metric]
+                )
                 values.setdefault(run.label, {})[run.seed] = counted
             groups = planted if metric == main else nowhere
             out += pairs.compare(values, groups, known[metric], names, overlap)
@@ -648,7 +728,8 @@ def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None
 def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
     """The final test value of a run: per planted cluster, over all clients, and over clusters.
 
-    Clients whose test samples leave a metric undefined are left out; see `final_metrics.with_value`.
+    Clients whose test samples leave a metric undefined are left out; see
+    `final_metrics.with_value`.
     """
     every, cluster = run.final(metric), run.clients
     values = with_value(every, run.final(metrics.LOSS.name), run.known[metric])
@@ -676,21 +757,23 @@ def by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
 def gains(study: str | Path) -> dict[str, Any]:
     """What collaboration was worth to each client: the gain over training alone.
 
-    The gain of a client is the final test value of its model minus that of the same client under the study's method
-    of kind "local" with the same seed, turned round for a loss, so that above zero is always better.
+    The gain of a client is the final test value of its model minus that of the same client under
+    the study's method of kind "local" with the same seed, turned round for a loss, so that above
+    zero is always better.
 
     Args:
         study: the study's folder.
 
     Returns:
-        `baseline` (the label, or None when the study has no such method: then there are no rows), `metric`,
-        `confidence`, and a row for each other method: `label`, `seeds` (the number of those that are `compared`), and
-        for each of `mean` (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, rounded
-        up to whole clients) and `lost` (share of clients with a gain below zero) the mean over the seeds with the ends
-        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave the
-        same. `mean_established` says whether the mean differs from 0, by Student's t test and with Holm's correction
-        for the number of rows. Nothing like it is said of the worst tenth: the worst of several clients that neither
-        gain nor lose is below 0.
+        `baseline` (the label, or None when the study has no such method: then there are no rows),
+        `metric`, `confidence`, and a row for each other method: `label`, `seeds` (the number of
+        those that are `compared`), and for each of `mean` (over clients), `worst_tenth` (mean over
+        the tenth of the clients that gained least, rounded up to whole clients) and `lost` (share
+        of clients with a gain below zero) the mean over the seeds with the ends of Student's
+        interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave
+        the same. `mean_established` says whether the mean differs from 0, by Student's t test and
+        with Holm's correction for the number of rows. Nothing like it is said of the worst tenth:
+        the worst of several clients that neither gain nor lose is below 0.
 
     Raises:
         DataError: when the folder holds no run.
@@ -704,7 +787,12 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
     done = compared(runs, problems)
     metric = main_metric(runs)
     baseline = next((run.label for run in runs if run.kind == "local"), None)
-    out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
+    out: dict[str, Any] = {
+        "baseline": baseline,
+        "metric": metric,
+        "confidence": CONFIDENCE,
+        "rows": [],
+    }
     tests: list[float] = []
     overlap = shared_training(runs[0]) if runs else 0.0
     for label, per_seed in client_gains(done, baseline, metric).items():
@@ -712,14 +800,18 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
             row |= interval(name, np.array([one[name] for one in reduced]), overlap)
-        tests.append(float(mean_difference(np.array([one["mean"] for one in reduced]), overlap=overlap).p))
+        tests.append(
+            float(mean_difference(np.array([one["mean"] for one in reduced]), overlap=overlap).p)
+        )
         out["rows"].append(row)
     for row, p in zip(out["rows"], holm(np.array(tests)) if tests else (), strict=True):
         row["mean_established"] = bool(p <= 1 - CONFIDENCE)
     return out
 
 
-def client_gains(runs: Sequence[StoredRun], baseline: str | None, metric: str) -> dict[str, dict[int, pd.Series]]:
+def client_gains(
+    runs: Sequence[StoredRun], baseline: str | None, metric: str
+) -> dict[str, dict[int, pd.Series]]:
     """The gain of each client over the baseline, by label and seed; only seeds that both have."""
     sign = metrics_of(runs)[metric].sign or 1
     alone = {run.seed: run.final(metric) for run in runs if run.label == baseline}
@@ -732,7 +824,11 @@ def client_gains(runs: Sequence[StoredRun], baseline: str | None, metric: str) -
 
 def _reduce_gains(values: np.ndarray) -> dict[str, float]:
     tenth = np.sort(values)[: math.ceil(len(values) / 10)]
-    return {"mean": float(values.mean()), "worst_tenth": float(tenth.mean()), "lost": float((values < 0).mean())}
+    return {
+        "mean": float(values.mean()),
+        "worst_tenth": float(tenth.mean()),
+        "lost": float((values < 0).mean()),
+    }
 
 
 def interval(name: str, values: np.ndarray, overlap: float = 0.0) -> dict[str, float | None]:
@@ -753,7 +849,10 @@ def json_ready(value: Any) -> Any:
 
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, and return its path."""
-    write_files(Path(study), {SUMMARY: json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)})
+    write_files(
+        Path(study),
+        {SUMMARY: json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)},
+    )
     return Path(study) / SUMMARY
 
 
@@ -778,7 +877,9 @@ def client_rounds(table: pd.DataFrame) -> int:
     Args:
         table: the metrics table of a run.
     """
-    trained = (table["split"] == "train") & (table["metric"] == metrics.LOSS.name) & (table["round"] >= 0)
+    trained = (
+        (table["split"] == "train") & (table["metric"] == metrics.LOSS.name) & (table["round"] >= 0)
+    )
     return int(trained.to_numpy().sum())
 
 
@@ -789,27 +890,37 @@ def curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
         table: the metrics table of a run.
         metric: such as "accuracy".
     """
-    wanted = (table["split"] == "test") & (table["model"] == "current") & (table["metric"] == metric)
+    wanted = (
+        (table["split"] == "test") & (table["model"] == "current") & (table["metric"] == metric)
+    )
     means = table.loc[wanted.to_numpy()].groupby("round")["value"].mean()
     return [int(index) for index in means.index], [float(value) for value in means.to_numpy()]
 
 
 def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
-    return [{"label": run.label, "seed": run.seed, "client_rounds": client_rounds(run.metrics)} for run in runs]
+    return [
+        {"label": run.label, "seed": run.seed, "client_rounds": client_rounds(run.metrics)}
+        for run in runs
+    ]
 
 
 def spent(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return what each method spent, mean over runs.
 
     Returns:
-        A row for each method: `label`, `bytes` (of a client, received and sent to a server) and `client_rounds` (of
-        training, over all clients).
+        A row for each method: `label`, `bytes` (of a client, received and sent to a server) and
+        `client_rounds` (of training, over all clients).
     """
     rows = []
     for label, group in by_label(runs).items():
-        used = [sum(part.sum() for part in traffic(run.metrics, run.edges, max(1, run.rounds))) for run in group]
-        per_client = np.mean([total / len(run.clients) for total, run in zip(used, group, strict=True)])
+        used = [
+            sum(part.sum() for part in traffic(run.metrics, run.edges, max(1, run.rounds)))
+            for run in group
+        ]
+        per_client = np.mean(
+            [total / len(run.clients) for total, run in zip(used, group, strict=True)]
+        )
         trained = np.mean([client_rounds(run.metrics) for run in group])
         rows.append({"label": label, "bytes": float(per_client), "client_rounds": float(trained)})
     return rows
@@ -818,17 +929,19 @@ def spent(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     r"""Return how much sooner each method reaches the largest accuracy of a baseline than the baseline did.
 
-    The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg for most others. Both
-    need evaluations over the rounds (`eval_every`).
+    The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg
+    for most others. Both need evaluations over the rounds (`eval_every`).
 
     Args:
         runs: finished runs of one study.
 
     Returns:
-        A row for each method and metric ("accuracy" over the clients' own test sets, "global_accuracy"): `label`,
-        `base`, `metric`, `ratio` (the baseline's time over the method's, mean over seeds; 0 in a seed in which the
-        method never gets there), `std`, `seeds`, `reached` (in how many of them it got there), `tta` (the method's
-        first round with that accuracy, mean over the seeds in which it got there) and `reason` (why the ratio is NaN).
+        A row for each method and metric ("accuracy" over the clients' own test sets,
+        "global_accuracy"): `label`, `base`, `metric`, `ratio` (the baseline's time over the
+        method's, mean over seeds; 0 in a seed in which the method never gets there), `std`,
+        `seeds`, `reached` (in how many of them it got there), `tta` (the method's first round with
+        that accuracy, mean over the seeds in which it got there) and `reason` (why the ratio is
+        NaN).
     """
     bases: dict[tuple[str, int], StoredRun] = {(run.kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
@@ -845,25 +958,38 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
         times = [time for _, time, _ in entries if math.isfinite(time)]
         mean, deviation = over_seeds(ratios)
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
-        more = {"seeds": len(entries), "reached": len(times), "tta": float(np.mean(times)) if times else math.inf}
-        rows.append({**row, **more, "reason": next((reason for _, _, reason in entries if reason), "")})
+        more = {
+            "seeds": len(entries),
+            "reached": len(times),
+            "tta": float(np.mean(times)) if times else math.inf,
+        }
+        rows.append(
+            {**row, **more, "reason": next((reason for _, _, reason in entries if reason), "")}
+        )
     return rows
 
 
 def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return the final tests of clients that were in no round and joined at the end; see `simulation.newcomers`.
 
-    A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a server: before). It
-    has `mean` and `std` over seeds of the mean over these clients, the number of `seeds`, of `clients` in the first of
-    them, and of the `rounds` that each trained; and `others` where the others did not stay as they were: "training".
+    A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a
+    server: before). It has `mean` and `std` over seeds of the mean over these clients, the number
+    of `seeds`, of `clients` in the first of them, and of the `rounds` that each trained; and
+    `others` where the others did not stay as they were: "training".
     """
     rows = []
     for label, group in by_label(runs).items():
         found: dict[tuple[str, str], list[float]] = {}
         for run in group:
             own = run.metrics.loc[(run.metrics["split"] == newcomers.SPLIT).to_numpy()]
-            joined = own["model"].astype(str).where((own["model"] == newcomers.RECEIVED).to_numpy(), "joined")
-            for (metric, model), table in own.groupby([own["metric"].astype(str), joined], sort=False):
+            joined = (
+                own["model"]
+                .astype(str)
+                .where((own["model"] == newcomers.RECEIVED).to_numpy(), "joined")
+            )
+            for (metric, model), table in own.groupby(
+                [own["metric"].astype(str), joined], sort=False
+            ):
                 found.setdefault((str(metric), str(model)), []).append(float(table["value"].mean()))
         for (metric, model), values in found.items():
             mean, deviation = over_seeds(np.array(values))
@@ -911,7 +1037,9 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     ]
 
 
-def _ratio(own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]) -> tuple[float, float, str]:
+def _ratio(
+    own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]
+) -> tuple[float, float, str]:
     """The ratio of one seed, the method's time, and why there is no ratio."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", metrics.Undefined)

@@ -69,11 +69,20 @@ def latex(table: TextTable) -> str:
     def cell(row: int, column: int, text: str) -> str:
         return rf"\textbf{{{plain(text)}}}" if (row, column) in table.strong else plain(text)
 
-    lines = [f"% {' '.join(table.title.split())}", rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}", r"\toprule"]
+    lines = [
+        f"% {' '.join(table.title.split())}",
+        rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
+        r"\toprule",
+    ]
     lines += [" & ".join(map(plain, table.head)) + r" \\", r"\midrule"]
-    lines += [" & ".join(cell(i, j, text) for j, text in enumerate(row)) + r" \\" for i, row in enumerate(table.rows)]
+    lines += [
+        " & ".join(cell(i, j, text) for j, text in enumerate(row)) + r" \\"
+        for i, row in enumerate(table.rows)
+    ]
     lines += [r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*lines, *([f"% {' '.join(table.foot.split())}"] if table.foot else [])]) + "\n"
+    return (
+        "\n".join([*lines, *([f"% {' '.join(table.foot.split())}"] if table.foot else [])]) + "\n"
+    )
 
 
 def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -90,7 +99,11 @@ def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def means(
-    rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, title: str, names: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]],
+    pairs: Sequence[Pair],
+    metric: Metric,
+    title: str,
+    names: Mapping[str, str],
 ) -> TextTable:
     """Return the methods of a study by clusters, each mean with the interval of its own.
 
@@ -118,7 +131,9 @@ def means(
                 strong.add((i, j + 2))
         body.append(line)
     marks = [SAME] * any(len(first) > 1 for first in leading.values()) + [BEST] * bool(strong)
-    return TextTable(title, ("method", "n", *(names.get(c, c) for c in clusters)), body, " ".join(marks), strong)
+    return TextTable(
+        title, ("method", "n", *(names.get(c, c) for c in clusters)), body, " ".join(marks), strong
+    )
 
 
 def _with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
@@ -149,7 +164,11 @@ def of_pairs(pairs: Sequence[Pair], metric: Metric) -> TextTable:
     ]
     title = f"Pairs, {metric.heading('test')}" + (f", {seeds} seeds" if seeds > 1 else ", one seed")
     corrected = f"p is corrected for {tested} pairs; " if tested > 1 else ""
-    foot = f"95 % intervals; {corrected}effect is the difference in standard deviations over seeds." if tested else ""
+    foot = (
+        f"95 % intervals; {corrected}effect is the difference in standard deviations over seeds."
+        if tested
+        else ""
+    )
     head = ("pair", "better by", "p", "effect", "gained", "established")
     strong = {(i, 1) for i, pair in enumerate(pairs) if pair.established}
     return TextTable(title, head, rows, foot, strong)

@@ -24,10 +24,11 @@ def total(method: Method, setting: Setting, rounds: int) -> Cost:
 def between_machines(method: Method, setting: Setting, rounds: int) -> float:
     """Predict the bytes of messages that one client's node receives (server-based methods: and sends) over a run.
 
-    Payload of the rounds, of what is asked once before them and of the measurements, and an envelope around each
-    message. With a server a round has two messages that say who takes part, and a question and an answer each for the
-    served model, for the round, and for the measurement, where clients fetch what they measure: after each round, to
-    validate it, and in the end, to test.
+    Payload of the rounds, of what is asked once before them and of the measurements, and an
+    envelope around each message. With a server a round has two messages that say who takes part,
+    and a question and an answer each for the served model, for the round, and for the measurement,
+    where clients fetch what they measure: after each round, to validate it, and in the end, to
+    test.
 
     Raises:
         ConfigError: for a method whose settings do not determine its cost.
@@ -38,12 +39,20 @@ def between_machines(method: Method, setting: Setting, rounds: int) -> float:
         >>> between_machines(Random(num_peers=1), alone, rounds=2)
         9054.0
     """
-    cost, once = total(method, setting, rounds) + method.enrolling(setting), method.measuring(setting)
+    cost, once = (
+        total(method, setting, rounds) + method.enrolling(setting),
+        method.measuring(setting),
+    )
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)
     fetched = rounds + 1 if once.models else 0
     messages = (2 * rounds + 1) + 2 * (2 * rounds + fetched)
-    return cost.bytes + fetched * once.bytes + 8 * setting.population * (2 * rounds + 1) + ENVELOPE * messages
+    return (
+        cost.bytes
+        + fetched * once.bytes
+        + 8 * setting.population * (2 * rounds + 1)
+        + ENVELOPE * messages
+    )
 
 
 def traffic(
@@ -61,7 +70,9 @@ def traffic(
 
     def summed(table: pd.DataFrame, column: str) -> Float[np.ndarray, " rounds"]:
         table = table.loc[(table["round"] >= 0).to_numpy()]
-        values = np.bincount(table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds)
+        values = np.bincount(
+            table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds
+        )
         return values.astype(float)  # of an empty table it makes whole numbers
 
     extra, down, up = (

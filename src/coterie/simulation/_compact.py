@@ -1,8 +1,9 @@
 """Large tables with few entries, or with short ones, as a checkpoint keeps them: without loss, in less room.
 
-What a method remembers of the whole population (a row for each client, a column for each member) is mostly zeros at
-first, and its entries need fewer bits than their type has. Nothing here knows a method: each table is stored as bits
-that say where an entry is not zero, followed by those entries, where that takes less room than the table itself.
+What a method remembers of the whole population (a row for each client, a column for each member) is
+mostly zeros at first, and its entries need fewer bits than their type has. Nothing here knows a
+method: each table is stored as bits that say where an entry is not zero, followed by those entries,
+where that takes less room than the table itself.
 """
 
 from typing import Any
@@ -21,12 +22,15 @@ _ROWS = 64  # treated at once
 _KEPT, _SHORT, _LONG, _WHICH = "#kept", "#short", "#long", "#which"
 
 
-def packed(name: str, table: Shaped[Tensor, "..."]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+def packed(
+    name: str, table: Shaped[Tensor, "..."]
+) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return the tensors that stand for a table, and what `unpacked` must know; the table itself where that is less.
 
-    The parts are: `#kept`, a bit for each entry, which says whether any of its bits is set, row by row; `#short`, the
-    entries that are so, in order, in the smallest whole type that holds them all, or those of float64 that float32
-    holds exactly; then `#long` has the others, and `#which` a bit for each entry that says which it is.
+    The parts are: `#kept`, a bit for each entry, which says whether any of its bits is set, row by
+    row; `#short`, the entries that are so, in order, in the smallest whole type that holds them
+    all, or those of float64 that float32 holds exactly; then `#long` has the others, and `#which` a
+    bit for each entry that says which it is.
 
     Args:
         name: of the table in the checkpoint.
@@ -56,7 +60,9 @@ def packed(name: str, table: Shaped[Tensor, "..."]) -> tuple[dict[str, Tensor], 
     )
 
 
-def unpacked(name: str, told: dict[str, Any], tensors: dict[str, Tensor]) -> Shaped[Tensor, "rows columns"]:
+def unpacked(
+    name: str, told: dict[str, Any], tensors: dict[str, Tensor]
+) -> Shaped[Tensor, "rows columns"]:
     """Return a table from its parts, bit by bit what it was.
 
     Args:
@@ -67,7 +73,10 @@ def unpacked(name: str, told: dict[str, Any], tensors: dict[str, Tensor]) -> Sha
     (rows, columns), dtype = told["shape"], getattr(torch, told["dtype"])
     kept = tensors[name + _KEPT].numpy()
     out = pages.empty(rows, columns, dtype=dtype)
-    values, start = None if dtype == torch.bool else _lengthened(name, tensors, out.numpy().dtype), 0
+    values, start = (
+        None if dtype == torch.bool else _lengthened(name, tensors, out.numpy().dtype),
+        0,
+    )
     for first in range(0, rows, _ROWS):
         some = np.unpackbits(kept[first : first + _ROWS], axis=1, count=columns).view(bool)
         part = out[first : first + _ROWS].numpy()
@@ -96,7 +105,11 @@ def _shortened(values: np.ndarray) -> dict[str, np.ndarray]:
     if values.dtype.kind in "iu" and len(values):
         ends = int(values.min()), int(values.max())
         kinds = ("int8", "int16", "int32", "int64") if values.dtype.kind == "i" else ("uint8",)
-        fits = next(kind for kind in kinds if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max)
+        fits = next(
+            kind
+            for kind in kinds
+            if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max
+        )
         return {_SHORT: values.astype(fits)}
     if values.dtype != np.float64:
         return {_SHORT: values}

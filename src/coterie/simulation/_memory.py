@@ -26,7 +26,8 @@ _ROWS = 4  # of a block, per client: parameters, gradients and two moments
 _ENTRY = 32  # bytes of a row of the record's tables
 _METRICS = 5  # rows of a client in a round's metrics: what it trained with, and its validation
 _TABLES = 3  # copies of the tables: as they grow, as they are written, and as data frames
-_SCATTERED = 64 << 20  # bytes that the allocator may lose between tensors below its largest threshold (32 MiB)
+# bytes that the allocator may lose between tensors below its largest threshold (32 MiB)
+_SCATTERED = 64 << 20
 _STAGE = 64 << 20  # bytes of models up to which a method's memory is tried out
 
 
@@ -35,13 +36,15 @@ class Forecast:
     """Estimated bytes that a run holds at one time; `benchmarks/memory.py` measures the error.
 
     Args:
-        models: the population's models, the best models where they are kept, copies within a round, and what
-            an allocator loses between them.
+        models: the population's models, the best models where they are kept, copies within a round,
+            and what an allocator loses between them.
         block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
-        memory: what the method remembers of each client, before and after a round, and what clients publish of it.
+        memory: what the method remembers of each client, before and after a round, and what clients
+            publish of it.
         record: the tables of metrics and of reads at the end.
-        writing: what a checkpoint takes beside, beyond the copies of a round, which it does not need.
+        writing: what a checkpoint takes beside, beyond the copies of a round, which it does not
+            need.
         received: models of clients that other processes host, as they came and as they are read.
     """
 
@@ -85,7 +88,8 @@ def forecast(
         block: clients trained at once.
         data: bytes of inputs and targets.
         keeps_best: whether each client's best model is kept beside its current one.
-        moments: optimizer values per parameter that are kept between rounds; a round has two copies.
+        moments: optimizer values per parameter that are kept between rounds; a round has two
+            copies.
         further: copies of the models beyond those of a round that ends with training; see `copies`.
         remembered: bytes of the method's memory and of what its server role keeps.
         published: bytes of what clients publish beside their models.
@@ -110,7 +114,15 @@ def forecast(
 
 
 def of_driver(
-    *, clients: int, params: int, itemsize: int, kept: int, data: int, remembered: int, rounds: int, reads: float
+    *,
+    clients: int,
+    params: int,
+    itemsize: int,
+    kept: int,
+    data: int,
+    remembered: int,
+    rounds: int,
+    reads: float,
 ) -> Forecast:
     """Return the estimated memory of a process that hosts no clients, and writes what those that do report.
 
@@ -118,7 +130,8 @@ def of_driver(
         clients: of the population.
         params: numbers in a model.
         itemsize: bytes of a number.
-        kept: models that a checkpoint has of each client, its best one and optimizer values included.
+        kept: models that a checkpoint has of each client, its best one and optimizer values
+            included.
         data: bytes of inputs and targets.
         remembered: bytes of the method's memory and of what its server role keeps.
         rounds: of the run.
@@ -129,10 +142,13 @@ def of_driver(
     return Forecast(models, 0, data, 2 * remembered, record)
 
 
-def grown(small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int) -> int:
+def grown(
+    small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int
+) -> int:
     """Return the bytes of tensors in a population, from their shapes in two small ones.
 
-    A dimension that grows with every further member goes on to grow; one that differs by less has come to its end.
+    A dimension that grows with every further member goes on to grow; one that differs by less has
+    come to its end.
 
     Args:
         small: shape and bytes of a number of each tensor in the first.
@@ -157,19 +173,27 @@ def grown(small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int
 def remembered(method: Method, task: Task) -> tuple[int, int]:
     """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
 
-    The method's own `init` and `message` are called for two small populations, and their tensors' shapes go on to grow.
-    A task of a block of the population has its clients' share of what they remember and publish, and all of what a
-    server keeps.
+    The method's own `init` and `message` are called for two small populations, and their tensors'
+    shapes go on to grow. A task of a block of the population has its clients' share of what they
+    remember and publish, and all of what a server keeps.
     """
-    limits = [value for value in dataclasses.asdict(method).values() if type(value) is int and value < 1000]
-    most = min(task.population, len(task), max(4, _STAGE // (task.layout.size * task.dtype.itemsize)))
+    limits = [
+        value
+        for value in dataclasses.asdict(method).values()
+        if type(value) is int and value < 1000
+    ]
+    most = min(
+        task.population, len(task), max(4, _STAGE // (task.layout.size * task.dtype.itemsize))
+    )
     larger = min(max([16, *limits]) + 8, most)
     sizes = max(1, larger - 2), larger
     if sizes[0] == larger:
         return 0, 0
     small, larger_ = (_shapes(method, task, size) for size in sizes)
     share = len(task) / task.population
-    own, server, sent = (grown(one, other, sizes, task.population) for one, other in zip(small, larger_, strict=True))
+    own, server, sent = (
+        grown(one, other, sizes, task.population) for one, other in zip(small, larger_, strict=True)
+    )
     return int(share * own) + server, int(share * sent)
 
 
@@ -177,20 +201,27 @@ def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
     """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
     part = task.among_first(size)
     state = returned_state(method, "init", method.init(part, Rng(0)), part)
-    sent = list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
+    sent = (
+        list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
+    )
     each = tensors(state.memory), tensors(state.shared), sent
     return tuple([(tuple(one.shape), one.element_size()) for one in found] for found in each)
 
 
-def copies(*, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False) -> int:
+def copies(
+    *, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False
+) -> int:
     """Return the number of copies of all models in a round beyond those of a round that ends with training.
 
     Args:
-        server: whether the method has a server: models sent to it are copies of those that clients keep.
+        server: whether the method has a server: models sent to it are copies of those that clients
+            keep.
         whole: whether all clients take part; if not, nothing is counted for a server.
         tracks: models that each client trains; each further one needs two copies.
-        train_first: whether training comes first: the trained, the mixed and the previous models exist together.
-        narrowed: whether a part of the models stays at home: what is sent and what is received are further copies.
+        train_first: whether training comes first: the trained, the mixed and the previous models
+            exist together.
+        narrowed: whether a part of the models stays at home: what is sent and what is received are
+            further copies.
 
     Example:
         >>> copies(server=True, whole=True, tracks=2, train_first=False)
@@ -204,8 +235,8 @@ def copies(*, server: bool, whole: bool, tracks: int, train_first: bool, narrowe
 def available(device: str) -> int | None:
     """Return the bytes available on a device now; None where this is unknown.
 
-    On a CPU that is the least of what the system has, what the control groups of the process leave it, and what the
-    limits on its address space and data do (`ulimit -v`, `-d`).
+    On a CPU that is the least of what the system has, what the control groups of the process leave
+    it, and what the limits on its address space and data do (`ulimit -v`, `-d`).
     """
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
@@ -231,7 +262,9 @@ def _system() -> Iterator[int]:
         yield table["MemAvailable"] * 1024
 
 
-def _groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def _groups(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
     """What each control group of this process leaves it, in version 2 and in version 1."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
@@ -281,7 +314,11 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     }  # fmt: skip
     sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
     parts = ", ".join(f"{_size(size)} for {text}" for text, size in sizes.items())
-    what = "a method that remembers less" if wanted.memory > wanted.models else "a smaller model or a smaller block"
+    what = (
+        "a method that remembers less"
+        if wanted.memory > wanted.models
+        else "a smaller model or a smaller block"
+    )
     raise ConfigError(
         f"this run needs about {_size(wanted.needed)} of memory on {device} beside its data ({_size(wanted.data)}): "
         f"{parts}; found {_size(limit)}. Take fewer clients, {what}, or a machine with more"

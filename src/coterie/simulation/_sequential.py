@@ -1,9 +1,10 @@
 """Sequential schedules: clients act one after another and read each other's newest models.
 
-The published code of two papers works this way. It is reproduced in simulation over live tables, one for each exchange
-of a round: what a client published stands there until it acts, and then what it would publish with its new state. So a
-method must be able to say what it publishes in each exchange before the round (`PeerMethod.messages`). Clients that do
-not depend on each other act together. Real machines have no such order.
+The published code of two papers works this way. It is reproduced in simulation over live tables,
+one for each exchange of a round: what a client published stands there until it acts, and then what
+it would publish with its new state. So a method must be able to say what it publishes in each
+exchange before the round (`PeerMethod.messages`). Clients that do not depend on each other act
+together. Real machines have no such order.
 """
 
 import dataclasses
@@ -32,9 +33,14 @@ class Live:
     """
 
     def __init__(self, boards: Sequence[Message], population: int) -> None:
-        models = {id(board.params): board.params.clone() for board in boards}  # one for exchanges of the same models
+        # one for exchanges of the same models
+        models = {id(board.params): board.params.clone() for board in boards}
         self.boards = [
-            Message(models[id(board.params)], {name: value.clone() for name, value in board.fields.items()}, board.ids)
+            Message(
+                models[id(board.params)],
+                {name: value.clone() for name, value in board.fields.items()},
+                board.ids,
+            )
             for board in boards
         ]
         self.population = population
@@ -59,7 +65,10 @@ class Live:
             )
         board = self.boards[self._number]
         self._number += 1
-        if set(message.fields) != set(board.fields) or message.params.shape[1] != board.params.shape[1]:
+        if (
+            set(message.fields) != set(board.fields)
+            or message.params.shape[1] != board.params.shape[1]
+        ):
             raise ConfigError(
                 f"exchange {self._number - 1} of a round publishes {_said(message)}; by `messages` it is {_said(board)}"
             )
@@ -74,7 +83,9 @@ class Live:
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Refuse: sequential schedules are for peer-to-peer methods."""
-        raise ConfigError("a sequential schedule is for peer-to-peer methods; this one has a server")
+        raise ConfigError(
+            "a sequential schedule is for peer-to-peer methods; this one has a server"
+        )
 
     def cohort(self, compute: Any) -> Int[Tensor, " active"]:
         """Choose who takes part."""
@@ -98,10 +109,11 @@ def sequential_round(
         method: a peer-to-peer method that says in `messages` what it publishes.
         rnd: the round, with all clients that take part.
         state: their state; not changed.
-        schedule: "sequential_exchange" (all exchange one after another, then all train; with the order train_first all
-            train before) or "sequential" (each client exchanges and trains, or trains and exchanges, before the next
-            one acts).
-        standing: the messages that stopped clients keep publishing in each exchange, with ids; empty where none does.
+        schedule: "sequential_exchange" (all exchange one after another, then all train; with the
+            order train_first all train before) or "sequential" (each client exchanges and trains,
+            or trains and exchanges, before the next one acts).
+        standing: the messages that stopped clients keep publishing in each exchange, with ids;
+            empty where none does.
     """
     early = rnd.order == "train_first"
     together: dict[str, Tensor] = {}  # what is reported of a training of all
@@ -112,7 +124,9 @@ def sequential_round(
     shares = rnd.task.part
     boards = _published(method, shares, rnd.task, state)
     kept = [cut(shares, message) for message in standing] or [None] * len(boards)
-    boards = [_with_standing(board, rnd.ids, message) for board, message in zip(boards, kept, strict=True)]
+    boards = [
+        _with_standing(board, rnd.ids, message) for board, message in zip(boards, kept, strict=True)
+    ]
     live = Live(boards, rnd.task.population)
     order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
     # who trains first may ask for other peers than it would now
@@ -205,7 +219,8 @@ class _Listen(Around[Live]):
 def _readings(method: PeerMethod, rnd: Round, state: State, live: Live) -> list[list[int]] | None:
     """Return the rows that each row will read, which a client chooses from its state before the round.
 
-    None where it is not known then: whom clients ask in a later exchange may depend on what they read in an earlier.
+    None where it is not known then: whom clients ask in a later exchange may depend on what they
+    read in an earlier.
     """
     live.enter(rnd.ids)
     door = narrowed(_Listen(live), rnd.task.part, state.params)
@@ -215,15 +230,17 @@ def _readings(method: PeerMethod, rnd: Round, state: State, live: Live) -> list[
         if not asked.last:
             return None
         row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
-        return [[row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()]
+        return [
+            [row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()
+        ]
     return [[] for _ in range(len(rnd.ids))]
 
 
 def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[Tensor, " rows"]]:
     """Group clients that act one after another into waves of clients that can act together.
 
-    For two clients of which the first acts earlier: if the second reads the first, it acts in a later wave; if the
-    first reads the second, the second does not act in an earlier wave.
+    For two clients of which the first acts earlier: if the second reads the first, it acts in a
+    later wave; if the first reads the second, the second does not act in an earlier wave.
 
     Args:
         order: the rows in the order in which they act.
@@ -261,8 +278,12 @@ def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> M
     """Add the messages of stopped clients to a board."""
     if standing is None or standing.ids is None:
         return dataclasses.replace(message, ids=ids)
-    fields = {name: torch.cat([value, standing.fields[name]]) for name, value in message.fields.items()}
-    return Message(torch.cat([message.params, standing.params]), fields, torch.cat([ids, standing.ids]))
+    fields = {
+        name: torch.cat([value, standing.fields[name]]) for name, value in message.fields.items()
+    }
+    return Message(
+        torch.cat([message.params, standing.params]), fields, torch.cat([ids, standing.ids])
+    )
 
 
 def _assign(state: State, rows: Tensor, new: State) -> None:

@@ -1,6 +1,7 @@
 """Attackers: who attacks in a simulation, and the training data of those that flip labels.
 
-Results are of the honest clients: attackers have no rows in the table of metrics, while the table of reads has theirs.
+Results are of the honest clients: attackers have no rows in the table of metrics, while the table
+of reads has theirs.
 """
 
 from collections.abc import Sequence
@@ -30,22 +31,37 @@ def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Grou
         seed: of the run; the draws depend on nothing else.
 
     Raises:
-        ConfigError: when there is no such client, one is named twice, or fewer than two honest ones are left.
+        ConfigError: when there is no such client, one is named twice, or fewer than two honest ones
+            are left.
     """
     taken, population, groups = set[int](), len(federation), Groups()
     for number, attack in enumerate(attacks):
         where, wanted = f"attacks[{number}]: clients", attack.clients
         if isinstance(wanted, float | int):
             count = round(wanted * population) if wanted < 1 else round(wanted)
-            require(wanted < 1 or wanted == count, where, wanted, "a share below 1, a whole number, or a list")
-            require(count >= 1, where, wanted, f"a share that is at least one of {population} clients")
+            require(
+                wanted < 1 or wanted == count,
+                where,
+                wanted,
+                "a share below 1, a whole number, or a list",
+            )
+            require(
+                count >= 1, where, wanted, f"a share that is at least one of {population} clients"
+            )
             free = np.array([row for row in range(population) if row not in taken])
-            rows = free[Rng(seed).at(-1).generator(f"attackers.{number}").permutation(len(free))[:count]].tolist()
+            rows = free[
+                Rng(seed).at(-1).generator(f"attackers.{number}").permutation(len(free))[:count]
+            ].tolist()
             short = len(rows) < count
         else:
             rows, short = [_row(federation, one, where) for one in wanted], False
         twice = sorted(taken & set(rows)) + [row for row in rows if rows.count(row) > 1]
-        require(not twice, where, wanted, f"clients that attack once; {federation.name_of(twice[0]) if twice else ''}")
+        require(
+            not twice,
+            where,
+            wanted,
+            f"clients that attack once; {federation.name_of(twice[0]) if twice else ''}",
+        )
         taken |= set(rows)
         if short or population - len(taken) < 2:
             left = 0 if short else population - len(taken)
@@ -63,7 +79,9 @@ def _row(federation: Federation, wanted: int | str, where: str) -> int:
     if names and isinstance(wanted, str) and not wanted.isdecimal():
         raise ConfigError(f"{where}: {unknown('client', wanted, names)}")
     fits = not isinstance(wanted, str) or wanted.isdecimal()
-    require(fits and 0 <= int(wanted) < len(federation), where, wanted, f"0 to {len(federation) - 1}")
+    require(
+        fits and 0 <= int(wanted) < len(federation), where, wanted, f"0 to {len(federation) - 1}"
+    )
     return int(wanted)
 
 
@@ -77,11 +95,15 @@ def flipped(federation: Federation, groups: Groups) -> Federation:
     if not rows:
         return federation
     if not federation.classes or federation.y.ndim != 2:
-        raise ConfigError(f"attack {LABEL_FLIP!r} flips classes; these targets are not one class a sample")
+        raise ConfigError(
+            f"attack {LABEL_FLIP!r} flips classes; these targets are not one class a sample"
+        )
     flips = torch.zeros_like(federation.split, dtype=torch.bool)
     flips[torch.cat(rows)] = True
     flips &= federation.split == SPLITS["train"]
-    return replace(federation, y=torch.where(flips, federation.classes - 1 - federation.y, federation.y))
+    return replace(
+        federation, y=torch.where(flips, federation.classes - 1 - federation.y, federation.y)
+    )
 
 
 def members(groups: Groups, population: int) -> Bool[Tensor, " population"] | None:
@@ -99,4 +121,6 @@ def door(inner: Exchange, groups: Groups, task: Task, seed: int) -> Exchange:
     if not groups:
         return inner
     part, first = task.part, task.origin(Rng(seed))
-    return Attacking(inner, groups, first if part.whole else part.shared.of(first), task.population, task.ids)
+    return Attacking(
+        inner, groups, first if part.whole else part.shared.of(first), task.population, task.ids
+    )

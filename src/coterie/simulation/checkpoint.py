@@ -1,7 +1,8 @@
 """Checkpoints: everything that a later round depends on, in one safetensors file.
 
-A run that is killed at any moment continues from its last checkpoint and ends with the same bytes. The one before is
-kept: a checkpoint that is not what was written, by the digest in the folder's manifest, is never used.
+A run that is killed at any moment continues from its last checkpoint and ends with the same bytes.
+The one before is kept: a checkpoint that is not what was written, by the digest in the folder's
+manifest, is never used.
 """
 
 import dataclasses
@@ -36,7 +37,15 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
-_OPTIONAL = ("loss", "metrics", "shared", "similarity_on", "acceptance", "attacks", "record_similarities")
+_OPTIONAL = (
+    "loss",
+    "metrics",
+    "shared",
+    "similarity_on",
+    "acceptance",
+    "attacks",
+    "record_similarities",
+)
 _YOUNG = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
@@ -47,7 +56,12 @@ def exists(folder: Path) -> bool:
 
 
 def identity(
-    method: Method, settings: "Settings", seed: int, federation: Federation, task: Task, model: str = ""
+    method: Method,
+    settings: "Settings",
+    seed: int,
+    federation: Federation,
+    task: Task,
+    model: str = "",
 ) -> str:
     """Return a hash of everything in which a checkpoint must agree with the run that continues from it.
 
@@ -84,7 +98,8 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         folder: the run's folder; created if missing.
         loop: the run between two rounds.
         run: its identity.
-        timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ between runs.
+        timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ
+            between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     loop.gather()
@@ -142,7 +157,8 @@ def _described(loop: "Loop", run: str, timing: dict[str, float], *, done: bool) 
 def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     """Restore a loop from the newest whole checkpoint in a folder; do nothing when the run has not begun.
 
-    Damaged files are named in a warning: they are written again. What a killed process left half-written is removed.
+    Damaged files are named in a warning: they are written again. What a killed process left
+    half-written is removed.
 
     Returns:
         The timing so far.
@@ -167,18 +183,28 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
             "a run can be made longer, not shorter"
         )
     for fault in filter(None, faults.values()):
-        warnings.warn(f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3)
-    tensors = _restored(folder / name, found.get("compact", {}), "cpu")  # `_filled` moves each to its place
-    earlier = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
+        warnings.warn(
+            f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3
+        )
+    # `_filled` moves each to its place
+    tensors = _restored(folder / name, found.get("compact", {}), "cpu")
+    earlier = (
+        {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
+    )
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     state = loop.state
-    memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
+    memory, shared = (
+        _filled(state.memory, part("state.memory.")),
+        _filled(state.shared, part("state.shared.")),
+    )
     moments = _filled(state.moments, part("state.moments."))
     reputation = _filled(state.reputation, part("state.reputation."))
-    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments, reputation)
+    loop.state = State(
+        tensors["state.params"].to(state.params.device), memory, shared, moments, reputation
+    )
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
     loop.task.spent.restore(part("privacy."))
@@ -198,7 +224,9 @@ def _restored(path: Path, compact: dict[str, Any], device: str) -> dict[str, Ten
         return load_file(str(path), device=device)
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
-    return tensors | {name: _compact.unpacked(name, told, stored).to(device) for name, told in compact.items()}
+    return tensors | {
+        name: _compact.unpacked(name, told, stored).to(device) for name, told in compact.items()
+    }
 
 
 def _newest(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -228,7 +256,9 @@ def engine(folder: Path) -> dict[str, Any]:
 
 def faults(folder: Path) -> list[str]:
     """Say what is wrong with the results in a folder: which of the files that make them are missing or damaged."""
-    return [fault for name in (METRICS, EDGES, PROVENANCE) if (fault := manifest.fault(folder, name))]
+    return [
+        fault for name in (METRICS, EDGES, PROVENANCE) if (fault := manifest.fault(folder, name))
+    ]
 
 
 def done(folder: Path) -> bool:
@@ -248,7 +278,11 @@ def rounds_done(folder: Path) -> int | None:
 
 def _provenance(folder: Path) -> dict[str, Any]:
     """What a run noted of itself; nothing when that is missing or damaged."""
-    return {} if manifest.fault(folder, PROVENANCE) else json.loads((folder / PROVENANCE).read_text("utf-8"))
+    return (
+        {}
+        if manifest.fault(folder, PROVENANCE)
+        else json.loads((folder / PROVENANCE).read_text("utf-8"))
+    )
 
 
 def _engine(loop: "Loop") -> dict[str, Any]:
@@ -262,7 +296,10 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "seed": loop.rng.seed,
         "round": loop.next_round,
         "config_hash": run,
-        "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
+        "method": {
+            "kind": loop.method.kind,
+            **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()},
+        },
         "server": loop.method.server,
         "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
@@ -273,7 +310,9 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         },
         "device": loop.task.device,
         "python": sys.version.split()[0],
-        "packages": origin.packages("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"),
+        "packages": origin.packages(
+            "coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"
+        ),
         **origin.code(),
         "command": origin.command(),
         "hardware": origin.hardware(),
@@ -288,7 +327,9 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
 
 def _fields(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a dataclass by name; none for None."""
-    return {} if value is None else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return (
+        {} if value is None else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    )
 
 
 def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
@@ -297,9 +338,13 @@ def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
         return None
     missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
     if missing:
-        raise CheckpointError(f"the checkpoint has no {missing[0]!r}; it was written by another version")
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]!r}; it was written by another version"
+        )
     places = {name: value.device for name, value in _fields(like).items()}
-    return dataclasses.replace(like, **{name: tensors[name].to(place) for name, place in places.items()})
+    return dataclasses.replace(
+        like, **{name: tensors[name].to(place) for name, place in places.items()}
+    )
 
 
 def _write(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:

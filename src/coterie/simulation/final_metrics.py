@@ -19,7 +19,9 @@ def final_tests(table: pd.DataFrame) -> pd.DataFrame:
     Args:
         table: the metrics table of a run.
     """
-    tests = table.loc[((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()]
+    tests = table.loc[
+        ((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()
+    ]
     best = tests.loc[(tests["model"] == "best").to_numpy()]
     return tests if best.empty else best
 
@@ -27,15 +29,18 @@ def final_tests(table: pd.DataFrame) -> pd.DataFrame:
 def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
     """Return the clients over which a mean of a metric is taken.
 
-    Whoever's test samples leave a metric of outputs undefined is left out, the same clients for every method. A client
-    whose loss is not finite stays, since its model diverged: no mean hides that.
+    Whoever's test samples leave a metric of outputs undefined is left out, the same clients for
+    every method. A client whose loss is not finite stays, since its model diverged: no mean hides
+    that.
 
     Args:
         values: the final test value of each client.
         losses: its final test loss, by client; none where it was not measured.
         metric: what the values are of.
     """
-    of_outputs = metric.name in metrics.MEASURES or (metric.on_samples and metric.name not in metrics.REGISTRY)
+    of_outputs = metric.name in metrics.MEASURES or (
+        metric.on_samples and metric.name not in metrics.REGISTRY
+    )
     if not of_outputs or not bool(values.isna().any()):
         return values
     diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))
@@ -43,7 +48,9 @@ def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> 
 
 
 def cluster_metrics(
-    label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
+    label: Int[Tensor, " clients"],
+    truth: Int[Tensor, " clients"] | None,
+    counts: Int[Tensor, "clients classes"],
 ) -> dict[str, float]:
     """Score found clusters: `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with classes).
 
@@ -58,7 +65,9 @@ def cluster_metrics(
 
 
 def explained_clusters(
-    label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
+    label: Int[Tensor, " clients"],
+    truth: Int[Tensor, " clients"] | None,
+    counts: Int[Tensor, "clients classes"],
 ) -> tuple[dict[str, float], dict[str, str]]:
     """As `cluster_metrics`, with the reason for each score that is NaN."""
     scores, reasons = {metrics.N_CLUSTERS.name: float(len(label.unique()))}, {}
@@ -79,7 +88,9 @@ def explained_clusters(
 
 
 def reductions(
-    accuracy: Float[Tensor, " clients"], samples: Int[Tensor, " clients"], label: Int[Tensor, " clients"] | None
+    accuracy: Float[Tensor, " clients"],
+    samples: Int[Tensor, " clients"],
+    label: Int[Tensor, " clients"] | None,
 ) -> dict[str, Tensor]:
     """Average the accuracy of the clients by sample counts, and cluster by cluster; each client gets the same value.
 
@@ -100,19 +111,24 @@ def reductions(
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     """Return each client's value in the round in which the mean over clients was largest, for each of `metrics.MAXIMA`.
 
-    Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test data, which is
-    optimistic.
+    Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test
+    data, which is optimistic.
 
     Args:
-        table: the metrics table of a run, with the evaluations of the newest models on the test sets.
+        table: the metrics table of a run, with the evaluations of the newest models on the test
+            sets.
     """
     tests = table[(table["split"] == "test") & (table["model"] == "current")]
     out = {}
     for metric, largest in metrics.MAXIMA.items():
         rows = pd.DataFrame(tests[tests["metric"] == metric.name])
-        history = rows.pivot_table(index="round", columns="client", values="value", observed=True).to_numpy(dtype=float)
+        history = rows.pivot_table(
+            index="round", columns="client", values="value", observed=True
+        ).to_numpy(dtype=float)
         if len(history):
-            out[largest.name] = torch.from_numpy(history[np.nanmean(history, axis=1).argmax()].copy())
+            out[largest.name] = torch.from_numpy(
+                history[np.nanmean(history, axis=1).argmax()].copy()
+            )
     return out
 
 
@@ -125,5 +141,12 @@ def over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
     """
     rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
     found = {name: rounds.loc[(rounds["metric"] == name).to_numpy()] for name in names}
-    means = {name: pd.Series(rows.groupby("client")["value"].mean()) for name, rows in found.items() if len(rows)}
-    return {name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy()) for name, one in means.items()}
+    means = {
+        name: pd.Series(rows.groupby("client")["value"].mean())
+        for name, rows in found.items()
+        if len(rows)
+    }
+    return {
+        name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy())
+        for name, one in means.items()
+    }

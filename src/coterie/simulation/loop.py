@@ -1,6 +1,7 @@
 """Loop: the rounds of one run, for the clients that one process hosts, over any exchange.
 
-A simulation hosts all clients in memory and a node hosts one over the network; both run this same loop.
+A simulation hosts all clients in memory and a node hosts one over the network; both run this same
+loop.
 """
 
 import dataclasses
@@ -19,7 +20,17 @@ from coterie.exchange.accepting import Accepting, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
-from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, State, returned_round, returned_state
+from coterie.methods.base import (
+    NOTES,
+    Info,
+    Method,
+    Order,
+    PeerMethod,
+    Round,
+    State,
+    returned_round,
+    returned_state,
+)
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import check_messages, sequential_round
@@ -107,7 +118,13 @@ class Loop:
     """
 
     def __init__(
-        self, task: Task, method: Method, exchange: Exchange, settings: Settings, rng: Rng, record: Record
+        self,
+        task: Task,
+        method: Method,
+        exchange: Exchange,
+        settings: Settings,
+        rng: Rng,
+        record: Record,
     ) -> None:
         self.task, self.rng = task.at(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
@@ -117,7 +134,8 @@ class Loop:
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
-        self.skipped: list[tuple[int, int]] = []  # rounds left out, from the first to the last of each gap
+        # rounds left out, from the first to the last of each gap
+        self.skipped: list[tuple[int, int]] = []
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined: dict[str, str] = {}  # why final metrics are NaN
@@ -147,7 +165,9 @@ class Loop:
 
     def _first(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
-        state = returned_state(self.method, "init", self.method.init(task.at(self.rng), self.rng), task)
+        state = returned_state(
+            self.method, "init", self.method.init(task.at(self.rng), self.rng), task
+        )
         if self.settings.local.persistent_client_optimizer:
             moments = task.fresh_moments(self.settings.local, self.method.tracks)
             state = dataclasses.replace(state, moments=moments)
@@ -175,7 +195,9 @@ class Loop:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do: all rounds are done, or every client has stopped."""
-        return self.next_round >= self.settings.rounds or (self.next_round >= 0 and bool(self.tracker.stopped.all()))
+        return self.next_round >= self.settings.rounds or (
+            self.next_round >= 0 and bool(self.tracker.stopped.all())
+        )
 
     @property
     def untrained(self) -> bool:
@@ -207,12 +229,16 @@ class Loop:
         whole = len(rows) == len(self.task)
         task = self._then(index).carrying(self.state.moments)
         task = task if whole else task.rows(rows)
-        exchange = narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows])
+        exchange = narrowed(
+            self.exchange, task.part, self.state.params if whole else self.state.params[rows]
+        )
         reputation = self.state.reputation
         if self.rules is not None and reputation is not None:
             reputation = reputation if whole else reputation.take(rows)
             exchange = Accepting(exchange, self.rules, task, reputation, index)
-            if self.rules.quarantine and bool((readable := reputation.readable(index)).logical_not().any()):
+            if self.rules.quarantine and bool(
+                (readable := reputation.readable(index)).logical_not().any()
+            ):
                 reachable = reachable & readable
         return Round(
             index=index,
@@ -233,18 +259,28 @@ class Loop:
         if settings.warmup_epochs is not None:
             local = dataclasses.replace(local, epochs=settings.warmup_epochs, steps=None)
         info: Info = {}
-        if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and (local.steps or local.epochs):
+        if (
+            isinstance(self.method, PeerMethod)
+            and self.order == "exchange_first"
+            and (local.steps or local.epochs)
+        ):
             task = self.task.carrying(self.state.moments)
             params, info = task.train(self.state.params, rng, local)
             reputation = self.state.reputation
             if reputation is not None:
                 reputation = reputation.trained(task.part, self.state.params, params)
-            self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
-            self.state = dataclasses.replace(self.state, moments=task.moments, reputation=reputation)
+            self.state = self.method.trained(
+                dataclasses.replace(self.state, params=params), self.state.params
+            )
+            self.state = dataclasses.replace(
+                self.state, moments=task.moments, reputation=reputation
+            )
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
-        self.state = returned_state(self.method, "enroll", self.method.enroll(whole, self.state), self.task)
+        self.state = returned_state(
+            self.method, "enroll", self.method.enroll(whole, self.state), self.task
+        )
         self._after(-1, everybody, info)
 
     def _round(self, index: int) -> None:
@@ -266,7 +302,9 @@ class Loop:
             new, info = returned_round(self.method, "round", self.method.round(rnd, part), rnd.task)
         else:
             assert isinstance(self.method, PeerMethod)
-            new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
+            new, info = sequential_round(
+                self.method, rnd, part, self.settings.schedule, self._standing()
+            )
         new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
         if isinstance(rnd.exchange, Accepting):
             reputation, info = rnd.exchange.judged(info)
@@ -293,7 +331,9 @@ class Loop:
         if not len(stopped):
             return []
         assert isinstance(self.method, PeerMethod)
-        models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
+        models = (
+            self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
+        )
         state = dataclasses.replace(self.state.take(stopped), params=models[stopped])
         messages = self.method.messages(self.task.rows(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
@@ -308,16 +348,25 @@ class Loop:
         if index >= 0 and (index + 1) % self.settings.validate_every and not last:
             return
         params, extra = self._served(index)
-        trained = info.get("trained")  # the models before a round's last exchange, where it ends with one
+        # the models before a round's last exchange, where it ends with one
+        trained = info.get("trained")
         judged = params
         if trained is not None:
-            judged = trained if len(rows) == len(ids) else params.index_copy(0, rows.to(params.device), trained)
+            judged = (
+                trained
+                if len(rows) == len(ids)
+                else params.index_copy(0, rows.to(params.device), trained)
+            )
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
             values = self._then(index).measure(judged, "validation")
         else:
-            values = self._then(index).rows(measured.nonzero().flatten()).measure(judged[measured], "validation")
+            values = (
+                self._then(index)
+                .rows(measured.nonzero().flatten())
+                .measure(judged[measured], "validation")
+            )
         for name, value in values.items():
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
             self.validation[name] = known.masked_scatter(measured, value.cpu())
@@ -325,10 +374,16 @@ class Loop:
         patience = None if self.method.server else self.settings.patience
         before = self.tracker.stopped
         loss = self.validation[metrics.LOSS.name]
-        self.tracker = self.tracker.observe(judged, loss, measured, unknown, patience, self.settings.validate_every)
+        self.tracker = self.tracker.observe(
+            judged, loss, measured, unknown, patience, self.settings.validate_every
+        )
         new = self.tracker.stopped & ~before
         if bool(new.any()):
-            models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
+            models = (
+                self.tracker.best
+                if self.settings.stopped_broadcast == "best"
+                else self.state.params
+            )
             narrowed(self.exchange, self.task.part, models).retire(ids[new], models[new])
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
         self.record.add_metrics(index, ids, "train", "current", self._spent())
@@ -341,37 +396,61 @@ class Loop:
     def _spent(self) -> dict[str, Tensor]:
         """Return each client's epsilon so far; nothing where training is not private."""
         private = self.settings.local.private
-        return {} if private is None else {metrics.EPSILON.name: self.task.spent.epsilon(self.task.ids, private.delta)}
+        return (
+            {}
+            if private is None
+            else {metrics.EPSILON.name: self.task.spent.epsilon(self.task.ids, private.delta)}
+        )
 
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
         kept = {name: value for name, value in info.items() if name in self.recorded}
-        seen = torch.ones(len(ids), dtype=torch.bool) if self.attackers is None else ~self.attackers[ids]
-        self.reported = {name: float(value[seen].double().nanmean()) for name, value in kept.items()}
+        seen = (
+            torch.ones(len(ids), dtype=torch.bool)
+            if self.attackers is None
+            else ~self.attackers[ids]
+        )
+        self.reported = {
+            name: float(value[seen].double().nanmean()) for name, value in kept.items()
+        }
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         lost = info.get(name := metrics.DIVERGED.name)
         if lost is not None and bool(lost.any()):
-            self.record.add_metrics(index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))})
-        for key in sorted(set(info) - NOTES - {metrics.DIVERGED.name} - self._undeclared - set(self.recorded)):
+            self.record.add_metrics(
+                index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))}
+            )
+        for key in sorted(
+            set(info) - NOTES - {metrics.DIVERGED.name} - self._undeclared - set(self.recorded)
+        ):
             self._undeclared.add(key)
             text = f"{self.method.kind} reports {key!r}, which is not recorded; declare it in `reports` of its class: "
-            warnings.warn(f'{text}reports = (Metric({key!r}, "what it is"),)', Undeclared, stacklevel=2)
+            warnings.warn(
+                f'{text}reports = (Metric({key!r}, "what it is"),)', Undeclared, stacklevel=2
+            )
 
     def _served(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:
             return self.state.params, {}
         population = torch.arange(self.task.population)
-        self.exchange.cohort(lambda: population)  # everybody asks, those outside the round's cohort too
+        # everybody asks, those outside the round's cohort too
+        self.exchange.cohort(lambda: population)
         self.exchange.enter(self.task.ids)
-        return self.method.served(self._context(index, torch.arange(len(self.task)), population), self.state)
+        return self.method.served(
+            self._context(index, torch.arange(len(self.task)), population), self.state
+        )
 
     def _tested(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
         task, wanted = self._then(index), set(self.settings.extra_metrics)
         balanced, prior, overall = (
-            one.name for one in (metrics.BALANCED_ACCURACY, metrics.TRAIN_PRIOR_ACCURACY, metrics.GLOBAL_ACCURACY)
+            one.name
+            for one in (
+                metrics.BALANCED_ACCURACY,
+                metrics.TRAIN_PRIOR_ACCURACY,
+                metrics.GLOBAL_ACCURACY,
+            )
         )
         accuracy = metrics.ACCURACY.name in task.engine.metrics and self.task.classes > 0
         if not accuracy or not wanted & {balanced, prior}:
@@ -400,39 +479,60 @@ class Loop:
             entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
                 ids = self.task.ids[value.isnan().cpu()].tolist()
-                who = few(self.record.client_names, ids) if self.record.client_names else f"client {few({}, ids)}"
+                who = (
+                    few(self.record.client_names, ids)
+                    if self.record.client_names
+                    else f"client {few({}, ids)}"
+                )
                 self.undefined[name] = f"{entry.title} is undefined: {entry.undefined} ({who})"
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
         wanted, values, seen = self.settings.extra_metrics, {}, self.honest
-        label, tested = None if label is None else label.cpu()[seen], {n: v.cpu()[seen] for n, v in tested.items()}
+        label, tested = (
+            None if label is None else label.cpu()[seen],
+            {n: v.cpu()[seen] for n, v in tested.items()},
+        )
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
             values |= final_metrics.reductions(tested[name], self.task.test_counts()[seen], label)
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
-            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids[seen])])
+            planted = torch.from_numpy(
+                self.record.clusters[self.record.known_as(self.task.ids[seen])]
+            )
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores, reasons = final_metrics.explained_clusters(label, truth, self.task.class_counts()[seen])
+                scores, reasons = final_metrics.explained_clusters(
+                    label, truth, self.task.class_counts()[seen]
+                )
                 self.undefined |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
         if self.attackers is not None:
-            values |= final_metrics.over_rounds(self.record.metrics, [one.name for one in _OF_ATTACKERS])
+            values |= final_metrics.over_rounds(
+                self.record.metrics, [one.name for one in _OF_ATTACKERS]
+            )
         return values
 
     def final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
-        labeled = self.concludes and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
-        served, known = self._served(last) if model == "current" or labeled else (self.state.params, {})
+        labeled = self.concludes and bool(
+            {"reductions", "clusters"} & set(self.settings.extra_metrics)
+        )
+        served, known = (
+            self._served(last) if model == "current" or labeled else (self.state.params, {})
+        )
         params = self.tracker.best if model == "best" else served.contiguous()
         task = self._then(last)
-        measured = {"test": self._tested(last, params), "validation": task.measure(params, "validation")}
+        measured = {
+            "test": self._tested(last, params),
+            "validation": task.measure(params, "validation"),
+        }
         for split, values in measured.items():
-            self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
+            # the round may have measured its current models already
+            self.record.drop_metrics(last, split, model)
             self.record.add_metrics(last, self.task.ids, split, model, values)
         self.record.add_metrics(last, self.task.ids, "test", model, self._spent())
         if self.concludes:

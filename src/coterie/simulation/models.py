@@ -1,7 +1,8 @@
 """Models: those of a run's clients, to take home: the user's own modules, with trained weights and running statistics.
 
-A run that has ended leaves `models.safetensors` in its folder: how a row of the checkpoint becomes the module that its
-user gave, what inputs it takes and what its outputs mean. Models that the checkpoint does not hold are in it too.
+A run that has ended leaves `models.safetensors` in its folder: how a row of the checkpoint becomes
+the module that its user gave, what inputs it takes and what its outputs mean. Models that the
+checkpoint does not hold are in it too.
 """
 
 import copy
@@ -69,7 +70,8 @@ class Recipe:
         seed: of the run.
         rounds: of the run.
         evaluated: which models the final test was of: "best_val" or "final".
-        tensors: where the rows are: a file of the folder and the name of a tensor in it, for each that was kept.
+        tensors: where the rows are: a file of the folder and the name of a tensor in it, for each
+            that was kept.
         model: kind and options of the model; None where it was given from Python.
         module: the class of the module.
         outputs: numbers for each sample that a network of Coterie's own is made for.
@@ -193,13 +195,14 @@ class Models(Described):
     def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
         """Return the model that serves a client: a module of the class that was given, in evaluation mode.
 
-        It has trained weights, and the running statistics of its normalizations. It is a copy, and needs nothing of
-        Coterie.
+        It has trained weights, and the running statistics of its normalizations. It is a copy, and
+        needs nothing of Coterie.
 
         Args:
             client: its name, or its number.
-            which: "evaluated": the model of the final test, as `Settings.evaluate` chose it; "best_val": the best on
-                the client's validation data; "final": that after the last round.
+            which: "evaluated": the model of the final test, as `Settings.evaluate` chose it;
+                "best_val": the best on the client's validation data; "final": that after the last
+                round.
 
         Raises:
             ConfigError: when the client or that model is not here.
@@ -207,7 +210,9 @@ class Models(Described):
         """
         row = self.row(client, which)
         module = copy.deepcopy(self._template()).cpu().eval()
-        return filled(module, {**self._named(row, self.recipe.state), **self._named(row, self.recipe.hidden)})
+        return filled(
+            module, {**self._named(row, self.recipe.state), **self._named(row, self.recipe.hidden)}
+        )
 
     def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
         """Return what `load_state_dict` of the user's own module takes: its keys, shapes and types; see `model`."""
@@ -237,7 +242,11 @@ class Models(Described):
     def _named(self, row: Float[Tensor, " params"], entries: Sequence[Entry]) -> dict[str, Tensor]:
         found = {}
         for one in entries:
-            value = self.fixed[one.name] if one.start < 0 else row[one.start : one.stop].reshape(one.shape)
+            value = (
+                self.fixed[one.name]
+                if one.start < 0
+                else row[one.start : one.stop].reshape(one.shape)
+            )
             kind = getattr(torch, one.dtype)
             whole = value.is_floating_point() and not kind.is_floating_point
             found[one.name] = (value.round() if whole else value).to(kind).clone()
@@ -252,7 +261,11 @@ class Models(Described):
                 "load_models(folder, model=...), or on the command line its import path: --model package.module:Net"
             )
         own = template(source(self.network, recipe.inputs.features, recipe.outputs))
-        found = {name: tuple(tensor.shape) for name, tensor in own.state_dict().items() if isinstance(tensor, Tensor)}
+        found = {
+            name: tuple(tensor.shape)
+            for name, tensor in own.state_dict().items()
+            if isinstance(tensor, Tensor)
+        }
         wanted = {one.name: one.shape for one in recipe.state}
         if found != wanted:
             odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
@@ -296,12 +309,14 @@ class Models(Described):
 
         Args:
             client: its name, or its number.
-            x: the samples, as the user has them. For a model of a table: rows of such a table (pandas, polars, arrow, a
-                file), which are filled and scaled with this client's own numbers. Otherwise arrays or tensors as in
-                `from_arrays`, or as a federation holds them: images as bytes, which are normalized as in training; a
-                tuple or a table of arrays where an input is several tensors.
-            kind: "outputs" of the module as they are; "probabilities" of classes or labels; or "classes": the most
-                probable, by their names where they have any (of several labels: whether each is, 0 or 1).
+            x: the samples, as the user has them. For a model of a table: rows of such a table
+                (pandas, polars, arrow, a file), which are filled and scaled with this client's own
+                numbers. Otherwise arrays or tensors as in `from_arrays`, or as a federation holds
+                them: images as bytes, which are normalized as in training; a tuple or a table of
+                arrays where an input is several tensors.
+            kind: "outputs" of the module as they are; "probabilities" of classes or labels; or
+                "classes": the most probable, by their names where they have any (of several labels:
+                whether each is, 0 or 1).
             which: which of the client's models, see `model`.
             batch_size: samples at once.
 
@@ -309,7 +324,8 @@ class Models(Described):
             A tensor with a row for each sample; of "classes" an array.
 
         Raises:
-            ConfigError: when there is no such client, the table lacks a column, or outputs have no probabilities.
+            ConfigError: when there is no such client, the table lacks a column, or outputs have no
+                probabilities.
             DataError: when the samples are of another kind or shape than those of the training.
         """
         require(kind in get_args(Kind), "kind", kind, "'outputs', 'probabilities' or 'classes'")
@@ -403,8 +419,8 @@ def load_models(folder: str | Path, *, model: ModelSource | None = None) -> Mode
 
     Args:
         folder: of the run, `<study>/<method>/seed-<n>`, or of a node.
-        model: what was trained, where that was given from Python: the module, its class or a function that makes it, or
-            its import path.
+        model: what was trained, where that was given from Python: the module, its class or a
+            function that makes it, or its import path.
 
     Raises:
         ConfigError: when the folder is not that of a finished run.
@@ -418,13 +434,19 @@ run, <study>/<method>/seed-<n>
     """
     path = Path(folder)
     if not (path / FILE).exists():
-        raise ConfigError(f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>")
+        raise ConfigError(
+            f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>"
+        )
     _require_whole(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
         recipe = Recipe.from_json(json.loads((file.metadata() or {})["coterie"]))
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118 (no mapping)
         tensors = {name: file.get_tensor(name) for name in kept}
-    fixed = {name.removeprefix(_FIXED): tensor for name, tensor in tensors.items() if name.startswith(_FIXED)}
+    fixed = {
+        name.removeprefix(_FIXED): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_FIXED)
+    }
     network = model
     if network is None and recipe.model is not None:
         network = NamedModel(recipe.model["kind"], recipe.model["options"])
@@ -448,11 +470,13 @@ def _entries(
 ) -> tuple[tuple[Entry, ...], tuple[Entry, ...], dict[str, Tensor]]:
     """Return the entries of a module's state and its other buffers in rows, and the tensors that are in no row."""
     places, fixed = {slot.name: slot for slot in slots}, {}
-    once = [*own.named_parameters(), *own.named_buffers()]  # tensors with two names have the first here
+    # tensors with two names have the first here
+    once = [*own.named_parameters(), *own.named_buffers()]
     first = {id(tensor): name for name, tensor in once}
     state = []
     for key, tensor in own.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):  # what `get_extra_state` returns is the module's own affair
+        # what `get_extra_state` returns is the module's own affair
+        if not isinstance(tensor, Tensor):
             continue
         name = first.get(id(tensor), key)
         slot = places.get(name)
@@ -460,20 +484,30 @@ def _entries(
         if slot is None:
             fixed[key] = rest.get(name, tensor).detach().to(tensor.dtype)
     known = {one.name for one in state}
-    hidden = [_entry(name, tensor, places[name]) for name, tensor in once if name in places and name not in known]
+    hidden = [
+        _entry(name, tensor, places[name])
+        for name, tensor in once
+        if name in places and name not in known
+    ]
     return tuple(state), tuple(hidden), fixed
 
 
 def _entry(name: str, tensor: Tensor, slot: Slot | None) -> Entry:
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    return Entry(name, kind, shape) if slot is None else Entry(name, kind, shape, slot.start, slot.stop)
+    return (
+        Entry(name, kind, shape)
+        if slot is None
+        else Entry(name, kind, shape, slot.start, slot.stop)
+    )
 
 
 def _said(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {shape}"
 
 
-def _distinct(rows: Float[Tensor, "clients params"]) -> tuple[Float[Tensor, "models params"], Int[Tensor, " clients"]]:
+def _distinct(
+    rows: Float[Tensor, "clients params"],
+) -> tuple[Float[Tensor, "models params"], Int[Tensor, " clients"]]:
     """Return the models that differ, and which of them each client has."""
     seen: dict[bytes, int] = {}
     firsts, index = [], []
@@ -487,7 +521,11 @@ def _distinct(rows: Float[Tensor, "clients params"]) -> tuple[Float[Tensor, "mod
 
 
 def _write(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"coterie": described})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"coterie": described},
+    )
 
 
 def _require_whole(folder: Path, name: str) -> None:
@@ -496,7 +534,9 @@ def _require_whole(folder: Path, name: str) -> None:
         raise CheckpointError(f"{folder}: {fault}; `coterie resume` writes it again")
 
 
-def _stored_row(folder: Path, name: str, tensor: str, place: int, rounds: int) -> Float[Tensor, " params"]:
+def _stored_row(
+    folder: Path, name: str, tensor: str, place: int, rounds: int
+) -> Float[Tensor, " params"]:
     """Read one row of a tensor of a file, which is of so many rounds."""
     _require_whole(folder, name)
     with safe_open(str(folder / name), framework="pt") as file:

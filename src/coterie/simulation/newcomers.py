@@ -1,14 +1,15 @@
 """Newcomers: clients that were in no round, join when a run has ended, train a few rounds, and are tested.
 
-They tell how a method serves clients that it has not seen ("new" or "unseen" clients). The others stay as they are:
-peers go on publishing their last models, a server keeps its own, and nothing that a newcomer does changes them. Or,
-with `new_client_others = "training"`, the run goes on with the newcomers in it; the results of the others are those of
-the run's end in any case.
+They tell how a method serves clients that it has not seen ("new" or "unseen" clients). The others
+stay as they are: peers go on publishing their last models, a server keeps its own, and nothing that
+a newcomer does changes them. Or, with `new_client_others = "training"`, the run goes on with the
+newcomers in it; the results of the others are those of the run's end in any case.
 
-In a peer-to-peer method a newcomer acts as the method does from its first round on: it begins with the first model and
-an empty memory, and reads only clients that were in the run (others that train read it, and newcomers each other). With
-a server it measures the models that serve clients now, takes the one with the least loss on its training data, and
-trains it on; where the others train, it is in every cohort from then on.
+In a peer-to-peer method a newcomer acts as the method does from its first round on: it begins with
+the first model and an empty memory, and reads only clients that were in the run (others that train
+read it, and newcomers each other). With a server it measures the models that serve clients now,
+takes the one with the least loss on its training data, and trains it on; where the others train, it
+is in every cohort from then on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,15 @@ from coterie.exchange.base import Exchange, Reply
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
-from coterie.methods.base import Method, Order, PeerMethod, Round, State, returned_round, zip_tensors
+from coterie.methods.base import (
+    Method,
+    Order,
+    PeerMethod,
+    Round,
+    State,
+    returned_round,
+    zip_tensors,
+)
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop, Tracker
@@ -70,7 +79,8 @@ def parted(federation: Federation, settings: Settings, method: Method, seed: int
         seed: of the run.
 
     Raises:
-        ConfigError: when there is no such client, fewer than two would be left, or the method has no rule for them.
+        ConfigError: when there is no such client, fewer than two would be left, or the method has
+            no rule for them.
     """
     if settings.new_clients is None:
         return None
@@ -107,8 +117,18 @@ def chosen(wanted: Any, population: int, names: Sequence[str], seed: int) -> Int
     if not isinstance(wanted, float | int):
         return torch.tensor(sorted({_row(one, population, names) for one in wanted}))
     count = round(wanted * population) if wanted < 1 else round(wanted)
-    require(wanted < 1 or wanted == count, "new_clients", wanted, "a share below 1, a whole number, or a list")
-    require(1 <= count < population, "new_clients", wanted, f"1 to {population - 2} of the {population} clients")
+    require(
+        wanted < 1 or wanted == count,
+        "new_clients",
+        wanted,
+        "a share below 1, a whole number, or a list",
+    )
+    require(
+        1 <= count < population,
+        "new_clients",
+        wanted,
+        f"1 to {population - 2} of the {population} clients",
+    )
     drawn = Rng(seed).at(-1).generator("new_clients").permutation(population)[:count]
     return torch.from_numpy(drawn).sort().values
 
@@ -201,13 +221,17 @@ def join(loop: Loop, task: Task, parts: Parted) -> Float[Tensor, "newcomers para
         models = with_peers(now, everybody(loop, task), going)
     else:
         taking, last = loop.task, loop.next_round - 1
-        context = ServerContext(last, loop.rng.at(last), taking.layout, taking.population, None, taking.part)
+        context = ServerContext(
+            last, loop.rng.at(last), taking.layout, taking.population, None, taking.part
+        )
         table = loop.method.serving(context, loop.state.shared)
         models = served(now, table) if going is None else _in_the_cohort(now, table, going)
     return tested(now, models, loop.record, loop.next_round - 1)
 
 
-def tested(now: Joining, models: Models, record: Record, last: int) -> Float[Tensor, "newcomers params"]:
+def tested(
+    now: Joining, models: Models, record: Record, last: int
+) -> Float[Tensor, "newcomers params"]:
     """Test the newcomers' last models, or those that were best on their validation data, as the settings say.
 
     Args:
@@ -233,7 +257,9 @@ def tested(now: Joining, models: Models, record: Record, last: int) -> Float[Ten
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
     final = tracker.best if tracker is not None else params
-    record.add_metrics(last, own.ids, SPLIT, "best" if best else "current", measured.evaluate(final))
+    record.add_metrics(
+        last, own.ids, SPLIT, "best" if best else "current", measured.evaluate(final)
+    )
     return final
 
 
@@ -280,14 +306,23 @@ def _in_the_cohort(now: Joining, table: Float[Tensor, "models params"], loop: Lo
     received, chosen = _received(now, table)
     yield received, received
     fresh, old = method.init(task, now.rng), loop.state
-    memory = None if old.memory is None else zip_tensors(fresh.memory, old.memory, _laid_into(method.kind))
+    memory = (
+        None
+        if old.memory is None
+        else zip_tensors(fresh.memory, old.memory, _laid_into(method.kind))
+    )
     state = State(torch.cat([old.params, received]), memory, method.enlarged(old.shared, chosen))
     if old.moments is not None:
-        state = replace(state, moments=zip_tensors(old.moments, now.fresh_moments(), lambda a, b: torch.cat([a, b])))
+        state = replace(
+            state,
+            moments=zip_tensors(old.moments, now.fresh_moments(), lambda a, b: torch.cat([a, b])),
+        )
     for index in range(loop.next_round, loop.next_round + now.settings.new_client_rounds):
         taking = torch.zeros(task.population, dtype=torch.bool)
         taking[rows] = True
-        cohort = method.cohort(state.shared, now.rng.at(index), task.population, now.settings.participation)
+        cohort = method.cohort(
+            state.shared, now.rng.at(index), task.population, now.settings.participation
+        )
         taking[cohort] = True
         active = taking.nonzero().flatten()
         now.begin(index, active)
@@ -307,9 +342,10 @@ def _in_the_cohort(now: Joining, table: Float[Tensor, "models params"], loop: Lo
 def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
     """Yield the newcomers' models of a peer-to-peer method, and those to judge: after the warm-up and each round.
 
-    Everybody hosted here exchanges, so that the others answer as the method says. What they would learn from it is
-    dropped, unless their run goes on: then each round is two passes over the same messages, one in which newcomers
-    learn, in their own count of rounds, and one in which the others do, in theirs.
+    Everybody hosted here exchanges, so that the others answer as the method says. What they would
+    learn from it is dropped, unless their run goes on: then each round is two passes over the same
+    messages, one in which newcomers learn, in their own count of rounds, and one in which the
+    others do, in theirs.
 
     Args:
         now: the run that they join.
@@ -332,7 +368,9 @@ def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
 
     def exchanged(index: int, state: State, active: Tensor) -> State:
         new = state
-        passes = [(index, rows)] + ([(going.next_round + index, active)] if going is not None and len(active) else [])
+        passes = [(index, rows)] + (
+            [(going.next_round + index, active)] if going is not None and len(active) else []
+        )
         for number, learning in passes:
             now.begin(number, now.task.ids)
             rnd = now.round(number, now.task, state.params)
@@ -352,7 +390,9 @@ def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
             rnd = now.round(going.next_round + index, whole.rows(active), state.params[active])
             found, _ = method.train(rnd, state.take(active))
             if theirs is not None:
-                theirs = zip_tensors(theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b))
+                theirs = zip_tensors(
+                    theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b)
+                )
             new = new.put(active, replace(found, moments=None))
         return new
 
@@ -395,10 +435,20 @@ def everybody(loop: Loop, task: Task) -> State:
     """
     count, old, tracker = len(loop.task), loop.state, loop.tracker
     published = old.params
-    if loop.settings.stopped_broadcast == "best" and bool(tracker.stopped.any()) and len(tracker.best):
-        published = torch.where(tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params)
+    if (
+        loop.settings.stopped_broadcast == "best"
+        and bool(tracker.stopped.any())
+        and len(tracker.best)
+    ):
+        published = torch.where(
+            tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params
+        )
     fresh = loop.method.init(task, loop.rng)
-    memory = None if old.memory is None else zip_tensors(fresh.memory, old.memory, _laid_into(loop.method.kind))
+    memory = (
+        None
+        if old.memory is None
+        else zip_tensors(fresh.memory, old.memory, _laid_into(loop.method.kind))
+    )
     return State(torch.cat([published, fresh.params[count:]]), memory)
 
 

@@ -1,8 +1,9 @@
 """Record: the results of a run as two long tables.
 
-`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client asked for,
-with the similarity that the client found and the probability of its draw where a run records them.
-Columns are kept as chunks of arrays, so that adding a round is cheap and a checkpoint can hold the record exactly.
+`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that
+a client asked for, with the similarity that the client found and the probability of its draw where
+a run records them. Columns are kept as chunks of arrays, so that adding a round is cheap and a
+checkpoint can hold the record exactly.
 """
 
 import io
@@ -23,7 +24,12 @@ EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
 SIMILARITY_COLUMNS = ("similarity", "probability")
 """Further columns of the edges of a run that records similarities; NaN where a method knows none."""
 _NAMES = ("split", "model", "metric", "purpose")
-_TYPES = {"value": "float64", "weight": "float64", "bytes": "int64", **dict.fromkeys(SIMILARITY_COLUMNS, "float32")}
+_TYPES = {
+    "value": "float64",
+    "weight": "float64",
+    "bytes": "int64",
+    **dict.fromkeys(SIMILARITY_COLUMNS, "float32"),
+}
 """Of columns; all others are int32."""
 
 
@@ -39,7 +45,9 @@ class _Table:
             chunk = {}
             for name in self.columns:
                 dtype = _TYPES.get(name, "int32")
-                chunk[name] = np.ascontiguousarray(np.broadcast_to(np.asarray(values[name], dtype=dtype), rows))
+                chunk[name] = np.ascontiguousarray(
+                    np.broadcast_to(np.asarray(values[name], dtype=dtype), rows)
+                )
             self.chunks.append(chunk)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -47,7 +55,9 @@ class _Table:
         out = {}
         for name in self.columns:
             parts = [chunk[name] for chunk in self.chunks]
-            out[name] = np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
+            out[name] = (
+                np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
+            )
         if len(self.chunks) > 1:
             self.chunks = [out]
         return out
@@ -86,21 +96,30 @@ class Record:
         return self.names.index(text)
 
     def add_metrics(
-        self, round: int, ids: Int[Tensor, " clients"], split: str, model: str, values: Mapping[str, Tensor]
+        self,
+        round: int,
+        ids: Int[Tensor, " clients"],
+        split: str,
+        model: str,
+        values: Mapping[str, Tensor],
     ) -> None:
         """Add one value of each metric for each client.
 
         Args:
             round: -1 for the warm-up.
             ids: the clients.
-            split: "train", "validation" or "test"; "new_clients" for the tests of those that joined at the end.
-            model: "current" (after the round) or "best" (the best on validation so far); of clients that joined also
-                "received" (that of the server, before they trained).
+            split: "train", "validation" or "test"; "new_clients" for the tests of those that joined
+                at the end.
+            model: "current" (after the round) or "best" (the best on validation so far); of clients
+                that joined also "received" (that of the server, before they trained).
             values: metrics by name, a value a client; NaN where undefined.
         """
         if self.hidden is not None:
             seen = ~self.hidden[ids]
-            ids, values = ids[seen], {name: value[seen.to(value.device)] for name, value in values.items()}
+            ids, values = (
+                ids[seen],
+                {name: value[seen.to(value.device)] for name, value in values.items()},
+            )
         clients = self.known_as(ids)
         for metric, value in sorted(values.items()):
             self._metrics.add(
@@ -132,22 +151,35 @@ class Record:
         for number, chunk in enumerate(self._metrics.chunks):
             old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
             if old.any():
-                self._metrics.chunks[number] = {name: values[~old] for name, values in chunk.items()}
+                self._metrics.chunks[number] = {
+                    name: values[~old] for name, values in chunk.items()
+                }
 
-    def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
+    def add_edges(
+        self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
+    ) -> None:
         """Add the models that clients asked for in a round, from the report of a method.
 
-        A received model that was mixed has the purpose "mix", one that was only evaluated "probe"; a message that did
-        not arrive gives an edge with purpose "missing" and no bytes, and one that the reader refused has the purpose
-        "refused". The similarity of a message that did not arrive is NaN.
+        A received model that was mixed has the purpose "mix", one that was only evaluated "probe";
+        a message that did not arrive gives an edge with purpose "missing" and no bytes, and one
+        that the reader refused has the purpose "refused". The similarity of a message that did not
+        arrive is NaN.
         """
         if "peers" not in info:
             return
         peers = info["peers"]
         asked = peers >= 0
         reader = ids[:, None].expand_as(peers)[asked]
-        arrived = info["arrived"][asked] if "arrived" in info else torch.ones_like(reader, dtype=torch.bool)
-        weight = info["weights"][asked] if "weights" in info else torch.ones_like(reader, dtype=torch.float64)
+        arrived = (
+            info["arrived"][asked]
+            if "arrived" in info
+            else torch.ones_like(reader, dtype=torch.bool)
+        )
+        weight = (
+            info["weights"][asked]
+            if "weights" in info
+            else torch.ones_like(reader, dtype=torch.float64)
+        )
         size = info["bytes"][asked] if "bytes" in info else torch.zeros_like(reader)
         names = ["mix", "probe", "missing"]
         kind = torch.where(arrived, torch.where(weight > 0, 0, 1), 2)
@@ -185,7 +217,11 @@ class Record:
     def _frame(self, table: _Table) -> pd.DataFrame:
         columns = {}
         for name, values in table.arrays().items():
-            columns[name] = pd.Categorical.from_codes(values, categories=self.names) if name in _NAMES else values
+            columns[name] = (
+                pd.Categorical.from_codes(values, categories=self.names)
+                if name in _NAMES
+                else values
+            )
         return pd.DataFrame(columns)
 
     def files(self) -> dict[str, bytes]:
@@ -196,20 +232,26 @@ class Record:
             for column, values in table.arrays().items():
                 if column in _NAMES:
                     codes = pa.array(values, type=pa.int32())
-                    columns[column] = pa.DictionaryArray.from_arrays(codes, pa.array(self.names, type=pa.string()))
+                    columns[column] = pa.DictionaryArray.from_arrays(
+                        codes, pa.array(self.names, type=pa.string())
+                    )
                 else:
                     columns[column] = pa.array(values)
             buffer = io.BytesIO()
             pq.write_table(pa.table(columns), buffer, compression="zstd")
             files[name] = buffer.getvalue()
-        pa.default_memory_pool().release_unused()  # it keeps two megabytes more whenever a table outgrows a size
+        # it keeps two megabytes more whenever a table outgrows a size
+        pa.default_memory_pool().release_unused()
         return files
 
     def snapshot(self) -> tuple[dict[str, Tensor], list[str]]:
         """Return the record as tensors and the list of names, for a checkpoint."""
         tensors = {}
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
-            tensors |= {f"{prefix}.{name}": torch.from_numpy(values) for name, values in table.arrays().items()}
+            tensors |= {
+                f"{prefix}.{name}": torch.from_numpy(values)
+                for name, values in table.arrays().items()
+            }
         return tensors, list(self.names)
 
     def restore(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:

@@ -50,9 +50,9 @@ __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 class Progress:
     """What an observer hears after each round.
 
-    `score` is the mean over clients of the validation metric that goes with the loss, and `metric` its name; NaN where
-    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and
-    why.
+    `score` is the mean over clients of the validation metric that goes with the loss, and `metric`
+    its name; NaN where there is none. `reported` has means over clients of what the method
+    reported; `engine` says which engine trains, and why.
     """
 
     label: str
@@ -149,7 +149,13 @@ class Run(Described):
         return self._models.model(client, which)
 
     def predict(
-        self, client: int | str, x: Any, kind: Kind = "outputs", *, which: Which = "evaluated", batch_size: int = 256
+        self,
+        client: int | str,
+        x: Any,
+        kind: Kind = "outputs",
+        *,
+        which: Which = "evaluated",
+        batch_size: int = 256,
     ) -> Tensor | np.ndarray:
         """Return what a client's model says of samples: outputs, probabilities or classes; see `Models.predict`."""
         return self._models.predict(client, x, kind, which=which, batch_size=batch_size)
@@ -178,10 +184,14 @@ class Run(Described):
         for name, rows in tests.groupby("metric", sort=False, observed=True):
             metric = known[str(name)]
             value = with_value(pd.Series(rows["value"]), losses, metric).to_numpy(float)
-            mean, away = (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
+            mean, away = (
+                (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
+            )
             spread = f"{metric.show(mean)} ± {metric.show(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
-        lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        lost = (
+            f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        )
         lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": brief(self.method),
@@ -223,7 +233,8 @@ def simulate(
         observer: called after each round.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
         notes: called when the run begins something that takes seconds, before its first round.
-        saved: called after the files in `folder` were written: with each checkpoint, and at the end.
+        saved: called after the files in `folder` were written: with each checkpoint, and at the
+            end.
         host: hosts the clients elsewhere; results do not depend on it.
 
     Raises:
@@ -235,19 +246,34 @@ def simulate(
     """
     settings = settings or Settings()
     _check_given(federation, method, model, settings)
-    require(isinstance(seed, Integral) and 0 <= seed < 2**63, "seed", seed, "a whole number, 0 or more and below 2^63")
+    require(
+        isinstance(seed, Integral) and 0 <= seed < 2**63,
+        "seed",
+        seed,
+        "a whole number, 0 or more and below 2^63",
+    )
     check_device(settings.device)
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
     with _memory.told(settings.device), nullcontext() if folder is None else claimed(folder):
         if folder is not None and not resume and checkpoint.exists(folder):
-            raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
-        began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
+            raise RunExistsError(
+                f"{folder} holds a run already; resume it, overwrite it, or choose another folder"
+            )
+        began = (
+            checkpoint.engine(folder)
+            if folder is not None and resume and settings.engine == "auto"
+            else {}
+        )
         parts = parted(federation, settings, method, seed)
         attacked = attackers.chosen(federation, settings.attacking, seed)
         federation = attackers.flipped(federation, attacked)
         taking = federation if parts is None else parts.taking
-        with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
+        with (
+            nullcontext()
+            if notes is None
+            else heard(lambda text: notes(Note(label or method.kind, seed, text)))
+        ):
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
@@ -266,13 +292,19 @@ def simulate(
                 loop.step()
                 if observer is not None:
                     observer(_progress(loop, label or method.kind, seed, started))
-                if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
+                if (
+                    folder is not None
+                    and time.perf_counter() - written >= pause
+                    and not loop.finished
+                ):
                     begun = time.perf_counter()
                     checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
                     if saved is not None:
                         saved()
                     written = time.perf_counter()
-                    if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
+                    # a large population, or a slow disk: writing takes a twentieth of the time at
+                    # most
+                    if pause:
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
             if folder is not None:  # before the final evaluation, so that more rounds can follow
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
@@ -280,8 +312,13 @@ def simulate(
                     saved()
             params = loop.final()
             if parts is not None:
-                engine = {"engine": task.engine.name, "block": task.block}  # as compared with the others
-                join(loop, make_task(parts.whole, method, model, dataclasses.replace(settings, **engine)), parts)
+                # as compared with the others
+                engine = {"engine": task.engine.name, "block": task.block}
+                join(
+                    loop,
+                    make_task(parts.whole, method, model, dataclasses.replace(settings, **engine)),
+                    parts,
+                )
         timing = _timing(loop, started, earlier)
         models = models_of(loop, model, label or method.kind, folder)
         if folder is not None:
@@ -297,7 +334,13 @@ def simulate(
 
 
 def reopen(
-    folder: str | Path, federation: Federation, method: Method, *, model: ModelSource, settings: Settings, seed: int
+    folder: str | Path,
+    federation: Federation,
+    method: Method,
+    *,
+    model: ModelSource,
+    settings: Settings,
+    seed: int,
 ) -> Loop:
     """Return a run in the state of its checkpoint: after the last round, when the run is finished.
 
@@ -313,14 +356,22 @@ def reopen(
         CheckpointError: when the checkpoint is missing, damaged, or belongs to another run.
     """
     if not checkpoint.exists(Path(folder)):
-        raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
+        raise CheckpointError(
+            f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun"
+        )
     parts = parted(federation, settings, method, seed)
     attacked = attackers.chosen(federation, settings.attacking, seed)
     federation = attackers.flipped(federation, attacked)
     taking = federation if parts is None else parts.taking
-    task = make_task(taking, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
+    task = make_task(
+        taking, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder)))
+    )
     loop = _loop(task, federation, method, settings, seed, None, parts, attacked)
-    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, taking, task, own_name(model)))
+    checkpoint.load(
+        Path(folder),
+        loop,
+        checkpoint.identity(method, settings, seed, taking, task, own_name(model)),
+    )
     return loop
 
 
@@ -339,8 +390,14 @@ def _loop(
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
-def _record(federation: Federation, settings: Settings, parts: Parted | None, hidden: Tensor | None) -> Record:
-    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+def _record(
+    federation: Federation, settings: Settings, parts: Parted | None, hidden: Tensor | None
+) -> Record:
+    truth = (
+        federation.truth.cluster
+        if federation.truth is not None
+        else torch.full((federation.population,), -1)
+    )
     ids = None if parts is None else parts.ids
     return Record(truth, federation.names, ids, hidden, settings.record_similarities)
 
@@ -356,27 +413,38 @@ def make_task(
     """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
 
     Args:
-        federation: the data; the task has its planted clusters only if the method declares that it needs them.
+        federation: the data; the task has its planted clusters only if the method declares that it
+            needs them.
         method: a method.
         model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
         secret: seed of the draws of private training, see `Task`.
-        pool: the samples of all clients as those of one, for methods that need them; made of `federation` when None.
+        pool: the samples of all clients as those of one, for methods that need them; made of
+            `federation` when None.
 
     Raises:
-        ConfigError: when the method needs planted clusters and there are none, or a name is unknown.
+        ConfigError: when the method needs planted clusters and there are none, or a name is
+            unknown.
         ModelError: when the module cannot be trained on such data.
     """
     knows = "truth" in method.needs
     local, samples = settings.local, int(federation.counts("train").sum())
-    once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
+    once = (
+        local.epochs * samples
+        if local.steps is None
+        else local.steps * local.batch_size * len(federation)
+    )
     for name, path in own_functions(method).items():
         imported_function(path, f"{method.kind}: {name} {path!r}")
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
     local.verify()
     loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
-    made = method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes)))
+    made = method.model(
+        source(
+            model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes)
+        )
+    )
     build = partial(
         Task,
         model=made,
@@ -403,7 +471,9 @@ def make_task(
     task = build(
         federation.host(federation.ids),
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
-        pool=build(federation.pooled() if pool is None else pool) if "pool" in method.needs else None,
+        pool=build(federation.pooled() if pool is None else pool)
+        if "pool" in method.needs
+        else None,
     )
     task.check_batches(local)
     task.check_private(local)
@@ -414,9 +484,24 @@ def _check_given(federation: object, method: object, model: object, settings: ob
     """Refuse what is of another kind: it would fail somewhere inside."""
     named = isinstance(model, str | NamedModel)
     for name, found, fits, words in (
-        ("federation", federation, isinstance(federation, Federation), "a Federation, as `from_arrays` makes one"),
-        ("method", method, isinstance(method, Method), "a method, such as METHODS['dac'](num_peers=5)"),
-        ("model", model, named or callable(model), "a name, an nn.Module, or a function that makes one"),
+        (
+            "federation",
+            federation,
+            isinstance(federation, Federation),
+            "a Federation, as `from_arrays` makes one",
+        ),
+        (
+            "method",
+            method,
+            isinstance(method, Method),
+            "a method, such as METHODS['dac'](num_peers=5)",
+        ),
+        (
+            "model",
+            model,
+            named or callable(model),
+            "a name, an nn.Module, or a function that makes one",
+        ),
         ("settings", settings, isinstance(settings, Settings), "Settings(...)"),
     ):
         if not fits:
@@ -426,10 +511,13 @@ def _check_given(federation: object, method: object, model: object, settings: ob
 def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
     """Find what is impossible before anything is written: one training step, and what the method begins with.
 
-    The arguments and errors are those of `make_task`; a method may refuse data that it can do nothing with.
+    The arguments and errors are those of `make_task`; a method may refuse data that it can do
+    nothing with.
     """
     _check_given(federation, method, model, settings)
-    _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
+    _forecast(
+        make_task(federation, method, model, settings), federation, method, settings, stored=False
+    )
 
 
 def check_memory(
@@ -476,7 +564,11 @@ def _forecast(
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
     reads = 0.0 if method.server else _reads(method, task)
-    share = settings.participation if settings.participation <= 1 else settings.participation / task.population
+    share = (
+        settings.participation
+        if settings.participation <= 1
+        else settings.participation / task.population
+    )
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,

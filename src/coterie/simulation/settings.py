@@ -37,59 +37,72 @@ class Settings(Configurable):
     Args:
         rounds: rounds of exchange and training after the warm-up ($T$).
         local: how clients train.
-        loss: what clients minimize: a name of `functional.losses.LOSSES`, an import path "package.module:function", or
-            a table with one of these as `kind` and the loss's own settings; from Python a function or a `Loss` too.
-            When None: cross-entropy for classes, squared error for numbers; other targets call for a choice.
-        init: "shared" (one first model for all), "per_client", or "given" (the module's own values).
+        loss: what clients minimize: a name of `functional.losses.LOSSES`, an import path
+            "package.module:function", or a table with one of these as `kind` and the loss's own
+            settings; from Python a function or a `Loss` too. When None: cross-entropy for classes,
+            squared error for numbers; other targets call for a choice.
+        init: "shared" (one first model for all), "per_client", or "given" (the module's own
+            values).
         order: "exchange_first" or "train_first"; the method's own order when None.
-        schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after another on each
-            other's newest models, as some published code does, in simulation only.
-        warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many epochs or steps as in a
-            round when None. Not for "train_first".
+        schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after
+            another on each other's newest models, as some published code does, in simulation only.
+        warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many
+            epochs or steps as in a round when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
-        patience: rounds without a better validation loss after which a client stops; None for never.
+        patience: rounds without a better validation loss after which a client stops; None for
+            never.
         stopped_broadcast: the model that a stopped client keeps publishing.
-        evaluate: the model of each client in the final test: the best on its validation data, or the last.
-        new_clients: clients that take no part in the rounds and join after the last one, unseen until then: a share of
-            all below 1, a count from 1 on, or a list of their names or numbers; see `simulation.newcomers`.
+        evaluate: the model of each client in the final test: the best on its validation data, or
+            the last.
+        new_clients: clients that take no part in the rounds and join after the last one, unseen
+            until then: a share of all below 1, a count from 1 on, or a list of their names or
+            numbers; see `simulation.newcomers`.
         new_client_rounds: rounds for which each of them then trains.
-        new_client_others: what all others do meanwhile: "frozen", they stay as they are; "training", their run goes on
-            for these rounds with the new clients in it. Their own results are those of the last round in any case.
-        buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
-        shared: what clients share: names of tensors or modules of the model, or patterns such as "features.*"; "!"
-            before one takes it out, and where all have it the rest is shared. Everything when empty. What is not shared
-            never leaves a client.
-        similarity_on: patterns of the tensors in which similarities compare models and updates; all that are trained
-            and shared when empty.
+        new_client_others: what all others do meanwhile: "frozen", they stay as they are;
+            "training", their run goes on for these rounds with the new clients in it. Their own
+            results are those of the last round in any case.
+        buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or
+            initial values.
+        shared: what clients share: names of tensors or modules of the model, or patterns such as
+            "features.*"; "!" before one takes it out, and where all have it the rest is shared.
+            Everything when empty. What is not shared never leaves a client.
+        similarity_on: patterns of the tensors in which similarities compare models and updates; all
+            that are trained and shared when empty.
         engine: "auto" or a name of `engine.ENGINES`.
         block: number of clients trained at once; chosen when None.
         device: "cpu", "cuda", or "cuda:1" for the second of several.
         dtype: "float32" or "float64".
-        precision: of matrix products in training and evaluation: "full" is that of `dtype`; "tf32" needs a CUDA device;
-            "bf16" is bfloat16 with parameters in float32. Optimizers, merges and losses keep `dtype`.
-        cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap engine).
+        precision: of matrix products in training and evaluation: "full" is that of `dtype`; "tf32"
+            needs a CUDA device; "bf16" is bfloat16 with parameters in float32. Optimizers, merges
+            and losses keep `dtype`.
+        cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap
+            engine).
         validate_every: rounds between two evaluations on the validation data.
-        eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
-        metrics: what test evaluations measure beside the loss and what goes with it: names of metrics, or import paths
-            of functions (outputs, targets) -> a value.
-        extra_metrics: further metrics of a classification run. At every test evaluation: "balanced_accuracy",
-            "train_prior_accuracy", and with a server "global_accuracy", of the global model (or that of the client's
-            cluster) on all test sets together. At the end: "clusters" (number of clusters, Rand, WAS, WADB), "maxima"
-            over the evaluated rounds, and "reductions" of the final accuracy, weighted by samples and by clusters. In
-            every round of a simulation with a server: "gradient_variance", the total variance of the last layer's
-            updates over the cohort (of all endpoints of a simplex); "composed_gradient_variance", that of the layer
-            composed at the simplex's barycenter; with FedGWC "interaction_change", the running mean that decides
-            whether a cluster is split.
-        record_similarities: record of each model that a client asks for the similarity that it found and the
-            probability with which it drew that peer, as two more columns of edges.parquet; of methods that have them
-            (DAC, PANM).
-        acceptance: how clients of peer-to-peer methods judge what they receive before they mix it: true, or a table of
-            settings of `exchange.accepting.Acceptance`; false for not at all. When None, clients judge between machines
-            and not in a simulation.
-        attacks: what some clients do to the others, in simulation only: tables, each with the `kind`, the `clients` and
-            the further settings of an `exchange.attacking.Attack`. Results are then those of the honest clients.
-        checkpoint_seconds: shortest time between two checkpoints; 0 for one after every round. The interval grows where
-            writing takes long: at most a twentieth of the time is spent on it.
+        eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`;
+            0 for the end only.
+        metrics: what test evaluations measure beside the loss and what goes with it: names of
+            metrics, or import paths of functions (outputs, targets) -> a value.
+        extra_metrics: further metrics of a classification run. At every test evaluation:
+            "balanced_accuracy", "train_prior_accuracy", and with a server "global_accuracy", of the
+            global model (or that of the client's cluster) on all test sets together. At the end:
+            "clusters" (number of clusters, Rand, WAS, WADB), "maxima" over the evaluated rounds,
+            and "reductions" of the final accuracy, weighted by samples and by clusters. In every
+            round of a simulation with a server: "gradient_variance", the total variance of the last
+            layer's updates over the cohort (of all endpoints of a simplex);
+            "composed_gradient_variance", that of the layer composed at the simplex's barycenter;
+            with FedGWC "interaction_change", the running mean that decides whether a cluster is
+            split.
+        record_similarities: record of each model that a client asks for the similarity that it
+            found and the probability with which it drew that peer, as two more columns of
+            edges.parquet; of methods that have them (DAC, PANM).
+        acceptance: how clients of peer-to-peer methods judge what they receive before they mix it:
+            true, or a table of settings of `exchange.accepting.Acceptance`; false for not at all.
+            When None, clients judge between machines and not in a simulation.
+        attacks: what some clients do to the others, in simulation only: tables, each with the
+            `kind`, the `clients` and the further settings of an `exchange.attacking.Attack`.
+            Results are then those of the honest clients.
+        checkpoint_seconds: shortest time between two checkpoints; 0 for one after every round. The
+            interval grows where writing takes long: at most a twentieth of the time is spent on it.
     """
 
     rounds: NonNegativeInt = 30
@@ -127,15 +140,22 @@ class Settings(Configurable):
     def check(self) -> None:
         """Test evaluations come with validation; optimizer states are kept in the synchronous schedule only.
 
-        Losses and metrics are kept as plain values. What has an import path is looked up when a run begins, so that
-        results can be read where it cannot be imported.
+        Losses and metrics are kept as plain values. What has an import path is looked up when a run
+        begins, so that results can be read where it cannot be imported.
         """
         object.__setattr__(self, "loss", loss_table(None if self.loss == NONE else self.loss))
         object.__setattr__(self, "metrics", tuple(metric_name(one) for one in self.metrics))
         every = self.validate_every
-        require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
+        require(
+            self.eval_every % every == 0,
+            "eval_every",
+            self.eval_every,
+            f"a multiple of validate_every ({every})",
+        )
         keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
-        require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
+        require(
+            not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it"
+        )
         judges = None if self.acceptance is None or self.acceptance is False else self.accepts
         if judges is not None:
             object.__setattr__(self, "acceptance", plain(judges))
@@ -165,7 +185,9 @@ class Settings(Configurable):
     @property
     def attacking(self) -> tuple[Attack, ...]:
         """The attacks."""
-        return tuple(parse(Attack, one, f"attacks[{place}]") for place, one in enumerate(self.attacks or ()))
+        return tuple(
+            parse(Attack, one, f"attacks[{place}]") for place, one in enumerate(self.attacks or ())
+        )
 
     def keeps_best(self, server: bool) -> bool:
         """Return whether the best model of each client is needed: in the final test, or to be published when it stops.

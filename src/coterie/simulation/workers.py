@@ -1,8 +1,9 @@
 """Jobs over worker processes of one machine.
 
-A job's result does not depend on the number of workers: PyTorch computes with one thread in every process (native
-programs, whose results do not depend on the number of threads, use the remaining cores), and jobs share nothing. When a
-worker dies, the others are stopped; the files they have written stay, and their runs can be resumed.
+A job's result does not depend on the number of workers: PyTorch computes with one thread in every
+process (native programs, whose results do not depend on the number of threads, use the remaining
+cores), and jobs share nothing. When a worker dies, the others are stopped; the files they have
+written stay, and their runs can be resumed.
 """
 
 import multiprocessing
@@ -37,7 +38,9 @@ class FanOut(Protocol):
     far: bool
     """Whether workers see no files of this machine: each job then brings its data."""
 
-    def __call__(self, work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
+    def __call__(
+        self, work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit
+    ) -> Iterator[tuple[J, R]]:
         """Do every job and yield (job, result) as they finish; see `fan_out`."""
         ...
 
@@ -68,8 +71,8 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
 
     Args:
         work: (job, emit) -> result; it must be picklable when there is more than one worker.
-        jobs: the jobs; each worker takes the next one when it is free. Tensors of a job reach the worker through
-            shared memory, not as copies.
+        jobs: the jobs; each worker takes the next one when it is free. Tensors of a job reach the
+            worker through shared memory, not as copies.
         workers: number of processes; 1 runs the jobs in this process.
         emit: receives the values that jobs emit while they run.
 
@@ -146,7 +149,9 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
         kind, value = worker.connection.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        raise WorkerDied(f"the worker of {job} ended with status {worker.process.exitcode}; resume goes on") from None
+        raise WorkerDied(
+            f"the worker of {job} ended with status {worker.process.exitcode}; resume goes on"
+        ) from None
     if kind == "progress":
         emit(value)
     elif kind == "warning":
@@ -163,14 +168,16 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
 
 def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
     """Run jobs in a worker process and send progress and results, until the connection closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     use_threads(threads)
 
     def emit(message: object) -> None:
         connection.send(("progress", message))
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:  # as one that was given in the main process
+    # as one that was given in the main process
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         connection.send(("warning", message))
 
     warnings.showwarning = show

@@ -1,8 +1,8 @@
 """Study files: TOML to one checked, fully resolved `StudyConfig`, and back.
 
-Everything a study file can say is a field of the
-dataclasses that the library itself runs on (`Settings`, `LocalTraining`, `DataConfig`, the methods), so that a file,
-`--set path=value` and Python can say the same things and are checked by the same rules.
+Everything a study file can say is a field of the dataclasses that the library itself runs on
+(`Settings`, `LocalTraining`, `DataConfig`, the methods), so that a file, `--set path=value` and
+Python can say the same things and are checked by the same rules.
 """
 
 import copy
@@ -23,21 +23,33 @@ from coterie.engine.optim import YOUNGER, LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
-from coterie.studies.definition import LABEL, MethodConfig, ModelConfig, StudyConfig, called, folded, is_label, written
+from coterie.studies.definition import (
+    LABEL,
+    MethodConfig,
+    ModelConfig,
+    StudyConfig,
+    called,
+    folded,
+    is_label,
+    written,
+)
 from coterie.studies.named import builtin
 
 DEFAULT_STUDY = "rotated-digits"
 _MOST_SEEDS = 10_000  # as a number of them; whoever gives a larger one means a seed
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
-_FREE = tuple(f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings"))
+_FREE = tuple(
+    f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings")
+)
 
 
 def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
     """Read a study.
 
     Args:
-        source: path of a TOML file, or the name of a built-in study. What it `extends` is read first.
+        source: path of a TOML file, or the name of a built-in study. What it `extends` is read
+            first.
         overrides: assignments such as "methods.dac.tau=30"; they win over the file.
 
     Raises:
@@ -56,7 +68,12 @@ load_study = load
 
 
 def loads(
-    text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study", to_run: bool = True
+    text: str,
+    where: str = "the study",
+    overrides: Iterable[str] = (),
+    *,
+    name: str = "study",
+    to_run: bool = True,
 ) -> StudyConfig:
     """Read a study from the text of a study file; see `load`.
 
@@ -65,13 +82,15 @@ def loads(
         where: what to call it in messages.
         overrides: assignments.
         name: of the study, when the text has none.
-        to_run: whether it shall run. To read its results no module is imported: methods that are not built in are
-            `registry.StoredMethod`.
+        to_run: whether it shall run. To read its results no module is imported: methods that are
+            not built in are `registry.StoredMethod`.
     """
     return parse({"name": name, **_whole(text, where)}, overrides, to_run=to_run)
 
 
-def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True) -> StudyConfig:
+def parse(
+    content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True
+) -> StudyConfig:
     """Check the table of a study file and return the study; see `loads`."""
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
@@ -85,7 +104,10 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
     free = {key: content[key] for key in _FREE if key in content}
     if isinstance(number := free.get("seeds"), int) and not isinstance(number, bool):
         require(
-            1 <= number <= _MOST_SEEDS, "seeds", number, f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds"
+            1 <= number <= _MOST_SEEDS,
+            "seeds",
+            number,
+            f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds",
         )
         free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
@@ -126,8 +148,8 @@ def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
 
     Args:
         study: the study.
-        decided: fully resolved: with what the presets of its methods decide. Without, another preset in the table
-            decides anew.
+        decided: fully resolved: with what the presets of its methods decide. Without, another
+            preset in the table decides anew.
     """
     parts = tables.plain(study)
     settings = parts.pop("settings")
@@ -152,10 +174,14 @@ def dumps(study: StudyConfig, *, decided: bool = True) -> str:
 def identity(study: StudyConfig) -> dict[str, Any]:
     """Return what decides the results, as a flat table: no names, and nothing that only changes the speed."""
     content = table(study)
-    words, speed = ("name", "description", "paper", "sweep", "tune"), ("engine", "block", "cuda_graphs")
+    words, speed = (
+        ("name", "description", "paper", "sweep", "tune"),
+        ("engine", "block", "cuda_graphs"),
+    )
     for key in (*words, *speed, "checkpoint_seconds"):
         content.pop(key, None)
-    if content.get("precision") == "full":  # so that studies from before it was a setting are the same
+    # so that studies from before it was a setting are the same
+    if content.get("precision") == "full":
         del content["precision"]
     if not content.get("metrics"):
         content.pop("metrics", None)
@@ -181,16 +207,22 @@ def difference(found: StudyConfig, wanted: StudyConfig) -> str:
     return ""
 
 
-def _find(source: str, named: Mapping[str, Traversable], folder: Path = Path()) -> tuple[str, Traversable]:
+def _find(
+    source: str, named: Mapping[str, Traversable], folder: Path = Path()
+) -> tuple[str, Traversable]:
     """The name and the file of a study: one that has a name, or one at a path from a folder."""
     if source in named:
         return source, named[source]
     path = folder / source
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; expected a study file or a name (`coterie studies` lists them)")
+        raise ConfigError(
+            f"{path} is a folder; expected a study file or a name (`coterie studies` lists them)"
+        )
     if not path.exists():
         if path.suffix == ".toml":
-            raise ConfigError(f"there is no study file {path}; `coterie studies` lists those that have a name")
+            raise ConfigError(
+                f"there is no study file {path}; `coterie studies` lists those that have a name"
+            )
         raise ConfigError(unknown("study", source, named))
     return path.stem, path
 
@@ -217,16 +249,24 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
 
 def _lead(data: object, folder: Path) -> None:
     """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
-    options = data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
+    options = (
+        data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
+    )
     if not isinstance(options, dict):
         return
     for key in {"path", "test"} & set(options):
         value = options[key]
-        if isinstance(value, str) and not Path(value).expanduser().exists() and (folder / value).exists():
+        if (
+            isinstance(value, str)
+            and not Path(value).expanduser().exists()
+            and (folder / value).exists()
+        ):
             options[key] = str(folder / value)
 
 
-def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
+def _whole(
+    text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()
+) -> dict[str, Any]:
     """The table of a study file's text with all that it extends; see `_read`."""
     try:
         content = tomllib.loads(text)
@@ -236,7 +276,12 @@ def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path]
         return content
     source = content.pop("extends")
     try:
-        require(isinstance(source, str), "extends", source, "the name of a study or the path of a file, as text")
+        require(
+            isinstance(source, str),
+            "extends",
+            source,
+            "the name of a study or the path of a file, as text",
+        )
         base = _read(_find(source, builtin(bases=True), folder)[1], readers)
         base.pop("name", None)
         _extend(base, content)
@@ -248,11 +293,15 @@ def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path]
 def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
     """Change the table of a study, in place, as a file says that extends it.
 
-    First what it unsets goes. Then tables merge key by key, and any other value replaces. `methods.NAME.key` changes
-    methods as `--set` does; a [[methods]] entry changes the method of its label, or is added when there is none.
-    Last, `use_methods` says which run, in which order.
+    First what it unsets goes. Then tables merge key by key, and any other value replaces.
+    `methods.NAME.key` changes methods as `--set` does; a [[methods]] entry changes the method of
+    its label, or is added when there is none. Last, `use_methods` says which run, in which order.
     """
-    unset, used, methods = own.pop("unset", []), own.pop("use_methods", None), own.pop("methods", {})
+    unset, used, methods = (
+        own.pop("unset", []),
+        own.pop("use_methods", None),
+        own.pop("methods", {}),
+    )
     for path in _names("unset", unset):
         _unset(base, keys(path), path)
     _merge(base, own, "")
@@ -271,13 +320,22 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
             elif "kind" in entry:
                 merged.append(entry)
             else:
-                raise ConfigError(f"{unknown('method', label, map(_label, merged))}; a new one needs a kind")
+                raise ConfigError(
+                    f"{unknown('method', label, map(_label, merged))}; a new one needs a kind"
+                )
     if used is not None:
-        base["methods"] = [entry for name in _names("use_methods", used) for entry in _named(merged, name)]
+        base["methods"] = [
+            entry for name in _names("use_methods", used) for entry in _named(merged, name)
+        ]
 
 
 def _names(key: str, value: Any) -> list[str]:
-    require(isinstance(value, list) and all(isinstance(name, str) for name in value), key, value, "a list of names")
+    require(
+        isinstance(value, list) and all(isinstance(name, str) for name in value),
+        key,
+        value,
+        "a list of names",
+    )
     return value
 
 
@@ -321,10 +379,14 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _flat(name: str, grid: object) -> dict[str, list[Any]]:
     """A grid by dotted path, whether the paths were quoted or not."""
     if not isinstance(grid, Mapping):
-        raise ConfigError(f"{name} is {grid!r}; expected a table with a list of values for each setting")
+        raise ConfigError(
+            f"{name} is {grid!r}; expected a table with a list of values for each setting"
+        )
     flat = dict(_leaves("", grid))
     for path, values in flat.items():
-        require(isinstance(values, list) and bool(values), f"{name}.{path}", values, "a list of values")
+        require(
+            isinstance(values, list) and bool(values), f"{name}.{path}", values, "a list of values"
+        )
     return flat
 
 
@@ -362,13 +424,16 @@ _HEAD = tuple(f.name for f in fields(_Head))
 def _method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
     """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
 
-    Where a method has a field of the same name, its own is meant; `local.NAME` says local training's all the same.
+    Where a method has a field of the same name, its own is meant; `local.NAME` says local
+    training's all the same.
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
     head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
     kind = registry.find(head.kind, head.package) if to_run else METHODS.get(head.kind)
-    label = written(head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind))
+    label = written(
+        head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
+    )
     require(is_label(label), f"{where}: label", label, LABEL)
     own = _unknown_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
@@ -392,7 +457,9 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
 
 def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
     """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
-    known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    known = {
+        key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))
+    }
     known = {key: kind for key, kind in known.items() if key not in YOUNGER}
     own = set(entry) - set(known) - {"local", *_HEAD}
     for key in set(entry) & set(known) - {"local"}:
@@ -415,14 +482,23 @@ def _entry(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any
     own = {f.name for f in fields(method)}
 
     def changed(mine: Any, theirs: Any) -> dict[str, Any]:
-        differs = {name: value for name, value in _every(mine).items() if value != getattr(theirs, name)}
+        differs = {
+            name: value for name, value in _every(mine).items() if value != getattr(theirs, name)
+        }
         return {name: tables.NONE if value is None else value for name, value in differs.items()}
 
     local, run = changed(entry.settings.local, study.local), changed(entry.settings, study)
     hidden = {name: value for name, value in local.items() if name in own}
-    said = {name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}}
+    said = {
+        name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}
+    }
     kind, package = registry.name_of(type(method))
-    head = {"kind": kind, "label": entry.label, **paper, **({"package": package} if package else {})}
+    head = {
+        "kind": kind,
+        "label": entry.label,
+        **paper,
+        **({"package": package} if package else {}),
+    }
     own_said = tables.plain(method, decided=decided)
     return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
 
@@ -430,8 +506,8 @@ def _entry(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any
 def assign(content: dict[str, Any], assignment: str) -> None:
     """Put one `path=value` into the table of a study file, in place.
 
-    The value is TOML; what is not TOML is taken as text. `methods.NAME.key` reaches the method of that label, or else
-    all methods of that kind; see `definition.called`.
+    The value is TOML; what is not TOML is taken as text. `methods.NAME.key` reaches the method of
+    that label, or else all methods of that kind; see `definition.called`.
 
     Raises:
         ConfigError: when it is no assignment, or leads nowhere.
@@ -444,11 +520,15 @@ def assign(content: dict[str, Any], assignment: str) -> None:
     """
     path, equals, value = assignment.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"--set got {assignment!r}; expected path=value, such as methods.dac.tau=30")
+        raise ConfigError(
+            f"--set got {assignment!r}; expected path=value, such as methods.dac.tau=30"
+        )
     text, bare = json.dumps(value.strip(), ensure_ascii=False), path.strip()
-    if bare.startswith("methods.") and '"' not in bare:  # labels may have spaces and letters of any script
+    # labels may have spaces and letters of any script
+    if bare.startswith("methods.") and '"' not in bare:
         bare = ".".join(
-            part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in bare.split(".")
+            part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False)
+            for part in bare.split(".")
         )
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
@@ -457,7 +537,9 @@ def assign(content: dict[str, Any], assignment: str) -> None:
         except tomllib.TOMLDecodeError:
             continue
     else:
-        raise ConfigError(f"--set got {assignment!r}; quote names with spaces: 'methods.\"my DAC\".tau=3'")
+        raise ConfigError(
+            f"--set got {assignment!r}; quote names with spaces: 'methods.\"my DAC\".tau=3'"
+        )
     _merge(content, nested, "")
 
 
@@ -479,7 +561,9 @@ def keys(path: str) -> list[str]:
     try:
         nested: Any = tomllib.loads(f"{path} = 0")
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path!r} is no path of a setting, such as methods.dac.tau: {error}") from error
+        raise ConfigError(
+            f"{path!r} is no path of a setting, such as methods.dac.tau: {error}"
+        ) from error
     parts = []
     while isinstance(nested, dict):
         parts.append(next(iter(nested)))
@@ -503,7 +587,9 @@ def _merge(content: dict[str, Any], nested: Mapping[str, Any], path: str) -> Non
 def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]) -> None:
     for name, change in changes.items():
         if not isinstance(change, Mapping):
-            raise ConfigError(f"methods.{name} is a method, not a setting; expected methods.{name}.SETTING=value")
+            raise ConfigError(
+                f"methods.{name} is a method, not a setting; expected methods.{name}.SETTING=value"
+            )
         for entry in _named(methods, name):
             _merge(entry, change, f"methods.{name}")
 
@@ -513,7 +599,9 @@ def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]
     names = [(_label(entry), str(entry.get("kind"))) for entry in methods]
     found = [methods[place] for place in called(name, names)]
     if not found:
-        raise ConfigError(unknown("method of this study", name, {one for pair in names for one in pair}))
+        raise ConfigError(
+            unknown("method of this study", name, {one for pair in names for one in pair})
+        )
     return found
 
 

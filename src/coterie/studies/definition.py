@@ -20,7 +20,8 @@ OWN = "own"
 LABEL = "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its ends, '_' not first"
 """What a label of a method may be: it names a folder. So does each part of a study's name."""
 _LONGEST = 200  # bytes
-_TAKEN = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}  # files of a study's folder
+# files of a study's folder
+_TAKEN = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}
 
 
 def written(name: str) -> str:
@@ -36,8 +37,9 @@ def folded(name: str) -> str:
 def called(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
     """Return which methods of a study a name reaches: those of that label, or else all of that kind.
 
-    A name that is written as a label or kind is goes before one that differs from it by case: beside the labels FedGWC
-    and coterie of the kind fedgwc, `FedGWC` is the first and `fedgwc` both.
+    A name that is written as a label or kind is goes before one that differs from it by case:
+    beside the labels FedGWC and coterie of the kind fedgwc, `FedGWC` is the first and `fedgwc`
+    both.
 
     Args:
         name: as it was typed.
@@ -77,9 +79,10 @@ class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`; or the import path of your own, "package.module:Net": a subclass of nn.Module, or
-            a function that returns a module.
-        options: arguments of your own; `features` (the shape of one input) and `outputs` are given where it takes them.
+        kind: a name of `models.NETS`; or the import path of your own, "package.module:Net": a
+            subclass of nn.Module, or a function that returns a module.
+        options: arguments of your own; `features` (the shape of one input) and `outputs` are given
+            where it takes them.
     """
 
     kind: str = "cnn-b"
@@ -111,7 +114,11 @@ class MethodConfig(Configurable):
     def kind(self) -> str:
         """The name under which a study file finds the method; see `registry.find`."""
         method = self.method
-        return method.name if isinstance(method, registry.StoredMethod) else registry.name_of(type(method))[0]
+        return (
+            method.name
+            if isinstance(method, registry.StoredMethod)
+            else registry.name_of(type(method))[0]
+        )
 
     def check(self) -> None:
         """The label can be a folder."""
@@ -127,7 +134,8 @@ class StudyConfig(Configurable):
         name: name of the study and of its folder; "a/b" is allowed.
         data: the data of the clients.
         methods: the methods; their labels differ.
-        seeds: seeds; there is one run of every method for each, and the seed also draws the federation.
+        seeds: seeds; there is one run of every method for each, and the seed also draws the
+            federation.
         model: the model that the clients train.
         settings: the settings of all methods, unless they override them.
         description: one sentence on the study.
@@ -154,14 +162,21 @@ class StudyConfig(Configurable):
         """Names can be folders; methods and seeds are there, each once."""
         object.__setattr__(self, "name", written(self.name))
         require(
-            all(map(is_label, self.name.split("/"))), "name", self.name, f"parts with '/' between them, each of {LABEL}"
+            all(map(is_label, self.name.split("/"))),
+            "name",
+            self.name,
+            f"parts with '/' between them, each of {LABEL}",
         )
-        require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
+        require(
+            len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once"
+        )
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()
         for entry in self.methods:
             if folded(entry.label) in seen:
-                raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
+                raise ConfigError(
+                    f"two methods are called {entry.label!r}; give each a label of its own"
+                )
             seen.add(folded(entry.label))
 
     def only(self, label: str, seed: int) -> "StudyConfig":
@@ -179,8 +194,16 @@ class StudyConfig(Configurable):
             return entry
 
         def shrink(value: Any) -> dict[str, int]:
-            counts = {f.name: getattr(value, f.name) for f in fields(value) if "rounds" in f.name.split("_")}
-            return {name: max(1, round(n * self.scale)) for name, n in counts.items() if isinstance(n, int) and n}
+            counts = {
+                f.name: getattr(value, f.name)
+                for f in fields(value)
+                if "rounds" in f.name.split("_")
+            }
+            return {
+                name: max(1, round(n * self.scale))
+                for name, n in counts.items()
+                if isinstance(n, int) and n
+            }
 
         method = replace(entry.method, **shrink(entry.method))  # type: ignore[type-var]
         patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
@@ -205,8 +228,8 @@ def make_study(
         seeds: seeds, or their number; there is one run of every method for each.
         settings: the settings of the methods; the defaults when None.
         data: the data of the clients; None when the federation is passed to `run_study`.
-        model: a name of `models.NETS` or an import path, or a `ModelConfig`; needed unless the model is passed to
-            `run_study`.
+        model: a name of `models.NETS` or an import path, or a `ModelConfig`; needed unless the
+            model is passed to `run_study`.
 
     Example:
         >>> from coterie.methods import METHODS
@@ -216,8 +239,12 @@ def make_study(
     settings = settings or Settings()
     for method in methods.values() if isinstance(methods, Mapping) else methods:
         if not isinstance(method, Method):
-            raise ConfigError(f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)")
-    labeled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
+            raise ConfigError(
+                f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)"
+            )
+    labeled = (
+        methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
+    )
     if len(labeled) < len(methods):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
     entries = tuple(MethodConfig(label, method, settings) for label, method in labeled.items())

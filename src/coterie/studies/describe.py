@@ -29,11 +29,12 @@ def describe(federation: Federation) -> dict[str, Any]:
         federation: the federation, with its planted clusters where they are known.
 
     Returns:
-        `name`, `fingerprint`, `clients` (a count), `client_names` (empty where clients are numbers), `clusters` (names
-        of the planted clusters), `shift` (a description per client), `train` and `validation` (samples per client),
-        `classes` (names of the columns of `labels`), `labels` (training samples per client and class; for regression,
-        per bin of the target), `features` (names of the entries of an input, when known), and `images`: for each
-        cluster a list of PNG images as data addresses; empty when the inputs are no images.
+        `name`, `fingerprint`, `clients` (a count), `client_names` (empty where clients are
+        numbers), `clusters` (names of the planted clusters), `shift` (a description per client),
+        `train` and `validation` (samples per client), `classes` (names of the columns of `labels`),
+        `labels` (training samples per client and class; for regression, per bin of the target),
+        `features` (names of the entries of an input, when known), and `images`: for each cluster a
+        list of PNG images as data addresses; empty when the inputs are no images.
     """
     truth = federation.truth
     names, labels = _labels(federation)
@@ -78,7 +79,9 @@ def _images(federation: Federation) -> list[list[str]]:
     if not _is_image(federation):
         return []
     cluster = (
-        federation.truth.cluster if federation.truth is not None else torch.zeros(len(federation), dtype=torch.int64)
+        federation.truth.cluster
+        if federation.truth is not None
+        else torch.zeros(len(federation), dtype=torch.int64)
     )
     out = []
     for number in range(int(cluster.max()) + 1):
@@ -95,7 +98,9 @@ def _seen(image: Tensor, noise: float, place: int, federation: Federation) -> Te
     """Return an image with one draw of its noise, as uint8 if it was uint8."""
     if not noise or image.dtype != torch.uint8:
         return image
-    deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(-1, *(1 for _ in image.shape[1:]))
+    deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(
+        -1, *(1 for _ in image.shape[1:])
+    )
     normal = gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
     return (image + 255 * deviation * noise * normal).round().clamp(0, 255).to(torch.uint8)
 

@@ -1,8 +1,9 @@
 """What published models tell of their training data: membership inference against each method of a study.
 
-Every client's training samples are halved at random, several times over. Each half trains a run; the other half are the
-non-members: samples of the same client, drawn in the same way. A listener hears the newest model that each client
-published, and says of each sample of that client whether the model was trained on it.
+Every client's training samples are halved at random, several times over. Each half trains a run;
+the other half are the non-members: samples of the same client, drawn in the same way. A listener
+hears the newest model that each client published, and says of each sample of that client whether
+the model was trained on it.
 """
 
 import math
@@ -43,10 +44,11 @@ class Attack:
         noise_multiplier: of DP-SGD; None without.
         epsilon: the largest of any client; None without privacy, infinite without noise.
         score: what models are judged by, the mean over clients and runs.
-        target: "published": the newest models that clients sent; "unpublished": the last models, of a method in which
-            nobody sends any. "part": only a part is sent, which was not attacked.
+        target: "published": the newest models that clients sent; "unpublished": the last models, of
+            a method in which nobody sends any. "part": only a part is sent, which was not attacked.
         attack: "loss", a threshold on the loss, or "lira", a likelihood ratio with shadow models.
-        auc: how often a member is ranked before a non-member: 0.5 for guessing; with `auc_low` and `auc_high`.
+        auc: how often a member is ranked before a non-member: 0.5 for guessing; with `auc_low` and
+            `auc_high`.
         tpr: share of members that are found at 1 % false alarms; guessing finds 1 %.
     """
 
@@ -79,7 +81,9 @@ def halves(federation: Federation, runs: int, rng: Rng) -> Bool[Tensor, "runs cl
     counts = train.sum(1)
     if bool((counts < 2).any()):
         alone = federation.name_of(int((counts < 2).nonzero()[0]))
-        raise DataError(f"{alone} has one training sample; expected two or more, to hold out half of them")
+        raise DataError(
+            f"{alone} has one training sample; expected two or more, to hold out half of them"
+        )
     member = torch.zeros(runs, *train.shape, dtype=torch.bool)
     for row, client in enumerate(federation.ids.tolist()):
         places, stream = train[row].nonzero().flatten(), rng.generator("leakage.halves", client)
@@ -104,15 +108,18 @@ def audit(
 
     Args:
         study: the study; its first seed draws the federation.
-        shadows: runs of each method, an even number, 6 or more. Each is attacked with the help of the others.
-        private: DP-SGD of methods for which the study sets none; when None they are attacked without it alone.
+        shadows: runs of each method, an even number, 6 or more. Each is attacked with the help of
+            the others.
+        private: DP-SGD of methods for which the study sets none; when None they are attacked
+            without it alone.
         federation: the data; those of the study when None.
         model: the model; that of the study when None.
         data_dir: where datasets are.
         told: hears what is being done.
 
     Yields:
-        For each method, without and with DP-SGD: the attack by the loss, and the one by likelihood ratios.
+        For each method, without and with DP-SGD: the attack by the loss, and the one by likelihood
+        ratios.
     """
     require(shadows >= 6 and shadows % 2 == 0, "shadows", shadows, "an even number, 6 or more")
     seed = study.seeds[0]
@@ -144,19 +151,32 @@ def _attacked(
     epsilons, scores, losses, target = [], [], [], "published"
     for run in range(len(member)):
         told(f"{entry.label}{'' if dp is None else ', private'}: run {run + 1} of {len(member)}")
-        split = federation.split.masked_fill((federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT)
+        split = federation.split.masked_fill(
+            (federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT
+        )
         ear = Overheard(federation.ids, federation.population)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Unprotected)
             done = simulate(
-                replace(federation, split=split), entry.method, model=model, settings=settings, seed=run, exchange=ear
+                replace(federation, split=split),
+                entry.method,
+                model=model,
+                settings=settings,
+                seed=run,
+                exchange=ear,
             )
         tests = final_tests(done.metrics)
-        values = {str(name): rows["value"].to_numpy(float) for name, rows in tests.groupby("metric", observed=True)}
+        values = {
+            str(name): rows["value"].to_numpy(float)
+            for name, rows in tests.groupby("metric", observed=True)
+        }
         if EPSILON.name in values:
             epsilons.append(float(values.pop(EPSILON.name).max()))
         scores.append(float(values[Metrics(REGISTRY).main(values)].mean()))
-        rows = [ear.heard.get(client, done.params[row]) for row, client in enumerate(federation.ids.tolist())]
+        rows = [
+            ear.heard.get(client, done.params[row])
+            for row, client in enumerate(federation.ids.tolist())
+        ]
         if not ear.heard:
             target = "unpublished"
         elif any(len(row) != task.layout.size for row in rows):
@@ -182,14 +202,20 @@ def _attacked(
         yield Attack(**common, attack=name, **rated(values, truth))
 
 
-def rated(values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]) -> dict[str, Any]:
+def rated(
+    values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]
+) -> dict[str, Any]:
     """Return how well scores tell members from others, with intervals over samples; all runs together."""
     draws: Int[Tensor, "times samples"] = membership.resampled(values.shape[1], _DRAWS)
     out = {}
     for name, measure in (("auc", membership.auc), ("tpr", membership.true_positives)):
         out[name] = measure(values.flatten(), member.flatten())
         every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
-        low, high = torch.tensor(every, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+        low, high = (
+            torch.tensor(every, dtype=torch.float64)
+            .quantile(torch.tensor([0.025, 0.975]).double())
+            .tolist()
+        )
         out |= {f"{name}_low": low, f"{name}_high": high}
     return out
 

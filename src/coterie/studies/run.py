@@ -1,13 +1,15 @@
 """run_study(): methods x seeds over one federation for each seed, in folders that can be resumed.
 
     runs/<study>/config.toml                       the study, fully resolved
-    runs/<study>/federation.json                   the first seed's data, described: clusters, labels, a few samples
-    runs/<study>/summary.json                      what it comes to
-    runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint, provenance
+    runs/<study>/federation.json                   the first seed's data, described: clusters,
+    labels, a few samples runs/<study>/summary.json                      what it comes to
+    runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint,
+    provenance
 
-Runs are independent: they may go on in any order, in any number of processes, today or after an interruption, and
-leave the same bytes. Each is claimed by the process that works on it, so that several processes can share a study.
-Beside the files of each folder lies a manifest of their digests (`_util/manifest.py`).
+Runs are independent: they may go on in any order, in any number of processes, today or after an
+interruption, and leave the same bytes. Each is claimed by the process that works on it, so that
+several processes can share a study. Beside the files of each folder lies a manifest of their
+digests (`_util/manifest.py`).
 """
 
 import copy
@@ -28,7 +30,15 @@ from coterie._util.facts import Described
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
-from coterie.errors import CheckpointError, ConfigError, CoterieError, FolderInUse, RunExistsError, require, unknown
+from coterie.errors import (
+    CheckpointError,
+    ConfigError,
+    CoterieError,
+    FolderInUse,
+    RunExistsError,
+    require,
+    unknown,
+)
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
@@ -65,12 +75,13 @@ class Study(Described):
     Args:
         folder: where everything is.
         config: what was run.
-        summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means over, and how each
-            run stands that is `left_out`.
+        summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means
+            over, and how each run stands that is `left_out`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
         names: the names of the clients by id; empty where clients are numbers.
         server: whether a method of it has a server.
-        elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
+        elsewhere: the runs that other processes were working on, and who; they are not in the
+            summary yet.
     """
 
     folder: Path
@@ -87,7 +98,8 @@ class Study(Described):
         return f"Study {self.config.name!r}", {
             "methods": ", ".join(method.label for method in self.config.methods),
             "seeds": ", ".join(map(str, self.summary["seeds"])) or "none that all methods have",
-            "runs": f"{len(self.summary['timing'])} finished" + f", {left_out} left out" * bool(left_out),
+            "runs": f"{len(self.summary['timing'])} finished"
+            + f", {left_out} left out" * bool(left_out),
             "folder": self.folder,
         }
 
@@ -169,7 +181,9 @@ class _Jobs:
     def network(self) -> ModelSource:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
-            raise ConfigError("this study has a module of your own; give it from Python: run_study(..., model=...)")
+            raise ConfigError(
+                "this study has a module of your own; give it from Python: run_study(..., model=...)"
+            )
         return self.config.model.source if self.model is None else self.model
 
     def check(self, federation: Federation) -> None:
@@ -194,7 +208,9 @@ class _Jobs:
         if self.federation is not None:
             return self.federation(seed)
         if self.config.data.dataset == OWN:
-            raise ConfigError("this study has data of your own; give them from Python: run_study(..., federation=...)")
+            raise ConfigError(
+                "this study has data of your own; give them from Python: run_study(..., federation=...)"
+            )
         return _federation(config.dumps(self.config), seed, self.data_dir)
 
 
@@ -230,19 +246,20 @@ def run_study(
         study: a study, the path of a study file, or the name of a built-in one.
         out: the folder under which the study's folder is made.
         data_dir: where datasets lie on disk; COTERIE_DATA when None.
-        workers: processes to share the runs among; the results do not depend on it. From 2 on, a script needs the
-            usual `if __name__ == "__main__":`.
+        workers: processes to share the runs among; the results do not depend on it. From 2 on, a
+            script needs the usual `if __name__ == "__main__":`.
         resume: go on with a study that is there: finished runs are kept, half-done ones continue.
         overwrite: delete the study's folder first.
         federation: your own data instead of the study's [data], or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
         notes: is called when a run begins something that takes seconds, before its first round.
-        over: what does the runs instead of processes of this machine, such as `coterie.cluster.runs.runs_on` gives;
-            `workers` is then how many are under way at most.
+        over: what does the runs instead of processes of this machine, such as
+            `coterie.cluster.runs.runs_on` gives; `workers` is then how many are under way at most.
 
     Raises:
-        RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is set.
+        RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is
+            set.
         CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
     """
     study = study if isinstance(study, StudyConfig) else config.load(study)
@@ -268,18 +285,28 @@ def run_study(
     left = [job for job in jobs_of(study) if not _whole(run_folder(folder, job))]
     while waiting := [job for job in left if not in_use(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
-        given = (_Given(job, plan.shared(job.seed, over, crew)) for job in waiting if _open(run_folder(folder, job)))
+        given = (
+            _Given(job, plan.shared(job.seed, over, crew))
+            for job in waiting
+            if _open(run_folder(folder, job))
+        )
         mine = {one.job for one, did in (over or fan_out)(plan, given, crew, emit) if did}
         left = [job for job in left if job not in mine and not _whole(run_folder(folder, job))]
     elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
     done = _read(study, folder)
-    summary.write_files(folder, {summary.SUMMARY: json.dumps(done.summary, indent=1, ensure_ascii=False)})
+    summary.write_files(
+        folder, {summary.SUMMARY: json.dumps(done.summary, indent=1, ensure_ascii=False)}
+    )
     return replace(done, elsewhere=elsewhere)
 
 
 def _whole(folder: Path) -> bool:
     """Whether a run is finished and nothing is damaged; its checkpoint and its models may have been deleted."""
-    kept = [name for name in (CONFIG, checkpoint.FILE, models.FILE) if name == CONFIG or (folder / name).exists()]
+    kept = [
+        name
+        for name in (CONFIG, checkpoint.FILE, models.FILE)
+        if name == CONFIG or (folder / name).exists()
+    ]
     return checkpoint.finished(folder) and not any(manifest.fault(folder, name) for name in kept)
 
 
@@ -300,11 +327,13 @@ def resume_study(
 ) -> Study:
     """Go on with the study in a folder (that of a study, or of one of its runs).
 
-    `folder` is what `coterie run` named at its end, or when it was interrupted; the other arguments are those of
-    `run_study`: a study with its own data or module needs `federation` or `model` again.
+    `folder` is what `coterie run` named at its end, or when it was interrupted; the other arguments
+    are those of `run_study`: a study with its own data or module needs `federation` or `model`
+    again.
 
     Raises:
-        ConfigError: when there is no study in the folder, or a package that has one of its methods is missing.
+        ConfigError: when there is no study in the folder, or a package that has one of its methods
+            is missing.
     """
     study, out = stored(folder, to_run=True)
     return run_study(
@@ -316,30 +345,39 @@ def resume_study(
 def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
-    A folder that was renamed gives its name to the study; in the files of its runs the earlier name stays.
+    A folder that was renamed gives its name to the study; in the files of its runs the earlier name
+    stays.
 
     Args:
         folder: of a study, or of one of its runs.
         to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
 
     Raises:
-        ConfigError: when there is none, or it shall go on and a package that has one of its methods is missing.
+        ConfigError: when there is none, or it shall go on and a package that has one of its methods
+            is missing.
     """
     path = Path(folder).resolve()
     if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
         path = path.parent.parent
     if not (path / CONFIG).exists():
-        raise ConfigError(f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made")
+        raise ConfigError(
+            f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made"
+        )
     if (path / manifest.FILE).exists() and (fault := manifest.fault(path, CONFIG)):
         raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
-    study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
+    study = config.loads(
+        (path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run
+    )
     depth = len(Path(study.name).parts)
     if path.parts[-depth:] == Path(study.name).parts:
         return study, path.parents[depth - 1]
     if to_run:
-        require(is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it")
+        require(
+            is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it"
+        )
     renamed = copy.copy(study)
-    object.__setattr__(renamed, "name", path.name)  # to read its results a folder may be called anything
+    # to read its results a folder may be called anything
+    object.__setattr__(renamed, "name", path.name)
     return renamed, path.parent
 
 
@@ -360,17 +398,24 @@ def reopen_run(
 
     Raises:
         ConfigError: when the folder is not that of a run.
-        CheckpointError: when the run has not begun, or the data or settings are not those that it had.
+        CheckpointError: when the run has not begun, or the data or settings are not those that it
+            had.
     """
     path = Path(folder)
     if not (path / CONFIG).exists():
         raise ConfigError(f"{folder} holds no run: no {CONFIG}; expected <study>/<method>/seed-<n>")
     found = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
     if len(found.methods) != 1 or len(found.seeds) != 1:
-        raise ConfigError(f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>")
-    plan = _Jobs(found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model)
+        raise ConfigError(
+            f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>"
+        )
+    plan = _Jobs(
+        found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model
+    )
     entry, seed = found.scaled(found.methods[0].label), found.seeds[0]
-    return reopen(path, plan.data(seed), entry.method, model=plan.network, settings=entry.settings, seed=seed)
+    return reopen(
+        path, plan.data(seed), entry.method, model=plan.network, settings=entry.settings, seed=seed
+    )
 
 
 def read_study(folder: str | Path) -> Study:
@@ -389,7 +434,11 @@ def read_study(folder: str | Path) -> Study:
 
 def found_studies(out: str | Path) -> list[Path]:
     """Return the folders of the studies under a folder."""
-    return [path.parent for path in sorted(Path(out).rglob(summary.FEDERATION)) if (path.parent / CONFIG).exists()]
+    return [
+        path.parent
+        for path in sorted(Path(out).rglob(summary.FEDERATION))
+        if (path.parent / CONFIG).exists()
+    ]
 
 
 def study_standings(folder: Path) -> list[Standing]:
@@ -411,7 +460,9 @@ def run_folder(folder: Path, job: Job) -> Path:
 def note_failure(folder: Path, error: BaseException) -> None:
     """Keep the error of a run beside its files, for `coterie status`; its next start forgets it."""
     with suppress(OSError):  # the disk may be what failed
-        (folder / FAILURE).write_text(" ".join(str(error).split()) or type(error).__name__, encoding="utf-8")
+        (folder / FAILURE).write_text(
+            " ".join(str(error).split()) or type(error).__name__, encoding="utf-8"
+        )
 
 
 def failure(folder: Path) -> str:
@@ -428,7 +479,9 @@ def _read(study: StudyConfig, folder: Path) -> Study:
     content = summary.json_ready(summary.summary_of(runs, folder, problems))
     diverged = {}
     for run in runs:
-        lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
+        lost = run.metrics.loc[
+            (run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"
+        ].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
     server = any(summary.declared(run, "server") for run in runs)
@@ -437,7 +490,11 @@ def _read(study: StudyConfig, folder: Path) -> Study:
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to change an existing folder, unless asked to and the folder is of this study."""
-    begun = [path for path in folder.glob("*") if path.name != manifest.FILE and not path.name.startswith(".")]
+    begun = [
+        path
+        for path in folder.glob("*")
+        if path.name != manifest.FILE and not path.name.startswith(".")
+    ]
     if not begun:  # also where a process was killed before it had written anything else
         return
     if not (folder / CONFIG).exists():
@@ -460,7 +517,9 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
             try:
                 found = config.loads(path.read_text(encoding="utf-8"), str(path), to_run=False)
             except ConfigError as error:
-                raise CheckpointError(f"{path} is damaged ({error}); delete its folder to run it again") from error
+                raise CheckpointError(
+                    f"{path} is damaged ({error}); delete its folder to run it again"
+                ) from error
             wanted = study.only(entry.label, seed)
             if config.digest(found) != config.digest(wanted):
                 change = config.difference(found, wanted)
@@ -496,7 +555,9 @@ def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
 
 
-def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool) -> None:
+def _prepare(
+    study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool
+) -> None:
     """Make the study's folder: what is run, and on which data."""
     if overwrite and folder.exists():
         with ExitStack() as all_of_it:
@@ -504,8 +565,13 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume
                 all_of_it.enter_context(claimed(lock.parent))
             shutil.rmtree(folder)
     described = json.dumps(describe(federation)) + "\n"
-    with claimed(folder, wait=summary.STUDY_WAIT):  # the seeds that are there are read and written as one
+    # the seeds that are there are read and written as one
+    with claimed(folder, wait=summary.STUDY_WAIT):
         other = resume and (folder / summary.FEDERATION).exists() and not _describes(study, folder)
-        kept = {} if other and not manifest.fault(folder, summary.FEDERATION) else {summary.FEDERATION: described}
+        kept = (
+            {}
+            if other and not manifest.fault(folder, summary.FEDERATION)
+            else {summary.FEDERATION: described}
+        )
         content = config.dumps(_with_stored_seeds(study, folder) if resume else study)
         summary.write_files(folder, {CONFIG: content, **kept})

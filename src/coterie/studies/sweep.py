@@ -1,7 +1,8 @@
 """Sweeps: one study for each point of a grid over its settings.
 
-Settings of methods and of training vary inside a study: a method comes once for each value, on the same data. Settings
-of the data or the model make studies of their own, in folders under that of the sweep:
+Settings of methods and of training vary inside a study: a method comes once for each value, on the
+same data. Settings of the data or the model make studies of their own, in folders under that of the
+sweep:
 
     runs/<sweep>/config.toml, summary.json         the sweep, and the rows of all its studies
     runs/<sweep>/num_clients=20/                   a study like any other
@@ -70,7 +71,9 @@ def expand(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...
     content.pop("sweep")
     axes = [_Axis(tuple(keys(path)), values) for path, values in study.sweep.items()]
     outer = [axis for axis in axes if axis.own_study]
-    content["methods"] = list(_methods(content["methods"], [axis for axis in axes if not axis.own_study]))
+    content["methods"] = list(
+        _methods(content["methods"], [axis for axis in axes if not axis.own_study])
+    )
     studies = []
     for point in _points(outer):
         changed = copy.deepcopy(content)
@@ -104,7 +107,8 @@ def run_sweep(
         One study, or one for each choice of the settings of data and model.
 
     Raises:
-        RunExistsError: when the sweep's folder is there and neither `resume` nor `overwrite` is set.
+        RunExistsError: when the sweep's folder is there and neither `resume` nor `overwrite` is
+            set.
     """
     study = study if isinstance(study, StudyConfig) else config.load(study)
     studies = expand(study)
@@ -119,7 +123,9 @@ def run_sweep(
         return (run(studies[0]),)
     folder = Path(out) / study.name
     if (folder / CONFIG).exists() and not (resume or overwrite):
-        raise RunExistsError(f"{folder} exists; go on with it with --resume, start again with --overwrite")
+        raise RunExistsError(
+            f"{folder} exists; go on with it with --resume, start again with --overwrite"
+        )
     done = []
     for one in studies:
         done.append(run(one))
@@ -140,10 +146,14 @@ def read_sweep(folder: str | Path) -> tuple[Study, ...]:
     """
     study, out = stored(folder)
     points = expand(study, to_run=False)
-    begun = [(one, (out / one.name / CONFIG).is_file() and holds_runs(out / one.name)) for one in points]
+    begun = [
+        (one, (out / one.name / CONFIG).is_file() and holds_runs(out / one.name)) for one in points
+    ]
     if not any(there for _, there in begun):
         return tuple(_point(one, out) for one in points)
-    return tuple(_point(one, out) if there else _missing(one, out / one.name) for one, there in begun)
+    return tuple(
+        _point(one, out) if there else _missing(one, out / one.name) for one, there in begun
+    )
 
 
 def _point(study: StudyConfig, out: Path) -> Study:
@@ -154,7 +164,9 @@ def _point(study: StudyConfig, out: Path) -> Study:
 
 def _missing(study: StudyConfig, folder: Path) -> Study:
     """A point of a sweep of which no run is there."""
-    absent = as_json([Standing(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds])
+    absent = as_json(
+        [Standing(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds]
+    )
     content = {"study": study.name, "seeds": [], "left_out": absent, "rows": [], "timing": []}
     return Study(folder, study, content, {})
 
@@ -168,7 +180,13 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
         return dict(studies[0].summary)
     name = studies[0].config.name.rpartition("/")[0]
     seeds = common({one.config.name: one.summary["seeds"] for one in studies})
-    content: dict[str, Any] = {"study": name, "seeds": seeds, "left_out": [], "rows": [], "timing": []}
+    content: dict[str, Any] = {
+        "study": name,
+        "seeds": seeds,
+        "left_out": [],
+        "rows": [],
+        "timing": [],
+    }
     for one in studies:
         point = one.config.name.removeprefix(f"{name}/")
         found = one.summary
@@ -199,7 +217,9 @@ def _methods(entries: Sequence[dict[str, Any]], axes: Sequence[_Axis]) -> Iterat
                 path = axis.path[2:] if axis.path[0] == "methods" else axis.path
                 put(changed, path, value)
             if point:
-                changed["label"] = " ".join([entry["label"], *(axis.tag(value) for axis, value in point)])
+                changed["label"] = " ".join(
+                    [entry["label"], *(axis.tag(value) for axis, value in point)]
+                )
                 changed.pop("paper", None)  # the published row is of one setting
             yield changed
     for axis in axes:

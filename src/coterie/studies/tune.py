@@ -1,6 +1,7 @@
 """tune(): the best settings of each method of a study by its clients' own validation data, and nothing else.
 
-The test sets are taken out of the federation before anything runs: no choice here can have seen them.
+The test sets are taken out of the federation before anything runs: no choice here can have seen
+them.
 """
 
 import itertools
@@ -50,7 +51,8 @@ class Trial:
         point: the choice.
         seed: of the data and the run.
         metric: accuracy or loss.
-        value: of the best models on the clients' validation data, mean over clients; NaN when some diverged.
+        value: of the best models on the clients' validation data, mean over clients; NaN when some
+            diverged.
     """
 
     label: str
@@ -108,7 +110,9 @@ def read_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
     for text in assignments:
         path, equals, values = text.partition("=")
         if not equals or not values.strip():
-            raise ConfigError(f"--grid got {text!r}; expected setting=value,value, such as lr=0.001,0.003")
+            raise ConfigError(
+                f"--grid got {text!r}; expected setting=value,value, such as lr=0.001,0.003"
+            )
         grid[path.strip()] = _values(values.strip())
     return grid
 
@@ -136,15 +140,17 @@ def tune(
 ) -> Tuned:
     """Choose settings of every method by the clients' own validation data.
 
-    A setting is a key of a [[methods]] table; a method that has no such key leaves it out. Where the best value of a
-    numeric axis is the smallest or the largest that was tried, the axis is continued by its own ratio (or step).
+    A setting is a key of a [[methods]] table; a method that has no such key leaves it out. Where
+    the best value of a numeric axis is the smallest or the largest that was tried, the axis is
+    continued by its own ratio (or step).
 
     Args:
         study: what to tune. It keeps its own seeds, over which results are reported.
-        grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau"); under "seeds" the seeds of
-            the trials.
-        seeds: seeds of the trials; those of the grid when None, and those of the study where it has none. Others than
-            the study's keep what is chosen apart from the data that results are reported on.
+        grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau"); under
+            "seeds" the seeds of the trials.
+        seeds: seeds of the trials; those of the grid when None, and those of the study where it has
+            none. Others than the study's keep what is chosen apart from the data that results are
+            reported on.
         data_dir: where datasets lie on disk.
         workers: processes.
         widenings: how often a grid is continued at most.
@@ -162,8 +168,12 @@ def tune(
     grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
     for path in grid:
         if not any(_setting(path, label, study) in axes for label, axes in grids.items()):
-            raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
-    work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model)
+            raise ConfigError(
+                f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
+            )
+    work = _Work(
+        config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model
+    )
     data = lru_cache(maxsize=1)(work.data)  # one object for the trials of a seed
     trials: list[Trial] = []
     choices: list[Choice] = []
@@ -182,7 +192,10 @@ def tune(
             trials.append(trial)
             if observer is not None:
                 observer(trial)
-        choices = [_choose(label, [t for t in trials if t.label == label], axes) for label, axes in grids.items()]
+        choices = [
+            _choose(label, [t for t in trials if t.label == label], axes)
+            for label, axes in grids.items()
+        ]
         wider = {one.label: _widened(grids[one.label], one) for one in choices}
         if wider == grids:
             break
@@ -217,7 +230,9 @@ def write(tuned: Tuned, folder: str | Path) -> Path:
 def blind(federation: Federation) -> Federation:
     """Return a federation without its test sets: each holds one sample of zeros instead."""
     x, y = federation.x[0, :1], federation.y[0, :1]
-    empty = tuple(TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name) for test in federation.tests)
+    empty = tuple(
+        TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name) for test in federation.tests
+    )
     return replace(federation, tests=empty)
 
 
@@ -231,7 +246,9 @@ class _Asked:
     federation: Federation | None = None
 
     def __str__(self) -> str:
-        return ", ".join([self.label, f"seed {self.seed}", *(f"{key} = {value}" for key, value in self.point)])
+        return ", ".join(
+            [self.label, f"seed {self.seed}", *(f"{key} = {value}" for key, value in self.point)]
+        )
 
 
 @dataclass(frozen=True)
@@ -259,13 +276,18 @@ class _Work:
         settings = replace(entry.settings, eval_every=0)
         model = self.model or study.model.source
         run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
-        metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
+        metric, values = _validation(
+            run.metrics, "best" if settings.evaluate == "best_val" else "current"
+        )
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
         study = config.loads(self.study)
-        if OWN in (self.federation is None and study.data.dataset, self.model is None and study.model.kind):
+        if OWN in (
+            self.federation is None and study.data.dataset,
+            self.model is None and study.model.kind,
+        ):
             raise ConfigError(_OWN_PIECES)
         if self.federation is None:
             return build_federation(study.data, seed, self.data_dir)
@@ -291,11 +313,15 @@ def _with_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
     return config.parse(content)
 
 
-def _grid_of(study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+def _grid_of(
+    study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]
+) -> dict[str, tuple[Any, ...]]:
     """The axes of one method: settings that it has; those given for it alone come before those for all."""
     entry = study.entry(label)
     own = {f.name for f in fields(entry.method) if f.init}
-    known = own | {f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"}
+    known = own | {
+        f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"
+    }
     axes: dict[str, tuple[Any, ...]] = {}
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
         require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
@@ -328,7 +354,9 @@ def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any
     for trial in trials:
         values.setdefault(trial.point, []).append(trial.value)
     means = {point: float(np.mean(found)) for point, found in values.items()}
-    best = max(means, key=lambda point: sign * means[point] if math.isfinite(means[point]) else -math.inf)
+    best = max(
+        means, key=lambda point: sign * means[point] if math.isfinite(means[point]) else -math.inf
+    )
     if not math.isfinite(means[best]):
         raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
     edge = tuple(key for key, value in best if _side(axes[key], value))
@@ -337,7 +365,9 @@ def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any
 
 def _side(values: Sequence[Any], chosen: Any) -> int:
     """-1 or 1 where a value is the smallest or largest of a numeric axis with more than one, else 0."""
-    if len(values) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+    if len(values) < 2 or not all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+    ):
         return 0
     return int(chosen == max(values)) - int(chosen == min(values))
 

@@ -33,7 +33,11 @@ def found_again(function: str | Callable[..., Any], what: str) -> tuple[Callable
 def same(a: Any, b: Any) -> bool:
     """Return whether two values are equal, tensors and arrays bit by bit and NaN like NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+        )
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -22,9 +22,9 @@ _EACH, _TRAIN, _VALIDATION = 20, 12, 4
 def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int = 6) -> None:
     """Check the guarantees that every shift must give.
 
-    It is a frozen dataclass that a study file can name. It plans as many clients as it is given, the same ones for the
-    same random streams, and changes no data. Its transforms keep shape and type, change no input in place, and treat
-    each sample by itself.
+    It is a frozen dataclass that a study file can name. It plans as many clients as it is given,
+    the same ones for the same random streams, and changes no data. Its transforms keep shape and
+    type, change no input in place, and treat each sample by itself.
 
     Args:
         shift: the shift.
@@ -58,12 +58,21 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
         kept = x.clone()
         out, twice = transform(x), transform(x)
         assert torch.equal(x, kept), f"the transform {transform!r} changes its input in place"
-        assert torch.equal(out, twice), f"the transform {transform!r} gave two results for the same inputs"
+        assert torch.equal(out, twice), (
+            f"the transform {transform!r} gave two results for the same inputs"
+        )
         alone = torch.cat([transform(x[row : row + 1]) for row in range(len(x))])
-        assert torch.equal(out, alone), f"the transform {transform!r} of a sample depends on the others of its batch"
+        assert torch.equal(out, alone), (
+            f"the transform {transform!r} of a sample depends on the others of its batch"
+        )
     with promised("a federation can be built with it"):
         data = DataConfig(
-            source.name, num_clients=num_clients, train=_TRAIN, validation=_VALIDATION, shift=[shift], test="client"
+            source.name,
+            num_clients=num_clients,
+            train=_TRAIN,
+            validation=_VALIDATION,
+            shift=[shift],
+            test="client",
         )
         federation = build_from_sources(data, (source,), Rng(0))
     assert bool((federation.counts("train") > 0).all()), "a client has no training samples"
@@ -80,11 +89,14 @@ def _plan(shift: Shift, source: Source, num_clients: int) -> Clients:
         return planned(shift, clients, (source,), streams)
 
 
-def check_partition(function: str | Callable[..., Any], *, source: Source | None = None, num_clients: int = 6) -> None:
+def check_partition(
+    function: str | Callable[..., Any], *, source: Source | None = None, num_clients: int = 6
+) -> None:
     """Check the guarantees that every partition must give.
 
-    It is found by its import path, gives every sample to one client or to none and every client a sample, for this
-    number of clients and for two. It does the same for equal generators, and changes no data.
+    It is found by its import path, gives every sample to one client or to none and every client a
+    sample, for this number of clients and for two. It does the same for equal generators, and
+    changes no data.
 
     Args:
         function: the function, or its import path.
@@ -101,7 +113,8 @@ def check_partition(function: str | Callable[..., Any], *, source: Source | None
         before = copy.deepcopy(source.train)
         with promised("every client gets samples, every sample one client or none"):
             first, second = (
-                shift.owners(source.train, number, Rng(0).generator("testing.partition")) for _ in range(2)
+                shift.owners(source.train, number, Rng(0).generator("testing.partition"))
+                for _ in range(2)
             )
         assert same(before, source.train), "the partition changes the samples that it is given"
         assert np.array_equal(first, second), (

@@ -15,13 +15,15 @@ MakeExchanges = Callable[[Sequence[Sequence[int]], int], Sequence[Exchange]]
 """(ids of each host, population) -> an exchange for each host; the first host has the server role."""
 
 
-def check_exchange(make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0, 2), (1,), (3,))) -> None:
+def check_exchange(
+    make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0, 2), (1,), (3,))
+) -> None:
     """Check that an exchange keeps the contract of `Exchange`.
 
     Args:
         make: makes connected exchanges, one per host.
-        groups: the client ids of each host; together 0 .. K-1. For an exchange that hosts all clients in one process,
-            pass one group.
+        groups: the client ids of each host; together 0 .. K-1. For an exchange that hosts all
+            clients in one process, pass one group.
 
     Raises:
         AssertionError: naming the broken guarantee.
@@ -41,10 +43,14 @@ def check_exchange(make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0
     def message(number: int, step: int) -> Message:
         ids = torch.tensor(groups[number])
         params = ids[:, None].float() * 10 + torch.arange(3.0) + 100 * step
-        return Message(params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]})
+        return Message(
+            params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]}
+        )
 
     def peers(number: int) -> Tensor:
-        return torch.tensor([[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]])
+        return torch.tensor(
+            [[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]]
+        )
 
     def pulls(number: int, exchange: Exchange) -> list[Inbox]:
         return [exchange.pull(message(number, step), peers(number)) for step in range(2)]
@@ -67,27 +73,43 @@ def check_exchange(make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0
     def serves(number: int, exchange: Exchange) -> tuple[Any, Inbox]:
         def rule(shared: Tensor, whole: Message) -> tuple[Tensor, Reply]:
             assert whole.ids is not None
-            assert whole.ids.tolist() == list(range(population)), "a rule sees the cohort in the order of ids"
-            return shared + 1, Reply(whole.params, whole.ids[:, None], {"twice": whole.fields["samples"] * 2})
+            assert whole.ids.tolist() == list(range(population)), (
+                "a rule sees the cohort in the order of ids"
+            )
+            return shared + 1, Reply(
+                whole.params, whole.ids[:, None], {"twice": whole.fields["samples"] * 2}
+            )
 
         return exchange.serve(message(number, 0), rule, torch.zeros(()))
 
     for number, (shared, inbox) in enumerate(everywhere(serves, 2)):
-        assert torch.equal(inbox.table[inbox.index[:, 0]], message(number, 0).params), "a reply went to another client"
-        assert torch.equal(inbox.field("twice")[:, 0], message(number, 0).fields["samples"] * 2), "a reply lost a field"
+        assert torch.equal(inbox.table[inbox.index[:, 0]], message(number, 0).params), (
+            "a reply went to another client"
+        )
+        assert torch.equal(inbox.field("twice")[:, 0], message(number, 0).fields["samples"] * 2), (
+            "a reply lost a field"
+        )
         serving = number == 0 or bool(getattr(exchanges[number], "server", False))
         assert float(shared) == serving, "the shared state changes where the server role is, only"
 
 
 def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
     assert torch.equal(inbox.peers, peers), "slots are in the order in which they were asked"
-    assert torch.equal(inbox.mask, peers >= 0), "what was published arrives, an unused slot does not"
+    assert torch.equal(inbox.mask, peers >= 0), (
+        "what was published arrives, an unused slot does not"
+    )
     received = inbox.table[inbox.index]
     expected = peers[..., None].float() * 10 + torch.arange(3.0) + 100 * step
     arrived = inbox.mask[..., None].expand_as(received)
-    assert torch.equal(received[arrived], expected[arrived]), "a slot shows another message than its peer's"
-    assert torch.equal(inbox.field("samples")[inbox.mask], peers[inbox.mask].float() + 1), "a field is another peer's"
-    assert bool((inbox.bytes[inbox.mask] == 3 * 4 + 4 + 2 * 4).all()), "a message is counted with its payload in bytes"
+    assert torch.equal(received[arrived], expected[arrived]), (
+        "a slot shows another message than its peer's"
+    )
+    assert torch.equal(inbox.field("samples")[inbox.mask], peers[inbox.mask].float() + 1), (
+        "a field is another peer's"
+    )
+    assert bool((inbox.bytes[inbox.mask] == 3 * 4 + 4 + 2 * 4).all()), (
+        "a message is counted with its payload in bytes"
+    )
     assert not inbox.bytes[~inbox.mask].any(), "what did not arrive costs nothing"
     weights = torch.where(inbox.mask, 0.25, 7.0)
     own = torch.ones(len(peers), 3)

@@ -29,14 +29,17 @@ def check_loss(
 ) -> str:
     """Check the guarantees that every loss must give.
 
-    It returns one finite value a sample. Its gradient is finite, and not zero everywhere. It changes neither outputs
-    nor targets. The loss of a sample does not depend on the samples beside it, unless it is declared `whole`.
+    It returns one finite value a sample. Its gradient is finite, and not zero everywhere. It
+    changes neither outputs nor targets. The loss of a sample does not depend on the samples beside
+    it, unless it is declared `whole`.
 
     Args:
-        loss: a name or import path, a `Loss`, or a function (outputs, targets) -> one loss a sample.
+        loss: a name or import path, a `Loss`, or a function (outputs, targets) -> one loss a
+            sample.
         outputs: of a module, for two or more samples; random ones do.
         targets: of these samples.
-        whole: whether the loss of a sample may depend on the others; of a `Loss`, its own `whole` counts.
+        whole: whether the loss of a sample may depend on the others; of a `Loss`, its own `whole`
+            counts.
 
     Returns:
         Which engines can run it.
@@ -57,7 +60,9 @@ def check_loss(
     values = found(seen, targets)
     _check_values(values, number)
     assert torch.equal(seen, kept), "the loss changes the outputs that it gets: compute with copies"
-    assert torch.equal(targets, before), "the loss changes the targets that it gets: compute with copies"
+    assert torch.equal(targets, before), (
+        "the loss changes the targets that it gets: compute with copies"
+    )
     _check_gradient(values, leaf)
     if not whole:
         _check_alone(found, outputs.detach(), targets, values.detach())
@@ -65,25 +70,43 @@ def check_loss(
 
 
 def _check_values(values: Any, number: int) -> None:
-    assert values is not None, f"the loss returned None for {number} samples: return the loss of each"
-    assert isinstance(values, Tensor), f"the loss returned {values!r}; expected a tensor, one loss a sample"
+    assert values is not None, (
+        f"the loss returned None for {number} samples: return the loss of each"
+    )
+    assert isinstance(values, Tensor), (
+        f"the loss returned {values!r}; expected a tensor, one loss a sample"
+    )
     shape = tuple(values.shape)
     advice = "take the mean over all other axes, and not over samples"
-    assert shape == (number,), f"the loss returned shape {shape} for {number} samples; expected ({number},): {advice}"
-    assert values.is_floating_point(), f"the loss returned {values.dtype}; expected the numbers of the outputs"
+    assert shape == (number,), (
+        f"the loss returned shape {shape} for {number} samples; expected ({number},): {advice}"
+    )
+    assert values.is_floating_point(), (
+        f"the loss returned {values.dtype}; expected the numbers of the outputs"
+    )
     lost = (~torch.isfinite(values)).nonzero().flatten().tolist()
-    assert not lost, f"the loss of sample {lost[0]} is {float(values.detach()[lost[0]])}; expected a finite number"
+    assert not lost, (
+        f"the loss of sample {lost[0]} is {float(values.detach()[lost[0]])}; expected a finite number"
+    )
 
 
 def _check_gradient(values: Tensor, leaf: Tensor) -> None:
     advice = "compute with torch's operations on the outputs, without .item(), .detach(), argmax or numpy"
-    slope = torch.autograd.grad(values.sum(), leaf, allow_unused=True)[0] if values.requires_grad else None
+    slope = (
+        torch.autograd.grad(values.sum(), leaf, allow_unused=True)[0]
+        if values.requires_grad
+        else None
+    )
     assert slope is not None, f"the loss has no gradient: {advice}"
-    assert bool(torch.isfinite(slope).all()), "the gradient of the loss is not finite: 0 * log(0) and sqrt(0) do that"
+    assert bool(torch.isfinite(slope).all()), (
+        "the gradient of the loss is not finite: 0 * log(0) and sqrt(0) do that"
+    )
     assert bool(slope.any()), f"the gradient of the loss is zero everywhere: {advice}"
 
 
-def _check_alone(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor) -> None:
+def _check_alone(
+    loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor
+) -> None:
     for i in range(len(outputs)):
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
         same = _alike(alone, values[i : i + 1])
@@ -93,7 +116,9 @@ def _check_alone(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targ
         )
 
 
-def _engines(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor) -> str:
+def _engines(
+    loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor
+) -> str:
     many, labels = torch.stack([outputs.flip(0), outputs]), torch.stack([targets.flip(0), targets])
     try:
         found = vmap(loss)(many, labels)
@@ -113,9 +138,9 @@ def check_metric(
 ) -> float:
     """Check the guarantees that every metric of outputs must give.
 
-    It returns a number, in its range if it says one. The order of the samples does not matter. Sets of a single
-    sample, and of samples with equal targets, have a value too or are NaN. It is NaN only with a warning of class
-    `Undefined`. It changes neither outputs nor targets.
+    It returns a number, in its range if it says one. The order of the samples does not matter. Sets
+    of a single sample, and of samples with equal targets, have a value too or are NaN. It is NaN
+    only with a warning of class `Undefined`. It changes neither outputs nor targets.
 
     Args:
         metric: a name or import path, a `SampleMetric`, or a function (outputs, targets) -> number.
@@ -128,17 +153,27 @@ def check_metric(
     Raises:
         AssertionError: naming the broken guarantee.
     """
-    found = read_metric(metric) if isinstance(metric, str | SampleMetric) else SampleMetric("own", function=metric)
+    found = (
+        read_metric(metric)
+        if isinstance(metric, str | SampleMetric)
+        else SampleMetric("own", function=metric)
+    )
     number = len(outputs)
     assert number > 1, f"outputs are of {number} samples; expected 2 or more"
     seen, before = outputs.detach().clone(), targets.clone()
     value = _value(found, seen, before)
-    assert torch.equal(seen, outputs), "the metric changes the outputs that it gets: compute with copies"
-    assert torch.equal(before, targets), "the metric changes the targets that it gets: compute with copies"
+    assert torch.equal(seen, outputs), (
+        "the metric changes the outputs that it gets: compute with copies"
+    )
+    assert torch.equal(before, targets), (
+        "the metric changes the targets that it gets: compute with copies"
+    )
     order = torch.from_numpy(Rng(0).generator("testing.order").permutation(number))
     for other in (order, torch.arange(number).flip(0)):
         again = _value(found, outputs.detach()[other], targets[other])
-        same = math.isclose(again, value, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(again) and math.isnan(value))
+        same = math.isclose(again, value, rel_tol=1e-4, abs_tol=1e-6) or (
+            math.isnan(again) and math.isnan(value)
+        )
         assert same, f"the metric is {value:.6g}, and {again:.6g} with the samples in another order"
     _value(found, outputs.detach()[:1], targets[:1], "of a single sample")
     _value(found, outputs.detach(), targets[:1].expand_as(targets).clone(), "of equal targets")
@@ -164,7 +199,9 @@ def _value(metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = 
         shape = tuple(getattr(found, "shape", ()))
         advice = "take the mean over all other axes, and return it"
         assert found is not None, f"{words} returned None; expected one value a sample: {advice}"
-        assert shape == (len(outputs),), f"{words} returned shape {shape} for {len(outputs)} samples: {advice}"
+        assert shape == (len(outputs),), (
+            f"{words} returned shape {shape} for {len(outputs)} samples: {advice}"
+        )
         found = found.double().mean()
     assert found is not None, f"{words} returned None: return the number"
     try:
@@ -176,9 +213,14 @@ def _value(metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = 
         ) from None
     if math.isnan(value):
         reasons = [one for one in said if issubclass(one.category, Undefined)]
-        assert reasons, f"{words} is NaN without a reason: warn with coterie.functional.metrics.Undefined"
+        assert reasons, (
+            f"{words} is NaN without a reason: warn with coterie.functional.metrics.Undefined"
+        )
         return value
-    low, high = (math.inf * sign if end is None else end for sign, end in ((-1, metric.least), (1, metric.most)))
+    low, high = (
+        math.inf * sign if end is None else end
+        for sign, end in ((-1, metric.least), (1, metric.most))
+    )
     slack = 1e-6 * max(1.0, abs(value))
     inside = low - slack <= value <= high + slack
     assert inside, f"{words} is {value:.6g}; expected {_range(metric)}, as it says itself"

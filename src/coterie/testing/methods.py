@@ -41,18 +41,19 @@ def check_method(
 ) -> None:
     """Check the guarantees that every method must give.
 
-    Arguments stay unchanged. All that a later round depends on is in the state: two runs side by side do not disturb
-    each other, and a resumed run equals an uninterrupted one. The same seed gives the same bytes, another seed another
-    result. Every grouping of the clients over hosts gives the same bytes. The state stays finite with small cohorts. A
-    peer that never answers has no influence. Relabeling the clients relabels the result.
+    Arguments stay unchanged. All that a later round depends on is in the state: two runs side by
+    side do not disturb each other, and a resumed run equals an uninterrupted one. The same seed
+    gives the same bytes, another seed another result. Every grouping of the clients over hosts
+    gives the same bytes. The state stays finite with small cohorts. A peer that never answers has
+    no influence. Relabeling the clients relabels the result.
 
     Args:
         method: the method.
         federation: the data; a tiny federation by default.
         model: the model to train.
         settings: the settings of the runs; float64, so that results can be compared closely.
-        relabel: whether relabeling the clients must relabel the result (False for methods whose server draws by
-            position).
+        relabel: whether relabeling the clients must relabel the result (False for methods whose
+            server draws by position).
 
     Raises:
         AssertionError: naming the broken guarantee.
@@ -87,7 +88,9 @@ class _Maker:
         truth = federation.truth.cluster[list(ids)] if federation.truth is not None else None
         pool = self._task(federation.pooled()) if "pool" in self.method.needs else None
         return self._task(
-            federation.host(list(ids)), clusters=truth if "truth" in self.method.needs else None, pool=pool
+            federation.host(list(ids)),
+            clusters=truth if "truth" in self.method.needs else None,
+            pool=pool,
         )
 
     def _task(self, federation: Federation, **more: Any) -> Task:
@@ -108,13 +111,20 @@ class _Maker:
             **more,
         )
 
-    def loop(self, exchange: Exchange | None = None, rng: Rng | None = None, ids: Sequence[int] | None = None) -> Loop:
+    def loop(
+        self,
+        exchange: Exchange | None = None,
+        rng: Rng | None = None,
+        ids: Sequence[int] | None = None,
+    ) -> Loop:
         ids = self.federation.ids.tolist() if ids is None else ids
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
         record = Record(torch.full((self.federation.population,), -1))
         return Loop(self.task(ids), self.method, exchange, self.settings, rng or Rng(3), record)
 
-    def run(self, exchange: Exchange | None = None, rng: Rng | None = None) -> Float[Tensor, "clients params"]:
+    def run(
+        self, exchange: Exchange | None = None, rng: Rng | None = None
+    ) -> Float[Tensor, "clients params"]:
         return _finish(self.loop(exchange, rng))
 
 
@@ -147,7 +157,10 @@ def run_grouped(
     """
     make = _Maker(federation, method, model, settings or tiny_settings())
     office = PostOffice(federation.population)
-    doors = [Mailbox(office, torch.tensor(ids), server=number == server) for number, ids in enumerate(groups)]
+    doors = [
+        Mailbox(office, torch.tensor(ids), server=number == server)
+        for number, ids in enumerate(groups)
+    ]
 
     def host(number: int) -> Loop:
         loop = make.loop(doors[number], Rng(seed), groups[number])
@@ -178,7 +191,9 @@ def follow(
         settings: the settings of the run.
         seed: the seed of the run.
     """
-    loop = _Maker(federation or tiny_federation(), method, model, settings or tiny_settings()).loop(rng=Rng(seed))
+    loop = _Maker(federation or tiny_federation(), method, model, settings or tiny_settings()).loop(
+        rng=Rng(seed)
+    )
     _finish(loop)
     return loop
 
@@ -187,8 +202,12 @@ def follow(
 
 
 def _check_description(method: Method) -> None:
-    assert dataclasses.is_dataclass(method), "a method is a dataclass: its fields are its hyperparameters"
-    assert getattr(type(method), "__dataclass_params__").frozen, "a method is frozen: its fields never change"  # noqa: B009
+    assert dataclasses.is_dataclass(method), (
+        "a method is a dataclass: its fields are its hyperparameters"
+    )
+    assert getattr(type(method), "__dataclass_params__").frozen, (  # noqa: B009
+        "a method is frozen: its fields never change"
+    )
     for name in ("kind", "summary"):
         assert isinstance(getattr(method, name, None), str), f"a method has a {name}"
     assert copy.copy(method) == method, "methods with equal fields are equal"
@@ -214,8 +233,12 @@ def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
         memory = loop.state.memory
         for item in dataclasses.fields(memory) if memory is not None else ():
             value = getattr(memory, item.name)
-            assert len(value) == len(loop.task), f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
-    assert bool(torch.isfinite(loop.state.params).all()), "the models are not finite after the last round"
+            assert len(value) == len(loop.task), (
+                f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
+            )
+    assert bool(torch.isfinite(loop.state.params).all()), (
+        "the models are not finite after the last round"
+    )
     return loop.state.params
 
 
@@ -239,9 +262,19 @@ def _check_repeats(make: _Maker, whole: Tensor) -> None:
         once, parts = Path(name) / "once", Path(name) / "parts"
         simulate(federation, method, model=make.model, settings=settings, seed=3, folder=once)
         again = load_file(once / "checkpoint.safetensors")["state.params"]
-        assert torch.equal(again, whole), "the same seed gave another result: draw from rnd.rng alone"
+        assert torch.equal(again, whole), (
+            "the same seed gave another result: draw from rnd.rng alone"
+        )
         simulate(federation, method, model=make.model, settings=half, seed=3, folder=parts)
-        simulate(federation, method, model=make.model, settings=settings, seed=3, folder=parts, resume=True)
+        simulate(
+            federation,
+            method,
+            model=make.model,
+            settings=settings,
+            seed=3,
+            folder=parts,
+            resume=True,
+        )
         for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
             assert (once / file).read_bytes() == (parts / file).read_bytes(), (
                 f"a resumed run has another {file}: what a later round depends on is not in the State"
@@ -263,7 +296,12 @@ def _check_grouping(make: _Maker, whole: Tensor) -> None:
     for name, (groups, place) in groupings.items():
         server = place if make.method.server else 0
         result = run_grouped(
-            make.federation, make.method, groups, model=make.model, settings=make.settings, server=server
+            make.federation,
+            make.method,
+            groups,
+            model=make.model,
+            settings=make.settings,
+            server=server,
         )
         assert torch.equal(result, whole), (
             f"hosting {name} (server at host {server}) changes the result: a client's result depends on who is hosted "
@@ -276,17 +314,25 @@ def _check_cohorts(make: _Maker) -> None:
     for participation in (0.5, 1 / make.federation.population):
         settings = dataclasses.replace(make.settings, participation=participation)
         params = dataclasses.replace(make, settings=settings).run()
-        assert bool(torch.isfinite(params).all()), f"with participation {participation:.2f} models are not finite"
+        assert bool(torch.isfinite(params).all()), (
+            f"with participation {participation:.2f} models are not finite"
+        )
         if make.method.server:  # whoever is outside the cohort must stay in step
             groups = [make.federation.ids.tolist()[::2], make.federation.ids.tolist()[1::2]]
-            result = run_grouped(make.federation, make.method, groups, model=make.model, settings=settings, server=1)
-            assert torch.equal(result, params), f"with participation {participation:.2f} hosting in groups changes it"
+            result = run_grouped(
+                make.federation, make.method, groups, model=make.model, settings=settings, server=1
+            )
+            assert torch.equal(result, params), (
+                f"with participation {participation:.2f} hosting in groups changes it"
+            )
 
 
 def _check_silence(make: _Maker) -> None:
     """A peer that never answers has no influence; when nobody answers, the state stays finite."""
     alone = Faulty(InMemory(make.federation.ids, make.federation.population), drop=1.0)
-    assert bool(torch.isfinite(make.run(alone)).all()), "when nothing arrives the models are not finite"
+    assert bool(torch.isfinite(make.run(alone)).all()), (
+        "when nothing arrives the models are not finite"
+    )
     silent = make.federation.population - 1
     changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
     other = changed.x[silent].flip(0)
@@ -335,7 +381,9 @@ class _Relabeled(Rng):
         """Return the stream of the client's old id."""
         return super().generator(purpose, client if client == EVERYONE else self.order[client])
 
-    def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+    def pairs(
+        self, purpose: str, ids: Int[Tensor, " clients"], population: int
+    ) -> Float[Tensor, "clients population"]:
         """Return the draws of the old pairs."""
         return super().pairs(purpose, ids, population)[:, list(self.order)]
 
@@ -361,6 +409,8 @@ def _equal(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, Tensor):
         return (
-            bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))) if a.is_floating_point() else torch.equal(a, b)
+            bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+            if a.is_floating_point()
+            else torch.equal(a, b)
         )
     return all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))

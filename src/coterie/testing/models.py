@@ -28,10 +28,11 @@ def check_model(
 ) -> dict[str, str]:
     """Check the guarantees that every model must give, and say which engine runs it.
 
-    It can be made and trained on the data. Made again from the same random stream it has the same weights, and trained
-    again with the same seed it is the same model: nothing random is hidden. All that training changes is in its
-    parameters and floating-point buffers, so that clients that share a process do not share anything else. Every engine
-    that takes it ends where the loop engine does, up to rounding.
+    It can be made and trained on the data. Made again from the same random stream it has the same
+    weights, and trained again with the same seed it is the same model: nothing random is hidden.
+    All that training changes is in its parameters and floating-point buffers, so that clients that
+    share a process do not share anything else. Every engine that takes it ends where the loop
+    engine does, up to rounding.
 
     Args:
         model: an import path, a name, a module or a factory, as in `simulate`.
@@ -62,7 +63,9 @@ def check_model(
         "trained again with the same seed it is another model: it draws random numbers by itself; draw from torch's "
         "generator alone"
     )
-    alone = run_grouped(federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings)
+    alone = run_grouped(
+        federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings
+    )
     assert torch.equal(whole, alone), (
         "trained beside other clients it is another model: it keeps something outside its parameters and "
         "floating-point buffers (register_buffer)"
@@ -77,7 +80,9 @@ def check_model(
             said[name] = engine.reason
             if engine.name == name != "loop":
                 gap = float((_trained(model, federation, wanted) - whole).abs().max())
-                assert gap <= limit, f"with the {name} engine it ends {gap:.3g} away from the loop engine"
+                assert gap <= limit, (
+                    f"with the {name} engine it ends {gap:.3g} away from the loop engine"
+                )
     return said
 
 

@@ -17,17 +17,20 @@ from coterie.testing._promises import found_again, promised, unchanged
 from coterie.testing.methods import check_method
 
 
-def check_aggregation(rule: str | Callable[..., Any], *, similarity: bool = False, relabel: bool = True) -> None:
+def check_aggregation(
+    rule: str | Callable[..., Any], *, similarity: bool = False, relabel: bool = True
+) -> None:
     """Check the guarantees that every aggregation rule must give.
 
-    It is found by its import path, returns a finite model of the form of those that it is given, for one model and for
-    several, of either precision, changes no argument, and gives the same result again. The order of the peers changes
-    nothing. In a peer-to-peer method and on a server it keeps the promises of methods: hosting, silence and resume
-    among them.
+    It is found by its import path, returns a finite model of the form of those that it is given,
+    for one model and for several, of either precision, changes no argument, and gives the same
+    result again. The order of the peers changes nothing. In a peer-to-peer method and on a server
+    it keeps the promises of methods: hosting, silence and resume among them.
 
     Args:
         rule: the function, or its import path.
-        similarity: whether the rule needs similarities; then it is for DAC, and tried with it alone.
+        similarity: whether the rule needs similarities; then it is for DAC, and tried with it
+            alone.
         relabel: whether the order of the peers must not matter.
 
     Raises:
@@ -35,24 +38,42 @@ def check_aggregation(rule: str | Callable[..., Any], *, similarity: bool = Fals
     """
     function, path = found_again(rule, "the aggregation rule")
     stream = Rng(0).generator("testing.aggregation")
-    for count, dtype in ((1, torch.float32), (2, torch.float64), (5, torch.float64), (5, torch.float32)):
+    for count, dtype in (
+        (1, torch.float32),
+        (2, torch.float64),
+        (5, torch.float64),
+        (5, torch.float32),
+    ):
         models = torch.from_numpy(stream.normal(size=(count, 7))).to(dtype)
         samples = torch.from_numpy(stream.integers(1, 50, size=count)).to(dtype)
         alike = torch.from_numpy(stream.random(count)).to(dtype)
-        cases = ((alike, models[0]),) if similarity else ((None, models[0]), (None, torch.zeros_like(models[0])))
+        cases = (
+            ((alike, models[0]),)
+            if similarity
+            else ((None, models[0]), (None, torch.zeros_like(models[0])))
+        )
         for known, before in cases:
             received = Received(
-                models.clone(), samples.clone(), None if known is None else known.clone(), before.clone()
+                models.clone(),
+                samples.clone(),
+                None if known is None else known.clone(),
+                before.clone(),
             )
             with promised("it returns the merged model"):
-                merged = unchanged(lambda r: aggregation.merged_by(function, r, "it"), received, "the rule")
-            assert bool(torch.isfinite(merged).all()), f"merged from {count} finite models, the model is not finite"
+                merged = unchanged(
+                    lambda r: aggregation.merged_by(function, r, "it"), received, "the rule"
+                )
+            assert bool(torch.isfinite(merged).all()), (
+                f"merged from {count} finite models, the model is not finite"
+            )
             order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
             told = None if known is None else known[order]
             turned = function(Received(models[order], samples[order], told, before))
             limit = 1e-5 if dtype == torch.float32 else 1e-10
             close = torch.allclose(turned, merged, rtol=limit, atol=limit)
-            assert close or not relabel, "the order of the peers changes the result; it is that of their ids"
+            assert close or not relabel, (
+                "the order of the peers changes the result; it is that of their ids"
+            )
     methods = (
         (Dac(num_peers=3, aggregation=path),)
         if similarity
@@ -65,9 +86,9 @@ def check_aggregation(rule: str | Callable[..., Any], *, similarity: bool = Fals
 def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> None:
     """Check the guarantees that every selection rule must give.
 
-    It is found by its import path, returns a number for each member, whatever the client knows by then, changes no
-    argument, and gives the same result again. Renaming the members renames the choice. In methods it keeps the
-    promises of methods: hosting, silence and resume among them.
+    It is found by its import path, returns a number for each member, whatever the client knows by
+    then, changes no argument, and gives the same result again. Renaming the members renames the
+    choice. In methods it keeps the promises of methods: hosting, silence and resume among them.
 
     Args:
         rule: the function, or its import path.
@@ -106,7 +127,9 @@ def _known(stream: np.random.Generator, round: int, client: int, population: int
         measured=measured,
         told=told,
         count=count * candidates,
-        age=torch.where(measured, 1 + torch.from_numpy(stream.integers(0, max(1, round), size=population)), -1),
+        age=torch.where(
+            measured, 1 + torch.from_numpy(stream.integers(0, max(1, round), size=population)), -1
+        ),
         noise=torch.from_numpy(stream.gumbel(size=population)),
     )
 
@@ -121,4 +144,8 @@ def _renamed(function: Callable[..., Any], known: Known, stream: np.random.Gener
     }
     scores = function(known)
     turned = function(Known(int(place[known.client]), known.round, **tensors))
-    return bool(torch.isclose(turned.double(), scores[order].double(), rtol=1e-9, atol=1e-9, equal_nan=True).all())
+    return bool(
+        torch.isclose(
+            turned.double(), scores[order].double(), rtol=1e-9, atol=1e-9, equal_nan=True
+        ).all()
+    )

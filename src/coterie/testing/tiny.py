@@ -30,8 +30,8 @@ def tiny_federation(
 ) -> Federation:
     """Make a small problem with concept shift between clusters.
 
-    Every cluster labels Gaussian inputs by its own random linear rule. Client i is in cluster i modulo `clusters`;
-    inputs are float64, so that engines can be compared closely.
+    Every cluster labels Gaussian inputs by its own random linear rule. Client i is in cluster i
+    modulo `clusters`; inputs are float64, so that engines can be compared closely.
 
     Args:
         num_clients: number of clients.
@@ -41,9 +41,9 @@ def tiny_federation(
         features: the shape of an input.
         classes: number of classes, of labels, or of tokens.
         seed: what the data are drawn from.
-        kind: "classes": the target is the class with the largest value of the rule; "labels": it is 1 for each value
-            above 0, and 0 for the others (multi-label); "tokens": inputs are whole numbers, and each entry's target is
-            that number moved on by the cluster's step.
+        kind: "classes": the target is the class with the largest value of the rule; "labels": it is
+            1 for each value above 0, and 0 for the others (multi-label); "tokens": inputs are whole
+            numbers, and each entry's target is that number moved on by the cluster's step.
     """
     stream = Rng(seed).generator("testing.federation")
     size = int(np.prod(features))
@@ -91,7 +91,9 @@ class TinyTokens(nn.Module):
         self.before = nn.Linear(4, 4, bias=False)
         self.scores = nn.Linear(4, tokens)
 
-    def forward(self, tokens: Int[Tensor, "samples positions"]) -> Float[Tensor, "samples positions scores"]:
+    def forward(
+        self, tokens: Int[Tensor, "samples positions"]
+    ) -> Float[Tensor, "samples positions scores"]:
         """Return the scores of each position's target."""
         seen = self.embedding(tokens)
         before = functional.pad(seen, (0, 0, 1, 0))[:, :-1]
@@ -104,7 +106,9 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
 
     def draw(number: int) -> Samples:
         x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
-        y, writer = (torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12))
+        y, writer = (
+            torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12)
+        )
         return Samples(x, y, {"writer": writer})
 
     return Source("tiny", draw(samples), draw(samples // 2), classes)

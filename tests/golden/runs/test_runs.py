@@ -48,7 +48,9 @@ def outcome(kind: str) -> dict[str, Any]:
     run = simulate(tiny_federation(), method, model="linear", settings=settings, seed=1)
     table = run.metrics
     final = table[
-        (table["split"] == "test") & (table["metric"] == "accuracy") & (table["round"] == table["round"].max())
+        (table["split"] == "test")
+        & (table["metric"] == "accuracy")
+        & (table["round"] == table["round"].max())
     ]
     reads = run.edges[["round", "reader", "read"]].to_numpy().tolist()
     return {
@@ -63,7 +65,8 @@ def outcome(kind: str) -> dict[str, Any]:
 def stored() -> dict[str, Any]:
     if os.environ.get("COTERIE_GOLDEN") == "rewrite":
         FILE.write_text(
-            json.dumps({kind: outcome(kind) for kind in sorted(METHODS)}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({kind: outcome(kind) for kind in sorted(METHODS)}, indent=1) + "\n",
+            encoding="utf-8",
         )
     return json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -71,7 +74,10 @@ def stored() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_a_method_still_gives_the_stored_run(kind, stored):
     found, expected = outcome(kind), stored[kind]
-    assert (found["reads"], found["who_read_whom"]) == (expected["reads"], expected["who_read_whom"])
+    assert (found["reads"], found["who_read_whom"]) == (
+        expected["reads"],
+        expected["who_read_whom"],
+    )
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-8)
     assert found["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-8)
 

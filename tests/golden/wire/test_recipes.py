@@ -1,7 +1,7 @@
 """Hashes, signatures, heads and rosters: stored ones, found again by code that shares nothing with Coterie.
 
-Signatures are verified here by the arithmetic of the curve itself; hashes, rosters and messages are read by the member
-in tests/stranger, which was written from docs/reference/wire.md.
+Signatures are verified here by the arithmetic of the curve itself; hashes, rosters and messages are
+read by the member in tests/stranger, which was written from docs/reference/wire.md.
 """
 
 import hashlib
@@ -103,7 +103,11 @@ def added(a: Point, b: Point) -> Point:
         return b if a is None else a
     if a[0] == b[0] and (a[1] + b[1]) % P == 0:
         return None
-    slope = (3 * a[0] ** 2 - 3) * pow(2 * a[1], -1, P) if a == b else (b[1] - a[1]) * pow(b[0] - a[0], -1, P)
+    slope = (
+        (3 * a[0] ** 2 - 3) * pow(2 * a[1], -1, P)
+        if a == b
+        else (b[1] - a[1]) * pow(b[0] - a[0], -1, P)
+    )
     x = (slope**2 - a[0] - b[0]) % P
     return x, (slope * (a[0] - x) - a[1]) % P
 
@@ -137,7 +141,8 @@ def test_keys_are_the_points_of_their_numbers_and_fingerprints_are_of_their_der(
         told = RECIPES[owner]
         assert times(told["private"], G) == point(told["public"])
     x, y = point(RECIPES["key"]["public"])
-    start = bytes.fromhex("3059301306072a8648ce3d020106082a8648ce3d03010703420004")  # EC key, P-256, not compressed
+    # EC key, P-256, not compressed
+    start = bytes.fromhex("3059301306072a8648ce3d020106082a8648ce3d03010703420004")
     der = start + x.to_bytes(32, "big") + y.to_bytes(32, "big")
     assert hashlib.sha256(der).hexdigest() == RECIPES["key"]["fingerprint"]
 
@@ -145,11 +150,15 @@ def test_keys_are_the_points_of_their_numbers_and_fingerprints_are_of_their_der(
 def test_the_stored_head_and_roster_are_signed_under_their_prefix_alone():
     sealed = bytes.fromhex(RECIPES["head"])
     assert verified(RECIPES["key"]["public"], sealed[:64], b"coterie head 1\n" + sealed[64:])
-    assert not verified(RECIPES["key"]["public"], sealed[:64], b"coterie manifest 1\n" + sealed[64:])
+    assert not verified(
+        RECIPES["key"]["public"], sealed[:64], b"coterie manifest 1\n" + sealed[64:]
+    )
     roster = RECIPES["roster"]
     text, signature = roster["text"].encode(), bytes.fromhex(roster["sig"])
     assert verified(RECIPES["organizer"]["public"], signature, b"coterie roster 1\n" + text)
-    assert not verified(RECIPES["organizer"]["public"], signature, b"coterie roster 1\n" + text + b"\n")
+    assert not verified(
+        RECIPES["organizer"]["public"], signature, b"coterie roster 1\n" + text + b"\n"
+    )
     first = bytes.fromhex(VECTORS["accepted"][0]["parts"][0]["attachment"])
     assert verified(VECTORS["public_key"], first[4:68], b"coterie manifest 1\n" + first[68:])
 
@@ -171,16 +180,25 @@ def test_canonical_json_is_what_the_page_says_by_hand():
 
 def test_a_stranger_finds_the_stored_hashes():
     study, schema = RECIPES["study"], RECIPES["schema"]
-    assert stranger.study_hash(study["settings"]) == study["sha256"] == head.study_hash(study["settings"])
+    assert (
+        stranger.study_hash(study["settings"])
+        == study["sha256"]
+        == head.study_hash(study["settings"])
+    )
     frozen = {
-        name: torch.tensor(told["values"]).reshape(told["shape"]).numpy() for name, told in schema["frozen"].items()
+        name: torch.tensor(told["values"]).reshape(told["shape"]).numpy()
+        for name, told in schema["frozen"].items()
     }
     written = b"".join(  # the member in tests/stranger knows no frozen weights
-        f"{name} {value.shape} torch.{value.dtype}\n".encode() + value.tobytes() for name, value in frozen.items()
+        f"{name} {value.shape} torch.{value.dtype}\n".encode() + value.tobytes()
+        for name, value in frozen.items()
     )
     digest = hashlib.sha256(written).hexdigest()
     assert digest == schema["frozen_sha256"]
-    assert stranger.schema_hash(schema["slots"], schema["dtype"], schema["trainable"], digest) == schema["sha256"]
+    assert (
+        stranger.schema_hash(schema["slots"], schema["dtype"], schema["trainable"], digest)
+        == schema["sha256"]
+    )
     assert head.schema_hash(Layout(network())) == schema["sha256"]
 
 
@@ -198,14 +216,20 @@ def test_a_stranger_reads_the_stored_roster_and_refuses_a_changed_one():
     text, signature = RECIPES["roster"]["text"].encode(), bytes.fromhex(RECIPES["roster"]["sig"])
     organizer = RECIPES["organizer"]["public"]
     found = stranger.Roster.read(signature, text, organizer)
-    assert (found.top["run"], found.top["version"], found.top["removed"]) == ("three-hospitals", 2, [1, 3])
+    assert (found.top["run"], found.top["version"], found.top["removed"]) == (
+        "three-hospitals",
+        2,
+        [1, 3],
+    )
     assert found.members["north"]["clients"] == [0, 2]
     assert found.members["north"]["subject"] == RECIPES["key"]["fingerprint"]
     with pytest.raises(stranger.Refused):
         stranger.Roster.read(signature, text.replace(b"version = 2", b"version = 3"), organizer)
 
 
-@pytest.mark.parametrize("case", [*VECTORS["accepted"], *VECTORS["refused"]], ids=lambda case: case["name"])
+@pytest.mark.parametrize(
+    "case", [*VECTORS["accepted"], *VECTORS["refused"]], ids=lambda case: case["name"]
+)
 def test_a_stranger_reads_the_stored_messages_and_refuses_the_wrong_ones_for_the_same_reasons(case):
     size = case["tensors"]["params"]["shape"] if "tensors" in case else [3]
     expected: stranger.Expected = {
@@ -214,8 +238,13 @@ def test_a_stranger_reads_the_stored_messages_and_refuses_the_wrong_ones_for_the
     reader = stranger.Reader("south", "three-hospitals", "5" * 64, 4)
 
     def opened() -> stranger.Tensors:
-        parts = [(bytes.fromhex(part["attachment"]), bytes.fromhex(part["payload"])) for part in case["parts"]]
-        return reader.open(parts, "north", VECTORS["public_key"], stranger.Address("model", 4, 0, 2), expected)
+        parts = [
+            (bytes.fromhex(part["attachment"]), bytes.fromhex(part["payload"]))
+            for part in case["parts"]
+        ]
+        return reader.open(
+            parts, "north", VECTORS["public_key"], stranger.Address("model", 4, 0, 2), expected
+        )
 
     if "code" in case:
         with pytest.raises(stranger.Refused) as caught:
@@ -236,7 +265,9 @@ def test_a_head_says_its_time_as_a_float():
     assert b'"time":1763856123.0' in sealed[64:]
 
     def read(data: bytes) -> Head:
-        return head.read(data, lambda *_: True, run="three-hospitals", peer="north", nonce="0011223344556677")
+        return head.read(
+            data, lambda *_: True, run="three-hospitals", peer="north", nonce="0011223344556677"
+        )
 
     assert read(sealed).time == 1763856123.0
     with pytest.raises(Refused, match="time is not of type"):

@@ -14,7 +14,11 @@ from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical,
 
 FILE = Path(__file__).with_name("vectors.json")
 KEY = ec.derive_private_key(20240917, ec.SECP256R1())
-SHAPES = {"params": torch.zeros(3), "field.samples": torch.tensor(0.0), "field.seen": torch.zeros(2, dtype=torch.int64)}
+SHAPES = {
+    "params": torch.zeros(3),
+    "field.samples": torch.tensor(0.0),
+    "field.seen": torch.zeros(2, dtype=torch.int64),
+}
 TYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
@@ -23,7 +27,10 @@ def sign(data: bytes) -> bytes:
 
 
 def parts(parcel: Parcel) -> list[dict]:
-    return [{"attachment": attachment.hex(), "payload": bytes(chunk).hex()} for attachment, chunk in parcel.chunks()]
+    return [
+        {"attachment": attachment.hex(), "payload": bytes(chunk).hex()}
+        for attachment, chunk in parcel.chunks()
+    ]
 
 
 def write() -> None:
@@ -33,12 +40,22 @@ def write() -> None:
         "field.samples": torch.tensor(12.0),
         "field.seen": torch.tensor([1, -2]),
     }
-    options = {"run": "three-hospitals", "peer": "north", "inc": 1, "address": Address(4, 0, 2), "schema": "5" * 64}
+    options = {
+        "run": "three-hospitals",
+        "peer": "north",
+        "inc": 1,
+        "address": Address(4, 0, 2),
+        "schema": "5" * 64,
+    }
     plain = seal(tensors, sign=sign, **options)
     half = seal(tensors, sign=sign, half=frozenset({"params"}), **options)
     long = {**tensors, "params": torch.arange(600.0)}
     chunked = seal(long, sign=sign, chunk=1024, **options)
-    accepted = [("float32", plain, tensors), ("float16 on the wire", half, tensors), ("three chunks", chunked, long)]
+    accepted = [
+        ("float32", plain, tensors),
+        ("float16 on the wire", half, tensors),
+        ("three chunks", chunked, long),
+    ]
 
     def damaged(change) -> Parcel:
         text = canonical({**json.loads(plain.manifest), **change})
@@ -51,7 +68,11 @@ def write() -> None:
         ("another model", damaged({"schema": "6" * 64}), "schema"),
         ("a later format", damaged({"v": 2}), "version"),
         ("a digest that does not fit", damaged({"sha256": "0" * 64}), "digest"),
-        ("a signature that does not fit", Parcel(plain.manifest, bytes(64), plain.payload), "signature"),
+        (
+            "a signature that does not fit",
+            Parcel(plain.manifest, bytes(64), plain.payload),
+            "signature",
+        ),
     ]
     document = {
         "about": "messages of run three-hospitals, from north (client 2) to any member, round 4, exchange 0",

@@ -26,7 +26,9 @@ with claimed(Path(sys.argv[1])):
 @pytest.fixture
 def holder(tmp_path):
     """Another process that has claimed the folder."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "claimed\n"
         yield process
@@ -87,7 +89,10 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(FileLock, "_acquire", none)
-    with pytest.warns(UserWarning, match="has no locks; start one process at a time"), claimed(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="has no locks; start one process at a time"),
+        claimed(tmp_path),
+    ):
         pass
 
 

@@ -41,7 +41,10 @@ def test_where_coterie_is_not_installed_the_command_names_its_folder(monkeypatch
 
     for answer in (nothing, {"coterie": STATED}.get, {}.get):
         monkeypatch.setattr(extras, "requires", answer)
-        assert extras.install("wandb") == "pip install '.[wandb]' in the folder of Coterie's pyproject.toml"
+        assert (
+            extras.install("wandb")
+            == "pip install '.[wandb]' in the folder of Coterie's pyproject.toml"
+        )
 
 
 def test_every_extra_that_a_message_names_is_one_of_the_package():
@@ -54,7 +57,11 @@ def test_every_extra_that_a_message_names_is_one_of_the_package():
 def test_no_file_says_to_install_from_an_index_that_does_not_have_it():
     """Before a release, `pip install coterie` finds nothing, or something else."""
     places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.*"), ROOT / "README.md"]
-    texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in places if "runs" not in path.parts}
+    texts = {
+        path: path.read_text(encoding="utf-8", errors="replace")
+        for path in places
+        if "runs" not in path.parts
+    }
     wrong = re.compile(r"(?:pip install|install) [\"'`]?coterie(?:\[|\b(?!-\d))")
     assert wrong.search("pip install 'coterie[net]'")
     assert not wrong.search("pip install 'coterie-0.1.0-py3-none-any.whl[net]'")

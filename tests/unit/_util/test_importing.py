@@ -29,7 +29,10 @@ def test_what_a_path_names_is_named_by_it_again():
             "nowhere.at_all:thing",
             "it: there is no module 'nowhere'; install the package that has it",
         ),
-        ("math:nothing", "it: module 'math' has no attribute 'nothing'; expected package.module:name"),
+        (
+            "math:nothing",
+            "it: module 'math' has no attribute 'nothing'; expected package.module:name",
+        ),
         ("math", "expected package.module:name, importable from here"),
         (":name", "expected package.module:name, importable from here"),
     ],
@@ -51,7 +54,10 @@ def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
     assert kind_of("near", known, "place", "at") == ("near", {})
     assert kind_of(table, known, "place", "at") == ("near", {"by": 2})
     assert table == {"kind": "near", "by": 2}, "what is given stays as it is"
-    assert kind_of({"kind": "no.module:there", "by": 2}, known, "place", "at") == ("no.module:there", {"by": 2})
+    assert kind_of({"kind": "no.module:there", "by": 2}, known, "place", "at") == (
+        "no.module:there",
+        {"by": 2},
+    )
     assert kind_of(imported, known, "place", "at") == ("coterie._util.importing:imported", {})
 
 
@@ -60,7 +66,10 @@ def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
     [
         ({"by": 2}, "at: kind is missing; valid: far, near; or package.module:name"),
         ({"kind": 3}, "at: kind is 3; valid: far, near; or package.module:name"),
-        ("naer", "at: unknown place 'naer'; did you mean 'near'? valid: far, near; or package.module:name"),
+        (
+            "naer",
+            "at: unknown place 'naer'; did you mean 'near'? valid: far, near; or package.module:name",
+        ),
         (lambda: 3, "at is <function <lambda>"),
     ],
 )
@@ -74,7 +83,9 @@ def test_what_has_no_path_is_refused():
         """Is made inside a function."""
 
     for found in (inner, lambda: None, 3):
-        with pytest.raises(ConfigError, match="expected one that is defined at the top of a module, with a name"):
+        with pytest.raises(
+            ConfigError, match="expected one that is defined at the top of a module, with a name"
+        ):
             path_of(found, "it")
 
 

@@ -34,7 +34,9 @@ def test_a_line_is_added_at_the_end(lines):
         (b"one\n" + b"x" * (3 << 20), b"one\n", b"x" * (3 << 20)),
     ],
 )
-def test_what_a_kill_or_a_power_cut_left_at_the_end_is_removed_and_returned(lines, content, kept, cut):
+def test_what_a_kill_or_a_power_cut_left_at_the_end_is_removed_and_returned(
+    lines, content, kept, cut
+):
     lines.path.write_bytes(content)
     assert lines.cut() == cut
     assert lines.path.read_bytes() == kept

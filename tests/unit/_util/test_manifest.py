@@ -19,7 +19,9 @@ def folder(tmp_path):
 def test_a_line_is_that_of_b2sum(folder):
     """The digest is BLAKE2b with 32 bytes, computed here from the same definition, and b2sum itself agrees."""
     lines = (folder / "B2SUMS").read_text().splitlines()
-    assert lines == [f"{hashlib.blake2b(f'old {n}'.encode(), digest_size=32).hexdigest()}  {n}.txt" for n in "ab"]
+    assert lines == [
+        f"{hashlib.blake2b(f'old {n}'.encode(), digest_size=32).hexdigest()}  {n}.txt" for n in "ab"
+    ]
     if which("b2sum"):
         subprocess.run(["b2sum", "--check", "--quiet", "B2SUMS"], cwd=folder, check=True)
 
@@ -33,10 +35,14 @@ def test_what_is_wrong_with_a_file_is_said(folder):
     assert manifest.fault(folder, "b.txt") == "b.txt is missing"
     assert manifest.fault(folder, "c.txt") == "c.txt is damaged: it is not what B2SUMS lists"
     (folder / "B2SUMS").unlink()
-    assert manifest.fault(folder, "a.txt") == "B2SUMS is missing, which tells whether a.txt is whole"
+    assert (
+        manifest.fault(folder, "a.txt") == "B2SUMS is missing, which tells whether a.txt is whole"
+    )
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"no digest  a.txt\n", b"0" * 64 + b"  a.txt\n"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"\xff\xfe", b"no digest  a.txt\n", b"0" * 64 + b"  a.txt\n"]
+)
 def test_a_damaged_manifest_lists_nothing_that_it_should_not(folder, damage):
     (folder / "B2SUMS").write_bytes(damage)
     assert "damaged" in manifest.fault(folder, "a.txt")

@@ -15,7 +15,9 @@ from coterie._util import origin
 
 def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    return subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.fixture
@@ -40,7 +42,12 @@ def test_the_commit_is_that_of_the_package(repository):
 
 @pytest.mark.parametrize(
     ("file", "dirty"),
-    [("src/coterie/__init__.py", True), ("src/coterie/new.py", True), ("notes.md", False), ("docs/result.json", False)],
+    [
+        ("src/coterie/__init__.py", True),
+        ("src/coterie/new.py", True),
+        ("notes.md", False),
+        ("docs/result.json", False),
+    ],
 )
 def test_changed_and_new_files_of_the_code_make_it_dirty_and_others_do_not(repository, file, dirty):
     (repository / file).parent.mkdir(exist_ok=True)
@@ -83,12 +90,16 @@ def test_the_command_is_the_one_that_was_given(tmp_path):
     (tmp_path / "speed/cells/__main__.py").write_text(SAY)
 
     def said(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     assert said("measure.py", "--out", "a b") == "python measure.py --out 'a b'"
     assert said(str(tmp_path / "measure.py"), "x") == "python measure.py x"
-    assert said(str(tmp_path / "coterie-like"), "run", "study.toml") == "coterie-like run study.toml"
+    assert (
+        said(str(tmp_path / "coterie-like"), "run", "study.toml") == "coterie-like run study.toml"
+    )
     assert said("-m", "speed.cells", "--quick") == "python -m speed.cells --quick"
     assert said("-c", SAY) == "python -c"
 
@@ -100,12 +111,18 @@ def test_a_worker_process_tells_the_command_of_the_one_that_started_it(tmp_path,
 
 
 def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
-    found = origin.head(["net", "engine"], config={"rounds": 3}, seeds=[0, 1], where=origin.machine("pandas"))
+    found = origin.head(
+        ["net", "engine"], config={"rounds": 3}, seeds=[0, 1], where=origin.machine("pandas")
+    )
     assert list(found) == [
         "commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of",
     ]  # fmt: skip
     assert found["version"] == version("coterie")
-    assert (found["config"], found["seeds"], found["speaks_of"]) == ({"rounds": 3}, [0, 1], ["engine", "net"])
+    assert (found["config"], found["seeds"], found["speaks_of"]) == (
+        {"rounds": 3},
+        [0, 1],
+        ["engine", "net"],
+    )
     assert found["machine"]["pandas"] == version("pandas")
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["vectors"] == torch.backends.cpu.get_cpu_capability()

@@ -10,7 +10,9 @@ from coterie._util import pages
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
-needs_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")
+needs_pages = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages"
+)
 MANY = pages._LEAST // 8
 
 
@@ -25,7 +27,11 @@ def fresh(monkeypatch):
 
 def test_a_copy_has_the_same_values_and_lies_apart():
     """Large or small, whole or a view of one row."""
-    for one in (torch.arange(6.0).reshape(2, 3), torch.arange(MANY).expand(3, -1), torch.ones(3, MANY).T):
+    for one in (
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(MANY).expand(3, -1),
+        torch.ones(3, MANY).T,
+    ):
         copied = pages.copy(one)
         assert torch.equal(copied, one)
         assert copied.dtype == one.dtype
@@ -86,7 +92,9 @@ def test_runs_on_memory_used_again_give_the_same_bytes(kind, monkeypatch):
 
     def run() -> torch.Tensor:
         settings = tiny_settings(rounds=3, engine="loop")
-        return simulate(tiny_federation(), METHODS[kind](), model="linear", settings=settings).params
+        return simulate(
+            tiny_federation(), METHODS[kind](), model="linear", settings=settings
+        ).params
 
     expected = run()
     give = pages._STORE.give

@@ -35,23 +35,40 @@ def test_a_row_tells_the_costs_of_four_sides_that_come_to_the_same(monkeypatch, 
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", Mock(return_value=3_000_000))
         monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value="pretended"))
-        command(monkeypatch, "--models", "mlp", "cnn-b", "--clients", 3, "--batches", 4, "--repeats", 1, "--out", out)
+        command(
+            monkeypatch,
+            "--models",
+            "mlp",
+            "cnn-b",
+            "--clients",
+            3,
+            "--batches",
+            4,
+            "--repeats",
+            1,
+            "--out",
+            out,
+        )
     stored = json.loads(out.read_text())
-    assert [(row["model"], row["engine there"], row["MB on the device"]) for row in stored["results"]] == [
-        ("mlp", "vmap", 3.0),
-        ("cnn-b", "vmap", 3.0),
-    ]
+    assert [
+        (row["model"], row["engine there"], row["MB on the device"]) for row in stored["results"]
+    ] == [("mlp", "vmap", 3.0), ("cnn-b", "vmap", 3.0)]
     for row in stored["results"]:
         replayed = row["ms a client, device with graphs"]
         assert row["times without graphs"] == row["ms a client, device"] / replayed
         assert row["times a CPU"] == row["ms a client, CPU"] / replayed
-        assert row["times the usual loop"] == row["ms a client, usual loop on the device"] / replayed
+        assert (
+            row["times the usual loop"] == row["ms a client, usual loop on the device"] / replayed
+        )
     assert stored["origin"]["config"]["devices"] == "CUDA: pretended"
 
 
 def test_sides_that_differ_are_refused(monkeypatch):
     monkeypatch.setattr(device, "usual", lambda *_: lambda: torch.zeros(2, 3))
-    with pretended_cuda(), pytest.raises(CoterieError, match=r"mlp: the sides differ by .*; expected at most"):
+    with (
+        pretended_cuda(),
+        pytest.raises(CoterieError, match=r"mlp: the sides differ by .*; expected at most"),
+    ):
         device.cell("mlp", 3, 4, "cuda", 1)
 
 

@@ -41,7 +41,9 @@ def test_sides_that_differ_are_refused():
     ours = Coterie(Cell("mlp", 7, 12, "train"), "vmap")
     usual = Usual(ours, 2)
     usual.lr = 0.02
-    with pytest.raises(DifferentResultsError, match=r"train: the two sides differ by .*; expected at most 2e-03"):
+    with pytest.raises(
+        DifferentResultsError, match=r"train: the two sides differ by .*; expected at most 2e-03"
+    ):
         compare(ours.run(), usual.run(), "train")
     nothing = torch.full((2, 3), torch.nan)
     with pytest.raises(DifferentResultsError):
@@ -53,9 +55,14 @@ def test_a_row_tells_costs_of_one_client_round():
     assert row.low <= row.ratio <= row.high
     assert row.memory_mb > 50
     assert row.samples_per_second == pytest.approx(12 / (row.milliseconds / 1e3))
-    # 2 * (9 * 512 + 512 * 10) operations a sample forward and for the weights' gradients, and those of hidden units
-    assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 12 * 2 * (2 * 9 * 512 + 3 * 512 * 10)
-    assert Coterie(Cell("mlp", 7, 12, "inverse-loss"), "vmap").flops == 5 * 12 * 2 * (9 * 512 + 512 * 10)
+    # 2 * (9 * 512 + 512 * 10) operations a sample forward and for the weights' gradients, and those
+    # of hidden units
+    assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 12 * 2 * (
+        2 * 9 * 512 + 3 * 512 * 10
+    )
+    assert Coterie(Cell("mlp", 7, 12, "inverse-loss"), "vmap").flops == 5 * 12 * 2 * (
+        9 * 512 + 512 * 10
+    )
 
 
 def test_a_row_has_medians_and_shares_of_the_peak_of_the_cores_used():
@@ -67,12 +74,16 @@ def test_a_row_has_medians_and_shares_of_the_peak_of_the_cores_used():
     row = measure.row(Cell("mlp", 7, 12, "train"), "compiled", 2, pairs, 1e7, 1.5)
     assert (row.milliseconds, row.usual_milliseconds, row.usual_form) == (1.0, 6.0, "2 processes")
     assert (row.low, row.ratio, row.high) == (3.0, 4.0, 10.0)
-    assert row.share_of_peak == pytest.approx(0.025)  # of 1e10, 5e9 and 1e10 a second: 5 %, 2.5 % and 2.5 %
+    # of 1e10, 5e9 and 1e10 a second: 5 %, 2.5 % and 2.5 %
+    assert row.share_of_peak == pytest.approx(0.025)
     assert row.processor_share == 1.5
 
 
 def test_the_usual_loop_counts_in_its_best_form():
-    assert measure.best({"1 process": 0.04, "2 threads": 0.05, "2 processes": 0.02}) == (0.02, "2 processes")
+    assert measure.best({"1 process": 0.04, "2 threads": 0.05, "2 processes": 0.02}) == (
+        0.02,
+        "2 processes",
+    )
 
 
 def test_clients_of_several_processes_share_the_time():
@@ -103,7 +114,11 @@ def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     assert [row["work"] for row in stored["results"]] == list(WORKS)
     head = stored["origin"]
     assert head["machine"]["torch"] == torch.__version__
-    assert (head["config"]["cells"], head["config"]["repeats"], head["seeds"]) == ("mlp/7/*", 1, [0])
+    assert (head["config"]["cells"], head["config"]["repeats"], head["seeds"]) == (
+        "mlp/7/*",
+        1,
+        [0],
+    )
     assert "engine" in head["speaks_of"]
 
 
@@ -113,11 +128,15 @@ def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("python -m benchmarks.engines: found the cell 'mlp/7'; expected NETWORK/CLIENTS/WORK")
+    assert line.startswith(
+        "python -m benchmarks.engines: found the cell 'mlp/7'; expected NETWORK/CLIENTS/WORK"
+    )
 
 
 def test_patterns_name_cells():
-    assert measure.cells("mlp/7/mix,mlp/*/mix", 9) == [Cell("mlp", number, 9, "mix") for number in (7, 100, 1000)]
+    assert measure.cells("mlp/7/mix,mlp/*/mix", 9) == [
+        Cell("mlp", number, 9, "mix") for number in (7, 100, 1000)
+    ]
     assert len(measure.cells("*/*/*", 9)) == 2 * 2 * len(WORKS)
 
 

@@ -28,7 +28,9 @@ def test_each_kind_of_death_is_in_a_round_of_its_own():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_a_process_started_and_what_that_started_is_found():
     below = "import subprocess, sys; one = subprocess.Popen(['sleep', '600']); print(one.pid, flush=True); one.wait()"
-    with subprocess.Popen([sys.executable, "-c", below], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", below], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         grandchild = int(process.stdout.readline())
         try:
@@ -42,5 +44,7 @@ def test_files_that_differ_are_named(tmp_path: Path):
     for number, folder in enumerate(("one", "other")):
         (tmp_path / folder).mkdir()
         for name in kills.FILES:
-            (tmp_path / folder / name).write_text(str(number) if name.startswith("edges") else "same")
+            (tmp_path / folder / name).write_text(
+                str(number) if name.startswith("edges") else "same"
+            )
     assert kills.unequal(tmp_path / "one", tmp_path / "other") == ["edges.parquet"]

@@ -51,21 +51,29 @@ def test_the_ratio_is_of_the_medians_of_each_pair(bench):
 def test_the_difference_is_a_share_of_the_way(bench):
     """From the origin to (3, 4) is 5 long; (3, 4.5) is half a unit off."""
     start, ours = {"a": np.zeros(1), "b": np.zeros(1)}, {"a": np.array([3.0]), "b": np.array([4.0])}
-    assert bench.difference({"a": np.array([3.0]), "b": np.array([4.5])}, ours, start) == pytest.approx(0.1)
+    assert bench.difference(
+        {"a": np.array([3.0]), "b": np.array([4.5])}, ours, start
+    ) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("found", [0.02, float("nan")])
 def test_other_results_are_refused(bench, found):
     """A model that is too far away, or not a number, is named."""
     bench.check("pfl", 0.01, 0.01)
-    with pytest.raises(bench.DifferentResultsError, match=r"pfl: the last model differs by (2.0e-02|nan); expected"):
+    with pytest.raises(
+        bench.DifferentResultsError, match=r"pfl: the last model differs by (2.0e-02|nan); expected"
+    ):
         bench.check("pfl", found, 0.01)
 
 
 def test_the_table_has_the_fastest_first_and_says_who_did_not_run(bench):
     """Coterie, then by time, then failures with their error."""
     ours = timing(bench, 5.0, 2.0)
-    pairs = {"Slow": [(timing(bench, 9.0, 30.0), ours)], "Fast": [(timing(bench, 9.0, 10.0), ours)], "Broken": []}
+    pairs = {
+        "Slow": [(timing(bench, 9.0, 30.0), ours)],
+        "Fast": [(timing(bench, 9.0, 10.0), ours)],
+        "Broken": [],
+    }
     last = {"Coterie": 0.5, "Slow": 0.5, "Fast": 0.5}
     rows = bench.table(pairs, {"Slow": 1e-5, "Fast": 1e-4}, last, {"Broken": "ImportError: gone"})
     assert [row["framework"] for row in rows] == ["Coterie", "Fast", "Slow", "Broken"]
@@ -108,5 +116,8 @@ def test_a_tiny_cell_through_coterie_is_fedavg_in_the_given_order(bench, tmp_pat
             usual["epoch"](module, x, y, cell.batch_size, cell.lr)
             trained.append(module.state_dict())
         model = {name: torch.stack([each[name] for each in trained]).mean(0) for name in model}
-    assert bench.difference({name: value.numpy() for name, value in model.items()}, ours, cell.start) < 1e-3
+    assert (
+        bench.difference({name: value.numpy() for name, value in model.items()}, ours, cell.start)
+        < 1e-3
+    )
     assert len(json.loads((tmp_path / "report.json").read_text())["times"]) == cell.rounds + 1

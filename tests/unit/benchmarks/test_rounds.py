@@ -28,7 +28,9 @@ def test_ratios_are_taken_within_a_turn():
 @pytest.mark.parametrize("loss", [1.52, float("nan")])
 def test_sides_that_learn_something_else_are_refused(loss):
     turn = {"loop": Timing(1.0, (1.0,), 1.5), "auto": Timing(1.0, (1.0,), loss)}
-    with pytest.raises(rounds.DifferentResultsError, match=r"sosicfl: the loss is .* with auto and 1.5 with loop"):
+    with pytest.raises(
+        rounds.DifferentResultsError, match=r"sosicfl: the loss is .* with auto and 1.5 with loop"
+    ):
         rounds.rows("sosicfl", [turn])
 
 
@@ -36,7 +38,9 @@ def test_the_code_of_a_commit_is_that_of_the_repository(tmp_path: Path):
     git = ["git", "-C", str(rounds.ROOT)]
     if subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("this is no repository")
-    there = subprocess.run([*git, "show", "HEAD:src/coterie/rng.py"], capture_output=True, check=True).stdout
+    there = subprocess.run(
+        [*git, "show", "HEAD:src/coterie/rng.py"], capture_output=True, check=True
+    ).stdout
     assert (rounds.source("HEAD", tmp_path) / "coterie/rng.py").read_bytes() == there
     with pytest.raises(CoterieError, match="found the commit 'nothing'; git says: "):
         rounds.source("nothing", tmp_path)
@@ -56,7 +60,9 @@ def test_a_study_runs_for_some_rounds(name: str, monkeypatch: pytest.MonkeyPatch
         return images(clients, 10, 4, channels, **named)
 
     monkeypatch.setattr(rounds, "images", few)
-    monkeypatch.setattr(rounds, "simulate", lambda *args, **named: plain(*args, **named | {"model": "linear"}))
+    monkeypatch.setattr(
+        rounds, "simulate", lambda *args, **named: plain(*args, **named | {"model": "linear"})
+    )
     found = rounds.run(name, "loop", 3)
     assert asked == [(100, {"fedgwc": 500, "sosicfl": 400}[name], 32, 3)]
     assert len(found.rounds) == 2

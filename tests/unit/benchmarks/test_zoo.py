@@ -19,7 +19,8 @@ PARAMETERS = {
     "lenet-bn": 62_006 + 2 * (6 + 16),
     "simple-cnn": 107_690,  # SosicFL's table
     "femnist-cnn": 6_603_710,  # LEAF's
-    "resnet20-bn": 272_474,  # He et al.: 0.27 million, with 1x1 convolutions around the wider stages
+    # He et al.: 0.27 million, with 1x1 convolutions around the wider stages
+    "resnet20-bn": 272_474,
     "mobilenet-v2": 2_236_682,
     "resnet-18": 11_181_642,
     "tabular-bn": 20 * 64 + 64 + 64 * 64 + 64 + 64 * 2 + 2 + 2 * 128,
@@ -44,11 +45,13 @@ def test_a_model_takes_its_own_inputs(name: str):
         assert sum(p.numel() for p in module.parameters()) == PARAMETERS[name]
 
 
-def trained(name: str, engine: str, dtype: torch.dtype, **settings) -> tuple[torch.Tensor, torch.Tensor] | None:
+def trained(
+    name: str, engine: str, dtype: torch.dtype, **settings
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return models and losses after a step and a ragged one; None where the engine does not run the model.
 
-    Batches are of 12 and 8: with three or four samples, batch normalization over single pixels magnifies rounding to
-    percents within a few steps of MobileNetV2.
+    Batches are of 12 and 8: with three or four samples, batch normalization over single pixels
+    magnifies rounding to percents within a few steps of MobileNetV2.
     """
     entry, stream = ZOO[name], torch.Generator().manual_seed(0)
     x, y = entry.data(2 * 20, stream)
@@ -60,7 +63,8 @@ def trained(name: str, engine: str, dtype: torch.dtype, **settings) -> tuple[tor
     )  # fmt: skip
     local = LocalTraining(optimizer="sgd", lr=0.01, momentum=0.9, batch_size=12)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an engine that does not run a model says so, and PyTorch where vmap is slow
+        # an engine that does not run a model says so, and PyTorch where vmap is slow
+        warnings.simplefilter("ignore")
         task = Task(federation, entry.make, engine=engine, dtype=dtype, batch_size=12, **settings)
         if task.engine.name != engine:
             return None
@@ -75,7 +79,8 @@ def test_every_engine_trains_a_model_as_the_loop_engine_does(name: str, engine: 
     found, loop = trained(name, engine, torch.float64), trained(name, "loop", torch.float64)
     assert loop is not None
     if found is None:
-        assert (name, engine) in {("gru", "vmap"), ("lstm", "vmap")}  # PyTorch has no rule for batching them
+        # PyTorch has no rule for batching them
+        assert (name, engine) in {("gru", "vmap"), ("lstm", "vmap")}
         return
     for ours, theirs in zip(found, loop, strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())

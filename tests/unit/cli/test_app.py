@@ -71,7 +71,14 @@ def run(coterie, *arguments):
 def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     status, out, err = run(coterie)
     assert status == 0
-    for said in ("rotation 0", "rotation 180", "mean over clients", "Gossip", "Gain over local", "worst tenth"):
+    for said in (
+        "rotation 0",
+        "rotation 180",
+        "mean over clients",
+        "Gossip",
+        "Gain over local",
+        "worst tenth",
+    ):
         assert said in " ".join(out.split()), said
     assert out.splitlines()[-2:] == ["Runs:   runs/tiny", "Report: runs/tiny/report.html"]
     assert (tmp_path / "runs/tiny/report.html").exists()
@@ -82,12 +89,17 @@ def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     ("figure", "message"),
     [
         ("tau", "the finished runs here do not vary tau"),
-        ("fedgwc-5", "figure fedgwc-5 needs runs of fedgwc/cifar10-hom-het: no run here was analyzed"),
+        (
+            "fedgwc-5",
+            "figure fedgwc-5 needs runs of fedgwc/cifar10-hom-het: no run here was analyzed",
+        ),
         ("sosicfl-6", "figure sosicfl-6 cannot be drawn from stored runs"),
         ("tua", "unknown figure 'tua'"),
     ],
 )
-def test_a_figure_that_the_runs_cannot_give_is_one_line_and_status_2(coterie, tmp_path, figure, message):
+def test_a_figure_that_the_runs_cannot_give_is_one_line_and_status_2(
+    coterie, tmp_path, figure, message
+):
     run(coterie, "--quiet")
     status, out, err = coterie("plot", "runs/tiny", "--figure", figure, "--format", "svg")
     assert (status, out) == (2, "")
@@ -143,16 +155,28 @@ def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp
         (("run", "missing.toml"), "no study file missing.toml"),
         (("run", "tiny.toml", "--set", "local.lr=fast"), "lr is 'fast'; expected a number"),
         (("run", "tiny.toml", "--set", "methods.gossip.num_peer=3"), "did you mean 'num_peers'"),
-        (("run", "tiny.toml", "--set", "methods.local.kind=loacl"), "unknown method 'loacl'; did you mean 'local'"),
+        (
+            ("run", "tiny.toml", "--set", "methods.local.kind=loacl"),
+            "unknown method 'loacl'; did you mean 'local'",
+        ),
         (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected a number of seeds"),
-        (("run", "tiny.toml", "--seeds", "99999999999999999999"), "expected a number of seeds, 1 to 10000, or a list"),
+        (
+            ("run", "tiny.toml", "--seeds", "99999999999999999999"),
+            "expected a number of seeds, 1 to 10000, or a list",
+        ),
         (("run", "tiny.toml", "--seeds", "0,99999999999999999999"), "and below 2^63"),
         (("run", "tiny.toml", "--seeds", ","), "--seeds is ','; expected a number of seeds"),
         (("run", "tiny.toml", "--seeds", "²"), "--seeds is '²'; expected a number of seeds"),
         (("run", "tiny.toml", "--set", "rounds=99999999999999999999"), "and below 2^63"),
-        (("run", "tiny.toml", "--scale", "1e300"), "scale is 1e+300; expected a number, above 0 and at most 1000"),
+        (
+            ("run", "tiny.toml", "--scale", "1e300"),
+            "scale is 1e+300; expected a number, above 0 and at most 1000",
+        ),
         (("run", "tiny.toml", "--set", "device=gpu"), "device is 'gpu'; expected 'cpu', 'cuda'"),
-        (("tune", "tiny.toml", "--grid", "lr=0.1", "--set", "device=gpu"), "device is 'gpu'; expected 'cpu', 'cuda'"),
+        (
+            ("tune", "tiny.toml", "--grid", "lr=0.1", "--set", "device=gpu"),
+            "device is 'gpu'; expected 'cpu', 'cuda'",
+        ),
         (("run", "tiny.toml", "--set", "data.num_clients=4000"), "num_clients"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist"), "COTERIE_DATA"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist", "--data-dir", "nowhere"), "nowhere"),
@@ -199,7 +223,9 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
     def full(folder, contents, **options):
         if "metrics.parquet" not in contents:
             return replace_files(folder, contents, **options)
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/Gossip/seed-0/metrics.parquet")
+        raise OSError(
+            errno.ENOSPC, "No space left on device", "runs/tiny/Gossip/seed-0/metrics.parquet"
+        )
 
     monkeypatch.setattr(manifest, "replace_files", full)
     status, _, err = run(coterie, "--quiet")
@@ -235,7 +261,9 @@ COMPARED = "Means are over the seeds that all have: 0; left out: Gossip 2; local
 def accuracy(study, label, seed):
     """The mean over clients of the final test accuracy of a run, from its table."""
     table = pd.read_parquet(study / label / f"seed-{seed}" / "metrics.parquet")
-    final = (table["split"] == "test") & (table["model"] == "best") & (table["metric"] == "accuracy")
+    final = (
+        (table["split"] == "test") & (table["model"] == "best") & (table["metric"] == "accuracy")
+    )
     return float(table.loc[final, "value"].mean())
 
 
@@ -251,9 +279,12 @@ def accuracy(study, label, seed):
     ],
     ids=" ".join,
 )
-def test_commands_say_which_runs_are_missing_or_damaged_and_which_seeds_are_compared(coterie, lacking, command):
+def test_commands_say_which_runs_are_missing_or_damaged_and_which_seeds_are_compared(
+    coterie, lacking, command
+):
     """On one screen of 80 columns, with status 0: the rest of the study is shown."""
-    with warnings.catch_warnings(record=True) as warned:  # outside of tests they are notes on standard error
+    # outside of tests they are notes on standard error
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", Incomplete)
         status, out, err = coterie(command[0], str(lacking), *command[1:])
     said = " ".join((out + err).split()) + " ".join(str(one.message) for one in warned)
@@ -268,7 +299,9 @@ def test_the_numbers_shown_are_those_of_the_common_seeds(coterie, lacking, comma
     """Seed 0 alone, without a deviation; n stands at each method."""
     out = coterie(command[0], str(lacking))[1]
     for label in ("Gossip", "local"):
-        row = next(line.split() for line in out.splitlines() if line.startswith(label) and ":" not in line)
+        row = next(
+            line.split() for line in out.splitlines() if line.startswith(label) and ":" not in line
+        )
         mean = 100 * accuracy(lacking, label, 0)
         assert "1" in row[1:3], "n"
         assert (f"{mean:.1f}" if command == ("show",) else f"{mean:.2f}") in row
@@ -330,7 +363,9 @@ def test_a_study_of_which_nothing_can_be_read_is_shown_as_such(coterie, lacking)
     assert status == 0
     assert "No run is finished: there is nothing to compare." in " ".join(out.split())
     for command in ("compare", "plot"):
-        status, _, err = coterie(command, str(lacking), *(["--figure", "bars"] if command == "plot" else []))
+        status, _, err = coterie(
+            command, str(lacking), *(["--figure", "bars"] if command == "plot" else [])
+        )
         assert (status, len(err.splitlines())) == (2, 1), err
     for label in ("Gossip", "local"):
         shutil.rmtree(lacking / label)
@@ -343,7 +378,9 @@ def test_two_studies_are_compared_over_the_seeds_that_both_have(coterie, lacking
     """The whole study has seeds 0 to 2, the other seed 0: both show seed 0."""
     out = coterie("compare", str(lacking), str(three_seeds))[1]
     assert "Means are over the seeds that all studies have: 0; they have:" in " ".join(out.split())
-    row = next(line.split() for line in out.splitlines() if line.startswith("Gossip") and ":" not in line)
+    row = next(
+        line.split() for line in out.splitlines() if line.startswith("Gossip") and ":" not in line
+    )
     assert row == ["Gossip", f"{100 * accuracy(three_seeds, 'Gossip', 0):.2f}", "1", row[1], "1"]
 
 
@@ -352,19 +389,25 @@ def test_a_whole_study_has_its_best_models_test_accuracy_at_equal_bytes(coterie,
     (ranking,) = json.loads(coterie("compare", str(three_seeds), "--equal-bytes", "--json")[1])
     assert (ranking["split"], ranking["model"]) == ("test", "best")
     rows = json.loads(coterie("show", str(three_seeds), "--json")[1])["rows"]
-    final = {row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
+    final = {
+        row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")
+    }
     for row in ranking["rows"]:
         assert row["value"] == pytest.approx(final[row["label"]]["mean"])
         assert row["std"] == pytest.approx(final[row["label"]]["std"])
         assert row["seeds"] == 3
-    assert coterie("show", str(three_seeds))[1].startswith("Test accuracy in %: mean ± std over 3 seeds")
+    assert coterie("show", str(three_seeds))[1].startswith(
+        "Test accuracy in %: mean ± std over 3 seeds"
+    )
 
 
 def test_list_tells_how_each_run_stands(coterie, lacking):
     """Finished, at round 1 of 2, missing, damaged: a line for each method."""
     stored = lacking / "Gossip/seed-2/provenance.json"
     told = json.loads(stored.read_text())
-    manifest.replace_files(stored.parent, {stored.name: json.dumps(told | {"done": False, "round": 1}).encode()})
+    manifest.replace_files(
+        stored.parent, {stored.name: json.dumps(told | {"done": False, "round": 1}).encode()}
+    )
     lines = coterie("list")[1].splitlines()
     assert lines[0] == "runs/tiny  tiny: 3 of 6 runs finished"
     assert lines[1] == "  Gossip: seed 0 finished; seed 1 missing; seed 2 unfinished (round 1 of 2)"
@@ -379,7 +422,10 @@ def test_list_names_a_damaged_study_beside_the_others(coterie, lacking):
     path.write_text(path.read_text().replace("seeds = [0", "seeds = [9"))
     status, out, _ = coterie("list")
     assert status == 0
-    assert "runs/tiny: config.toml is damaged: it is not what B2SUMS lists; `coterie run STUDY --resume`" in out
+    assert (
+        "runs/tiny: config.toml is damaged: it is not what B2SUMS lists; `coterie run STUDY --resume`"
+        in out
+    )
     for command in ("show", "compare", "report"):
         status, _, err = coterie(command, "runs/tiny")
         assert (status, err.count("\n")) == (2, 1), err
@@ -417,9 +463,15 @@ def test_every_parameter_of_every_method_is_explained(coterie, kind):
 
 
 def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say():
-    listed, entries = _catalog.methods(), {kind: _catalog.entry(kind, cls) for kind, cls in METHODS.items()}
+    listed, entries = (
+        _catalog.methods(),
+        {kind: _catalog.entry(kind, cls) for kind, cls in METHODS.items()},
+    )
     assert listed == entries, "python scripts/reference.py writes cli/catalog.json"
-    sizes = {name: (len(one.methods), len(one.seeds), one.settings.rounds) for name, one in loaded().items()}
+    sizes = {
+        name: (len(one.methods), len(one.seeds), one.settings.rounds)
+        for name, one in loaded().items()
+    }
     assert _catalog.studies() == {
         name: (f"{methods} methods x {seeds} seeds, {rounds} rounds", loaded()[name].description)
         for name, (methods, seeds, rounds) in sizes.items()
@@ -439,7 +491,9 @@ def test_methods_of_other_packages_are_listed_too(coterie, monkeypatch):
         EntryPoint("broken", "nowhere.at_all:Method", registry.GROUP),
     ]
     for module in (registry, importlib.metadata):
-        monkeypatch.setattr(module, "entry_points", lambda group: offers if group == registry.GROUP else [])
+        monkeypatch.setattr(
+            module, "entry_points", lambda group: offers if group == registry.GROUP else []
+        )
     _, out, _ = coterie("methods")
     assert f"alone: {METHODS['local'].summary}" in out
     assert "broken: " in out
@@ -459,12 +513,18 @@ finally:
 """
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "methods", "methods dac", "studies", "studies dac/tau"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "methods", "methods dac", "studies", "studies dac/tau"]
+)
 def test_what_is_only_listed_comes_at_once(arguments):
     """No large library is imported; a second of processor time is three times what the slowest takes."""
     script = QUICK.format(heavy=HEAVY)
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script, *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     seconds, *imported = done.stderr.split()
     assert imported == []
@@ -491,7 +551,9 @@ def test_memory_that_ends_outside_of_a_run_is_one_line(coterie, error, monkeypat
     monkeypatch.setattr("coterie.studies.sweep.run_sweep", end)
     status, _, err = run(coterie)
     assert status == 2
-    assert err == ("coterie: this machine has no more memory; use fewer --workers, fewer clients, or a smaller model\n")
+    assert err == (
+        "coterie: this machine has no more memory; use fewer --workers, fewer clients, or a smaller model\n"
+    )
 
 
 def test_the_version_is_that_of_the_package(coterie):
@@ -545,7 +607,9 @@ def test_a_label_of_any_script_is_set_on_the_command_line(coterie, tmp_path):
     status, out, err = run(coterie, "--quiet", *change)
     assert (status, err) == (0, "")
     assert "Größe zwei" in out
-    assert "num_peers = 1\n" in (tmp_path / "runs/tiny/Größe zwei/seed-0/config.toml").read_text("utf-8")
+    assert "num_peers = 1\n" in (tmp_path / "runs/tiny/Größe zwei/seed-0/config.toml").read_text(
+        "utf-8"
+    )
 
 
 def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
@@ -562,9 +626,14 @@ def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
 def test_published_models_are_attacked(coterie, tmp_path):
     """Of a study file and of a folder of results: a table, JSON in a file, one line for a mistake."""
     quick = ("--set", "engine=vmap", "--set", "rounds=1", "--shadows", "6", "--quiet")
-    status, out, err = coterie("audit-privacy", "tiny.toml", *quick, "--noise", "3", "--out", "audit.json")
+    status, out, err = coterie(
+        "audit-privacy", "tiny.toml", *quick, "--noise", "3", "--out", "audit.json"
+    )
     assert (status, err) == (0, "")
-    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["Gossip", "–"], ["Gossip", "–"]]
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [
+        ["Gossip", "–"],
+        ["Gossip", "–"],
+    ]
     found = json.loads((tmp_path / "audit.json").read_text("utf-8"))
     assert found["study"] == "tiny"
     assert {(one["noise_multiplier"], one["attack"]) for one in found["attacks"]} == {
@@ -573,7 +642,10 @@ def test_published_models_are_attacked(coterie, tmp_path):
     assert run(coterie, "--quiet")[0] == 0
     status, out, _ = coterie("audit-privacy", "runs/tiny", *quick, "--json")
     assert status == 0
-    assert [one["epsilon"] for one in json.loads(out)["attacks"] if one["label"] == "Gossip"] == [None, None]
+    assert [one["epsilon"] for one in json.loads(out)["attacks"] if one["label"] == "Gossip"] == [
+        None,
+        None,
+    ]
     status, out, err = coterie("audit-privacy", "tiny.toml", "--shadows", "3")
     assert (status, out) == (2, "")
     assert err == "coterie: shadows is 3; expected an even number, 6 or more\n"

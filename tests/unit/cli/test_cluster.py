@@ -20,9 +20,18 @@ from coterie.errors import ConfigError
         (("run", "--cpus", "2"), r"--cpus and --gpus are of runs on a cluster; give --on too"),
         (("run", "--gpus", "0.5"), r"--cpus and --gpus are of runs on a cluster; give --on too"),
         (("run", "--on", "slurm:cpu", "--gpus", "0.5"), r"--gpus is 0.5; expected a whole number"),
-        (("run", "--on", "ray:127.0.0.1:1"), r"--on ray:127.0.0.1:1: no Ray answers at 127.0.0.1:1"),
-        (("doctor", "--on", "local"), r"--on local is this machine, which has nothing to differ from"),
-        (("doctor", "--on", "ray:auto", "--model", "cnn-b"), r"doctor takes one of a node file, --model and --on"),
+        (
+            ("run", "--on", "ray:127.0.0.1:1"),
+            r"--on ray:127.0.0.1:1: no Ray answers at 127.0.0.1:1",
+        ),
+        (
+            ("doctor", "--on", "local"),
+            r"--on local is this machine, which has nothing to differ from",
+        ),
+        (
+            ("doctor", "--on", "ray:auto", "--model", "cnn-b"),
+            r"doctor takes one of a node file, --model and --on",
+        ),
         (("status", "nothing"), r"nothing holds no study"),
     ],
 )
@@ -49,7 +58,9 @@ def test_the_command_that_goes_on_names_the_same_place(where, words):
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "gpus"), [("cpu", None, 0), ("cuda", None, 1), ("cuda", 0.25, 0.25)], ids=str
+    ("device", "given", "gpus"),
+    [("cpu", None, 0), ("cuda", None, 1), ("cuda", 0.25, 0.25)],
+    ids=str,
 )
 def test_a_study_on_a_gpu_takes_one_if_nothing_is_said(device, given, gpus, monkeypatch):
     asked = []

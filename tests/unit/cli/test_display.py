@@ -34,20 +34,34 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
         for seed in range(3):
             for number in range(-1, 40):
                 observe(Progress("DAC", seed, number, 40, 0.5, 0.875, 0.1))
-    assert lines(text) == [f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)]
+    assert lines(text) == [
+        f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)
+    ]
 
 
 def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
     """Two methods over two seeds, one with a model that takes another engine; a long reason stays on its line."""
-    text, reasons = io.StringIO(), {"Local": "compiled, a native program", "SosicFL": "loop: " + 20 * "a reason "}
+    text, reasons = (
+        io.StringIO(),
+        {"Local": "compiled, a native program", "SosicFL": "loop: " + 20 * "a reason "},
+    )
     with _display.progress([], Console(file=text), quiet=False) as observe:
         for seed in range(2):
             for label, why in reasons.items():
                 for number in range(2):
                     observe(Progress(label, seed, number, 2, 0.5, float("nan"), 0.1, engine=why))
     engines = [f"engine: {why}".rstrip() for why in reasons.values()]
-    rounds = [f"{label}, seed {seed}: round 2/2, val. loss 0.5 (0 s)" for seed in range(2) for label in reasons]
-    assert [line.rstrip() for line in lines(text)] == [engines[0], rounds[0], engines[1], *rounds[1:]]
+    rounds = [
+        f"{label}, seed {seed}: round 2/2, val. loss 0.5 (0 s)"
+        for seed in range(2)
+        for label in reasons
+    ]
+    assert [line.rstrip() for line in lines(text)] == [
+        engines[0],
+        rounds[0],
+        engines[1],
+        *rounds[1:],
+    ]
 
 
 @pytest.mark.parametrize("lively", [False, True])
@@ -59,7 +73,9 @@ def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     with _display.progress([config.load("rotated-digits")], console, quiet=False) as observe:
         observe(Note("DAC", 0, "compiling the model (once for this machine)"))
         for number in (18, 19):
-            observe(Progress("DAC", 0, number, 20, 0.5, 0.875, 0.1, engine="compiled, a native program"))
+            observe(
+                Progress("DAC", 0, number, 20, 0.5, 0.875, 0.1, engine="compiled, a native program")
+            )
     before, _, after = text.getvalue().partition("engine: compiled, a native program")
     assert "DAC, seed 0: compiling the model (once for this machine) ..." in before
     assert "engine:" not in after
@@ -86,7 +102,8 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
             clock[0] += 4
             observe(Progress("Local", 0, number, 10, 0.25, float("nan"), 4.0))
     assert lines(text) == [
-        f"Local, seed 0: round {number}/10, val. loss 0.25 ({4 * number} s)" for number in (3, 6, 9, 10)
+        f"Local, seed 0: round {number}/10, val. loss 0.25 ({4 * number} s)"
+        for number in (3, 6, 9, 10)
     ]
 
 
@@ -108,7 +125,9 @@ def test_a_round_without_validation_tells_its_number_only(clock):
         ({}, {"force_terminal": False}),
     ],
 )
-def test_where_a_terminal_is_plain_there_are_lines_without_codes(clock, monkeypatch, environment, options):
+def test_where_a_terminal_is_plain_there_are_lines_without_codes(
+    clock, monkeypatch, environment, options
+):
     """Continuous integration, NO_COLOR, a dumb terminal, a console of old Windows, a pipe."""
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -143,12 +162,34 @@ def column(metric, established, seeds=5):
     """The mean of two methods and of Oracle, 0.25, 0.5 and 0.9 (of a loss 0.1): which are bold, and what is printed."""
     means = {"A": 0.25, "B": 0.5, "Oracle": 0.9 if metric is ACCURACY else 0.1}
     own = {"cluster": "all", "metric": metric.name, "std": 0.1, "seeds": seeds}
-    rows = [{"method": label.lower(), "label": label, "mean": mean, **own} for label, mean in means.items()]
-    found = Pair("B", "A", metric.name, "all", 0.25, 0.1, 0.4, 0.01, 0.01, 1.0, 0.9, 0.1, seeds, 20, 7, established)
+    rows = [
+        {"method": label.lower(), "label": label, "mean": mean, **own}
+        for label, mean in means.items()
+    ]
+    found = Pair(
+        "B",
+        "A",
+        metric.name,
+        "all",
+        0.25,
+        0.1,
+        0.4,
+        0.01,
+        0.01,
+        1.0,
+        0.9,
+        0.1,
+        seeds,
+        20,
+        7,
+        established,
+    )
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, color_system="standard", width=80)
     console.print(_display._table_of(rows, metric, list(means), 80, [found]))
-    return {line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in "ABO"}, text.getvalue()
+    return {
+        line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in "ABO"
+    }, text.getvalue()
 
 
 @pytest.mark.parametrize(("metric", "best"), [(ACCURACY, "B"), (LOSS, "A")])
@@ -175,7 +216,14 @@ def test_of_one_seed_nothing_is_best():
 
 
 def test_a_gain_has_its_interval():
-    row = {"label": "DAC", "lost": 0.25, "seeds": 3, "mean": 0.125, "mean_low": 0.1, "mean_high": 0.15}
+    row = {
+        "label": "DAC",
+        "lost": 0.25,
+        "seeds": 3,
+        "mean": 0.125,
+        "mean_low": 0.1,
+        "mean_high": 0.15,
+    }
     row |= {"worst_tenth": -0.05, "worst_tenth_low": -0.1, "worst_tenth_high": 0.0}
     text = io.StringIO()
     gains = {"baseline": "Local", "metric": "accuracy", "confidence": 0.95, "rows": [row]}
@@ -194,7 +242,10 @@ def test_the_share_of_clients_that_lost_is_in_percent():
 
 def test_total_participation_is_that_of_a_run_not_of_all_seeds():
     rows = [("A", 300), ("A", 100), ("B", 50)]
-    assert _display._participation([{"label": a, "client_rounds": n} for a, n in rows]) == "A 200, B 50"
+    assert (
+        _display._participation([{"label": a, "client_rounds": n} for a, n in rows])
+        == "A 200, B 50"
+    )
 
 
 def test_clients_that_diverged_are_called_by_their_names(tmp_path):
@@ -205,5 +256,7 @@ def test_clients_that_diverged_are_called_by_their_names(tmp_path):
     named = replace(tiny_federation(num_clients=2), client_names=("Oslo [bold]", "مستشفى"))
     done, text = run_study(study, out=tmp_path, federation=named), io.StringIO()
     _display.results(done, Console(file=text, width=200))
-    expected = "local, seed 0: 2 clients diverged (their loss became NaN or infinite): Oslo [bold], مستشفى"
+    expected = (
+        "local, seed 0: 2 clients diverged (their loss became NaN or infinite): Oslo [bold], مستشفى"
+    )
     assert expected in lines(text)

@@ -1,7 +1,7 @@
 """Slurm's commands as far as submitit calls them: jobs are processes of this machine. Linked under each one's name.
 
-Their folder has a file for each job (`12_0.json`: state, process). While a file `hold` is there, jobs stay
-pending.
+Their folder has a file for each job (`12_0.json`: state, process). While a file `hold` is there,
+jobs stay pending.
 """
 
 import contextlib
@@ -39,7 +39,9 @@ def sbatch(script):
         put(job, State="PENDING")
     command = [sys.executable, __file__, "serve", array[2] if array else "1", *tasks]
     with open(PLACE / "log", "a") as log:
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     print(f"Submitted batch job {number}")
 
 
@@ -66,11 +68,18 @@ def serve(at_once, *tasks):
 def start(job):
     number, _, task = job.partition("_")
     more = {"ARRAY_JOB_ID": number, "ARRAY_TASK_ID": task} if task else {}
-    more |= {"JOB_ID": job.replace("_", "0000"), "NTASKS": "1", "JOB_NUM_NODES": "1", "JOB_NODELIST": "here"}
+    more |= {
+        "JOB_ID": job.replace("_", "0000"),
+        "NTASKS": "1",
+        "JOB_NUM_NODES": "1",
+        "JOB_NODELIST": "here",
+    }
     more |= {"NODEID": "0", "PROCID": "0", "LOCALID": "0"}
     environment = os.environ | {f"SLURM_{key}": value for key, value in more.items()}
     put(job, State="RUNNING")
-    process = subprocess.Popen(["bash", PLACE / f"{number}.sbatch"], env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        ["bash", PLACE / f"{number}.sbatch"], env=environment, start_new_session=True
+    )
     put(job, State="RUNNING", process=process.pid)
     return process
 
@@ -86,7 +95,9 @@ def srun(*words):
     for option, name in files.items():
         for mark, key in own.items():
             name = name.replace(mark, os.environ.get(f"SLURM_{key}", ""))
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1 if option == "--output" else 2)
+        os.dup2(
+            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1 if option == "--output" else 2
+        )
     os.execvp(words[0], words)
 
 
@@ -106,7 +117,11 @@ def scancel(job, option="", name=""):
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 _, parent, group = path.read_text().rpartition(")")[2].split()[:3]
-                if int(group) == found["process"] and int(path.parent.name) != int(group) and parent == group:
+                if (
+                    int(group) == found["process"]
+                    and int(path.parent.name) != int(group)
+                    and parent == group
+                ):
                     os.kill(int(path.parent.name), signal.Signals[f"SIG{name}"])
         return
     put(job, State="CANCELLED by 0")

@@ -24,7 +24,8 @@ from coterie.testing import tiny_federation, tiny_settings
 from ...contract.test_blocks import of, same
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files and sockets to the collector
+    # Ray leaves files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
@@ -58,12 +59,16 @@ def without_losses(folder: Path, kind: str, killing: Killing, blocks: Any) -> No
     whole = kills.run_with(kind, folder / "whole", None)
     assert same(whole, kills.run_with(kind, folder / "split", killing, blocks))
     assert killing.killed == deaths
-    assert all(lost <= 1 for lost in losses(killing.steps)), "there is a checkpoint after each round"
+    assert all(lost <= 1 for lost in losses(killing.steps)), (
+        "there is a checkpoint after each round"
+    )
     assert killing.starts > len(deaths)
 
 
 @pytest.mark.parametrize("kind", IN_CI)
-def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(tmp_path: Path, three: Nodes, kind: str):
+def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(
+    tmp_path: Path, three: Nodes, kind: str
+):
     """An actor, a process, and a node with all that runs on it: where it was, two blocks go on on the two left."""
     draws = Rng(0).generator(f"kill.{kind}")
     killing = Killing(three, {int(draws.integers(-1, ROUNDS)): IN_CI[kind]}, draws)
@@ -72,14 +77,18 @@ def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(METHODS))
-def test_an_actor_a_process_and_a_node_are_killed_in_one_run(tmp_path: Path, three: Nodes, kind: str):
+def test_an_actor_a_process_and_a_node_are_killed_in_one_run(
+    tmp_path: Path, three: Nodes, kind: str
+):
     draws = Rng(0).generator(f"victims.{kind}")
     without_losses(tmp_path, kind, Killing(three, kills.deaths_of(kind, ROUNDS), draws), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(METHODS))
-def test_blocks_on_three_nodes_end_with_the_bytes_of_one_process(tmp_path: Path, three: Nodes, kind: str):
+def test_blocks_on_three_nodes_end_with_the_bytes_of_one_process(
+    tmp_path: Path, three: Nodes, kind: str
+):
     three.fill()
     whole = kills.run_with(kind, tmp_path / "whole", None, rounds=3)
     for number, blocks in enumerate((1, 3, [1, 4, 1])):
@@ -92,7 +101,15 @@ def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Nodes):
     """An error of the method's own, which is the same in one process."""
     method, data = METHODS["fedavg"](aggregation="coterie.nowhere:rule"), tiny_federation()
     with pytest.raises(ConfigError, match="nowhere"):
-        simulate_in_blocks(data, method, model="linear", settings=tiny_settings(), seed=3, blocks=2, start=actors.start)
+        simulate_in_blocks(
+            data,
+            method,
+            model="linear",
+            settings=tiny_settings(),
+            seed=3,
+            blocks=2,
+            start=actors.start,
+        )
 
 
 @pytest.mark.slow
@@ -106,21 +123,33 @@ def test_blocks_that_always_die_are_given_up(three: Nodes):
                 yield crew
 
     killing = Always(three, {}, np.random.default_rng(0))
-    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(), "blocks": 2, "start": killing.start}
+    more: dict[str, Any] = {
+        "model": "linear",
+        "settings": tiny_settings(),
+        "blocks": 2,
+        "start": killing.start,
+    }
     with pytest.raises(BlockDied, match=r"block \d of 2 has died"):
         simulate_in_blocks(tiny_federation(), of("dac"), **more)
     assert killing.starts == 3
 
 
 @pytest.mark.slow
-def test_a_block_that_cannot_be_made_is_no_death(three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_block_that_cannot_be_made_is_no_death(
+    three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The method is of a module that workers do not find: it is said once, in one line."""
     monkeypatch.setattr("coterie.cluster.packing.modules", lambda names: {})
     (tmp_path / "nowhere_else.py").write_text(METHOD)
     monkeypatch.syspath_prepend(tmp_path)
     method = importlib.import_module("nowhere_else").Mine()
     killing = Killing(three, {}, np.random.default_rng(0))
-    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(), "blocks": 2, "start": killing.start}
+    more: dict[str, Any] = {
+        "model": "linear",
+        "settings": tiny_settings(),
+        "blocks": 2,
+        "start": killing.start,
+    }
     with pytest.raises(CoterieError, match=r"block \d of 2 cannot be made: .*nowhere_else"):
         simulate_in_blocks(tiny_federation(), method, **more)
     assert killing.starts == 1
@@ -151,5 +180,7 @@ def test_what_a_block_tells_is_packed_without_a_loss():
         ([0], 2, 1, 0),
     ],
 )
-def test_each_block_gets_what_all_can_have_at_once(machines: list[float], blocks: int, most: float, expected: float):
+def test_each_block_gets_what_all_can_have_at_once(
+    machines: list[float], blocks: int, most: float, expected: float
+):
     assert share(machines, blocks, most) == pytest.approx(expected)

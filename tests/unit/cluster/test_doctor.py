@@ -37,7 +37,10 @@ def test_other_software_is_refused_and_other_processors_are_said():
     ) as told:
         require_equal([other("n1", torch="2.0", processor="old")], OWN)
     assert "\n" not in str(told.value)
-    with pytest.warns(UserWarning, match=r"processor: n1 has old, this machine has same: results agree within the tol"):
+    with pytest.warns(
+        UserWarning,
+        match=r"processor: n1 has old, this machine has same: results agree within the tol",
+    ):
         require_equal([other("n1", processor="old")], OWN)
 
 

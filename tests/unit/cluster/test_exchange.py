@@ -6,7 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Postbox, chosen, merged_snapshots
+from coterie.cluster.exchange import (
+    BlockExchange,
+    Interrupted,
+    Links,
+    Postbox,
+    chosen,
+    merged_snapshots,
+)
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
@@ -18,7 +25,10 @@ def two() -> list[BlockExchange]:
     """Blocks of clients 0, 1, 2 and of 3, 4."""
     boxes = [Postbox(2), Postbox(2)]
     links = [Links(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
-    return [BlockExchange(links[n], (n == OWNER).nonzero().flatten(), OWNER, server=False) for n in range(2)]
+    return [
+        BlockExchange(links[n], (n == OWNER).nonzero().flatten(), OWNER, server=False)
+        for n in range(2)
+    ]
 
 
 def published(ids: torch.Tensor) -> Message:
@@ -41,7 +51,8 @@ def test_a_block_is_told_what_it_reads_and_no_more():
     with ThreadPoolExecutor(2) as pool:
         tables = list(pool.map(pull, range(2)))
     assert [table[:, 0].tolist() for table in tables] == [[4], [4]]
-    assert [one.links.sent for one in blocks] == [8, 16 + 4]  # the id that is wanted; the model and its samples
+    # the id that is wanted; the model and its samples
+    assert [one.links.sent for one in blocks] == [8, 16 + 4]
 
 
 def test_messages_of_clients_that_are_not_there_are_left_out():
@@ -92,7 +103,10 @@ def test_snapshots_of_blocks_are_that_of_one_process_and_are_parted_again():
         whole.pull(published(torch.tensor(active)), nobody.expand(len(active), 1))
 
         def act(number: int, index: int = index, active: list[int] = active) -> None:
-            one, mine = blocks[number], torch.tensor([i for i in active if OWNER[i] == number], dtype=torch.int64)
+            one, mine = (
+                blocks[number],
+                torch.tensor([i for i in active if OWNER[i] == number], dtype=torch.int64),
+            )
             one.begin(Rng(0).at(index))
             if len(mine):
                 one.enter(mine)
@@ -125,7 +139,11 @@ def test_parts_are_told_in_the_order_of_the_blocks(sizes):
 
     def swap(number: int) -> list[int]:
         parts = [torch.full((size,), number) for size in sizes]
-        return [int(part.sum()) for part in links[number].swap((0, 0, "x"), parts) if isinstance(part, torch.Tensor)]
+        return [
+            int(part.sum())
+            for part in links[number].swap((0, 0, "x"), parts)
+            if isinstance(part, torch.Tensor)
+        ]
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(swap, range(2))) == [[0, sizes[0]], [0, sizes[1]]]
@@ -141,7 +159,11 @@ def test_rows_of_the_cohort_are_gathered_in_the_order_of_its_ids():
         for active in ([[2, 0], [4]], [[], [3]], [[], []]):
             ids = torch.tensor(active[number], dtype=torch.int64)
             one.enter(ids)
-            rows = ids[:, None].double().expand(-1, 2) if len(ids) else torch.zeros(0, 1, dtype=torch.float64)
+            rows = (
+                ids[:, None].double().expand(-1, 2)
+                if len(ids)
+                else torch.zeros(0, 1, dtype=torch.float64)
+            )
             found.append(one.gather(rows)[:, -1].tolist())
         return found
 

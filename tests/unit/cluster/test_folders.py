@@ -9,12 +9,18 @@ from coterie.cluster.folders import everything, lay_out, news, put_away
 
 def write(folder, rotate=None, **files):
     folder.mkdir(exist_ok=True)
-    names = {"checkpoint": "checkpoint.safetensors", "metrics": "metrics.parquet", "provenance": "provenance.json"}
+    names = {
+        "checkpoint": "checkpoint.safetensors",
+        "metrics": "metrics.parquet",
+        "provenance": "provenance.json",
+    }
     manifest.replace_files(folder, {names.get(k, k): v.encode() for k, v in files.items()}, rotate)
 
 
 def same(one, other):
-    return {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in other.iterdir()}
+    return {p.name: p.read_bytes() for p in one.iterdir()} == {
+        p.name: p.read_bytes() for p in other.iterdir()
+    }
 
 
 def test_only_what_is_new_travels_and_the_checkpoint_before_is_kept_there(tmp_path):

@@ -15,7 +15,13 @@ pytest.importorskip("ray")
 
 def test_tensors_and_arrays_lie_beside_the_rest_and_are_not_copied():
     big = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)
-    given = {"x": big, "n": np.arange(10), "label": "DAC", "half": big.bfloat16(), "part": big[:, ::2]}
+    given = {
+        "x": big,
+        "n": np.arange(10),
+        "label": "DAC",
+        "half": big.bfloat16(),
+        "part": big[:, ::2],
+    }
     packed = pack(given)
     found = unpack(packed)
     assert found["label"] == "DAC"
@@ -39,7 +45,9 @@ def test_a_function_of_a_script_goes_along():
 
 def test_modules_beside_a_study_travel_with_those_they_import(tmp_path, monkeypatch):
     (tmp_path / "lab_rules").mkdir()
-    (tmp_path / "lab_rules" / "__init__.py").write_text("import numpy\nfrom lab_words import WORD\n")
+    (tmp_path / "lab_rules" / "__init__.py").write_text(
+        "import numpy\nfrom lab_words import WORD\n"
+    )
     (tmp_path / "lab_rules" / "inner.py").write_text("DEEP = 1\n")
     (tmp_path / "lab_words.py").write_text("WORD = 'found'\n")
     (tmp_path / "lab_other.py").write_text("")
@@ -49,7 +57,9 @@ def test_modules_beside_a_study_travel_with_those_they_import(tmp_path, monkeypa
         found = modules({"lab_rules.inner", "numpy", "coterie.rng", "json"})
         assert set(found) == {"lab_rules/__init__.py", "lab_rules/inner.py", "lab_words.py"}
         monkeypatch.setattr(packing, "LARGEST", 10)
-        with pytest.raises(ConfigError, match="bytes with those they import; expected at most 10: install them"):
+        with pytest.raises(
+            ConfigError, match="bytes with those they import; expected at most 10: install them"
+        ):
             modules({"lab_rules"})
     finally:
         for name in ("lab_rules", "lab_words"):

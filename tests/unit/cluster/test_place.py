@@ -56,14 +56,19 @@ def test_what_is_no_place_is_refused_with_those_that_are(text):
 @pytest.mark.parametrize(("text", "package"), [("ray:auto", "ray"), ("slurm:cpu", "submitit")])
 def test_without_the_extra_one_line_says_what_to_install(text, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"--on {text} needs {package}, which is not installed; pip install") as told:
+    with pytest.raises(
+        ConfigError, match=f"--on {text} needs {package}, which is not installed; pip install"
+    ) as told:
         read(text)
     assert "\n" not in str(told.value)
     assert read("local") == LOCAL
 
 
 def test_only_ray_is_connected_to():
-    with pytest.raises(ConfigError, match="--on is slurm:cpu; expected a place of Ray"), connect(Place("slurm", "cpu")):
+    with (
+        pytest.raises(ConfigError, match="--on is slurm:cpu; expected a place of Ray"),
+        connect(Place("slurm", "cpu")),
+    ):
         pass
 
 
@@ -74,7 +79,9 @@ def test_where_nobody_listens_one_line_says_so_at_once(text):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match=f"no Ray answers at .*127.0.0.1:{port} .*refused") as told,
+            pytest.raises(
+                ConfigError, match=f"no Ray answers at .*127.0.0.1:{port} .*refused"
+            ) as told,
             connect(read(text.format(port))),
         ):
             pass
@@ -83,7 +90,10 @@ def test_where_nobody_listens_one_line_says_so_at_once(text):
 
 @pytest.mark.parametrize(
     ("mode", "said"),
-    [(None, "export RAY_AUTH_MODE=token, and copy"), ("token", "put the token of that cluster into")],
+    [
+        (None, "export RAY_AUTH_MODE=token, and copy"),
+        ("token", "put the token of that cluster into"),
+    ],
 )
 def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, said, monkeypatch):
     """Ray takes half a minute to say so: here by what it raises."""
@@ -97,7 +107,9 @@ def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, s
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(ConfigError, match=f"no Ray answers there .*InvalidAuthToken.*{said}") as told:
+    with pytest.raises(
+        ConfigError, match=f"no Ray answers there .*InvalidAuthToken.*{said}"
+    ) as told:
         _enter(connect(read("ray:127.0.0.1:6379")))
     assert "\n" not in str(told.value)
 
@@ -125,7 +137,9 @@ def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
-    with pytest.raises(ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"):
+    with pytest.raises(
+        ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"
+    ):
         place._reach(read("ray:auto"))
 
 

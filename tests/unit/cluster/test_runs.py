@@ -28,7 +28,8 @@ from coterie.testing import tiny_federation, tiny_settings
 
 ray = pytest.importorskip("ray")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files and sockets to the collector
+    # Ray leaves files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
@@ -96,7 +97,11 @@ def files(folder: Path) -> dict[str, bytes]:
     """What a study left, without seconds, and what digests them."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.startswith(".") and path.name not in ("B2SUMS", "report.html"):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and path.name not in ("B2SUMS", "report.html")
+        ):
             content = path.read_bytes()
             if path.name in ("provenance.json", "summary.json"):
                 told = json.loads(content)
@@ -115,22 +120,39 @@ def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     here, there = files(tmp_path / "here"), files(tmp_path / "there")
     assert here.keys() == there.keys()
     assert [name for name in here if here[name] != there[name]] == []
-    assert {name.rpartition("/")[2] for name in here} >= {"checkpoint.safetensors", "checkpoint-before.safetensors"}
-    assert len(done.summary["timing"]) == 4
-    assert {(step.label, step.seed, step.round) for step in heard if isinstance(step, Progress)} == {
-        (label, seed, index) for label in ("Gossip", "local") for seed in (0, 1) for index in (-1, 0, 1, 2)
+    assert {name.rpartition("/")[2] for name in here} >= {
+        "checkpoint.safetensors",
+        "checkpoint-before.safetensors",
     }
-    last = sum(len(content) for name, content in there.items() if name.count("/") == 3 and "before" not in name)
+    assert len(done.summary["timing"]) == 4
+    assert {
+        (step.label, step.seed, step.round) for step in heard if isinstance(step, Progress)
+    } == {
+        (label, seed, index)
+        for label in ("Gossip", "local")
+        for seed in (0, 1)
+        for index in (-1, 0, 1, 2)
+    }
+    last = sum(
+        len(content)
+        for name, content in there.items()
+        if name.count("/") == 3 and "before" not in name
+    )
     assert last < over.sent.home < 5 * last, "what is new, at each of three checkpoints and the end"
     assert over.sent.lost == 0
 
 
-def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(cluster, tmp_path, monkeypatch):
+def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(
+    cluster, tmp_path, monkeypatch
+):
     """The method is a file beside the study, with a module that it imports: both go to the workers."""
     (tmp_path / "mortal.py").write_text(MORTAL)
     (tmp_path / "mortal_words.py").write_text("def signal_number():\n    return 9\n")
     monkeypatch.syspath_prepend(tmp_path)
-    text = STUDY.replace('kind = "random"\nlabel = "Gossip"', 'kind = "mortal:Mortal"\nlabel = "Gossip"\nmark = "MARK"')
+    text = STUDY.replace(
+        'kind = "random"\nlabel = "Gossip"',
+        'kind = "mortal:Mortal"\nlabel = "Gossip"\nmark = "MARK"',
+    )
     mark = tmp_path / "mark"
     mark.touch()
     study = config.loads(text.replace("MARK", str(mark)))
@@ -138,7 +160,13 @@ def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(cluster, 
     mark.unlink()
     heard: list[Progress] = []
     with pytest.warns(UserWarning, match="its worker died; try 2 goes on where it was"):
-        run_study(study, out=tmp_path / "there", over=(over := RayRuns()), workers=1, observer=heard.append)
+        run_study(
+            study,
+            out=tmp_path / "there",
+            over=(over := RayRuns()),
+            workers=1,
+            observer=heard.append,
+        )
     here, there = files(tmp_path / "here"), files(tmp_path / "there")
     assert [name for name in here if here[name] != there.get(name)] == []
     assert over.sent.lost == 1
@@ -204,7 +232,9 @@ def test_two_blocks_share_the_gpu_that_is_asked_for(cluster):
             yield crew
 
     settings = tiny_settings(rounds=1)
-    simulate_in_blocks(tiny_federation(), Local(), model="linear", settings=settings, blocks=2, start=start)
+    simulate_in_blocks(
+        tiny_federation(), Local(), model="linear", settings=settings, blocks=2, start=start
+    )
     assert left == [0.0]
 
 
@@ -227,7 +257,9 @@ def test_data_that_ray_has_no_room_for_in_memory_change_nothing(cluster, tmp_pat
 
     def federation(seed):
         draws = np.random.default_rng(seed)
-        return from_arrays(draws.random((3000, 10_000), "float32"), draws.integers(0, 2, 3000), num_clients=4)
+        return from_arrays(
+            draws.random((3000, 10_000), "float32"), draws.integers(0, 2, 3000), num_clients=4
+        )
 
     assert federation(0).nbytes > 100 * 2**20
     study = config.loads(LARGE)
@@ -241,7 +273,9 @@ def test_data_that_ray_has_no_room_for_in_memory_change_nothing(cluster, tmp_pat
 
 @pytest.mark.slow
 def test_tuning_chooses_what_this_machine_would(cluster):
-    study = config.loads(STUDY.replace("rounds = 3", "rounds = 1").replace("seeds = [0, 1]", "seeds = [0]"))
+    study = config.loads(
+        STUDY.replace("rounds = 3", "rounds = 1").replace("seeds = [0, 1]", "seeds = [0]")
+    )
     grid = {"lr": [0.01, 0.1]}
     here = tune(study, grid, widenings=0)
     there = tune(study, grid, widenings=0, over=RayRuns(), workers=4)
@@ -269,7 +303,8 @@ def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
 
     monkeypatch.setattr(ray, "put", full)
     with pytest.raises(
-        WorkerDied, match=r"^Ray does not take the data of a run: .*no space is left.*; resume goes on$"
+        WorkerDied,
+        match=r"^Ray does not take the data of a run: .*no space is left.*; resume goes on$",
     ):
         list(RayRuns()(print, ["one"], 1, print))
 
@@ -282,7 +317,9 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
         assert over.far
     old = doctor.Machine("here", {**own.facts, "torch": "1.0"})
     monkeypatch.setattr(doctor, "here", lambda: old)
-    with pytest.raises(ConfigError, match=r"the cluster has other software .torch: .* has .*, this machine has 1.0"):
+    with pytest.raises(
+        ConfigError, match=r"the cluster has other software .torch: .* has .*, this machine has 1.0"
+    ):
         _enter(runs_on("ray:local", check=True))
 
 

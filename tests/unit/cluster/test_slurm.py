@@ -53,7 +53,9 @@ label = "Gossip"
 def jobs(monkeypatch):
     """What submitit starts imports this tree."""
     package = Path(config.__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ def partition(jobs, monkeypatch, tmp_path):
         (place / name).chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(place), os.environ["PATH"]]))
     monkeypatch.setattr(slurm, "_TURN", 0.1)
-    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)(delay_s=1))  # not ten minutes
+    # not ten minutes
+    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)(delay_s=1))
     yield place
     (place / "hold").unlink(missing_ok=True)
     for path in place.glob("*.json"):
@@ -107,9 +110,20 @@ def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path)
     )  # fmt: skip
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
     (script,) = partition.glob("*.sbatch")
-    asked = {line.partition("=")[0]: line.partition("=")[2] for line in script.read_text().splitlines()}
-    said = {name: asked[f"#SBATCH --{name}"] for name in ("array", "partition", "time", "mem", "cpus-per-task")}
-    assert said == {"array": "0-1%2", "partition": "cpu", "time": "7", "mem": "2GB", "cpus-per-task": "2"}
+    asked = {
+        line.partition("=")[0]: line.partition("=")[2] for line in script.read_text().splitlines()
+    }
+    said = {
+        name: asked[f"#SBATCH --{name}"]
+        for name in ("array", "partition", "time", "mem", "cpus-per-task")
+    }
+    assert said == {
+        "array": "0-1%2",
+        "partition": "cpu",
+        "time": "7",
+        "mem": "2GB",
+        "cpus-per-task": "2",
+    }
     assert {step.label for step in heard} == {"local", "Gossip"}
     assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
 
@@ -154,12 +168,16 @@ def test_a_job_that_was_queued_and_cancelled_is_told_and_handed_in_again(partiti
         assert [one.state for one in look(folder)] == ["queued", "queued"]
         subprocess.run([partition / "scancel", "1_1"], check=True)
         (partition / "hold").unlink()
-    assert told["error"] == "job 1_1 ended without a result: Slurm says CANCELLED by 0; resume goes on"
+    assert (
+        told["error"] == "job 1_1 ended without a result: Slurm says CANCELLED by 0; resume goes on"
+    )
     found = {one.job.label: (one.state, one.reason) for one in look(folder)}
     assert found == {"local": ("done", ""), "Gossip": ("failed", "Slurm says CANCELLED by 0")}
     study = config.loads(STUDY)
     run_study(study, out=tmp_path / "here")
-    run_study(study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu")), workers=2, resume=True)
+    run_study(
+        study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu")), workers=2, resume=True
+    )
     assert [one.state for one in look(folder)] == ["done", "done"]
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
 
@@ -230,7 +248,12 @@ def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
     run_study(config.loads(STUDY), out=tmp_path)
     folder = tmp_path / "tiny"
     run_study(study, out=tmp_path, resume=True)
-    waits, fails, stops, queues = Job("local", 1), Job("local", 2), Job("Gossip", 1), Job("Gossip", 2)
+    waits, fails, stops, queues = (
+        Job("local", 1),
+        Job("local", 2),
+        Job("Gossip", 1),
+        Job("Gossip", 2),
+    )
     for job in (waits, fails, queues):
         for path in run_folder(folder, job).iterdir():
             path.unlink()

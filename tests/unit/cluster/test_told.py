@@ -27,7 +27,10 @@ def test_calls_that_only_some_blocks_make_are_in_the_order_of_one_process():
 
 
 def test_orders_that_do_not_agree_are_refused():
-    one = [Entry("metrics", 0, "train", "current", values={name: torch.zeros(0)}) for name in ("a", "b")]
+    one = [
+        Entry("metrics", 0, "train", "current", values={name: torch.zeros(0)})
+        for name in ("a", "b")
+    ]
     with pytest.raises(CoterieError, match="in different orders"):
         merged([one, one[::-1]])
 
@@ -35,7 +38,11 @@ def test_orders_that_do_not_agree_are_refused():
 def test_reads_of_blocks_with_unequal_numbers_of_slots_make_one_table():
     """As one process would have written them: an unused slot leaves no row."""
     infos = [
-        {"peers": torch.tensor([[3], [2]]), "weights": torch.tensor([[0.5], [0.0]]), "bytes": torch.tensor([[8], [8]])},
+        {
+            "peers": torch.tensor([[3], [2]]),
+            "weights": torch.tensor([[0.5], [0.0]]),
+            "bytes": torch.tensor([[8], [8]]),
+        },
         {
             "peers": torch.tensor([[0, 1], [-1, 2]]),
             "weights": torch.tensor([[0.2, 0.3], [0.0, 0.4]]),

@@ -31,7 +31,9 @@ def test_a_job_has_a_run_until_it_is_done(tmp_path):
 
 
 def test_the_turn_of_a_job_that_is_over_is_taken_over(tmp_path):
-    (tmp_path / ".turn-1.json").write_text(json.dumps({"job": "17_0", "host": "a", "since": "today"}))
+    (tmp_path / ".turn-1.json").write_text(
+        json.dumps({"job": "17_0", "host": "a", "since": "today"})
+    )
     asked = []
     with turn(tmp_path, "18", lambda job: not asked.append(job)):
         assert (holder(tmp_path)[0], holder(tmp_path)[1]["job"]) == (2, "18")
@@ -41,7 +43,9 @@ def test_the_turn_of_a_job_that_is_over_is_taken_over(tmp_path):
 
 def test_a_job_that_was_handed_in_again_goes_on(tmp_path):
     """It has the same id, and its earlier life is over."""
-    (tmp_path / ".turn-3.json").write_text(json.dumps({"job": "17_0", "host": "a", "since": "today"}))
+    (tmp_path / ".turn-3.json").write_text(
+        json.dumps({"job": "17_0", "host": "a", "since": "today"})
+    )
     with turn(tmp_path, "17_0", never):
         assert holder(tmp_path)[0] == 4
 

@@ -31,7 +31,9 @@ class Pairs(Dataset):
 def held(federation: Federation, client: int) -> set[int]:
     """The samples a client has, wherever they are used."""
     own = federation.x[client][federation.split[client] >= 0][:, 0].tolist()
-    return set(map(int, own)) | set(map(int, federation.tests[int(federation.test_of[client])].x[:, 0].tolist()))
+    return set(map(int, own)) | set(
+        map(int, federation.tests[int(federation.test_of[client])].x[:, 0].tolist())
+    )
 
 
 def test_arrays_with_client_ids_keep_every_sample_at_its_client():
@@ -41,7 +43,8 @@ def test_arrays_with_client_ids_keep_every_sample_at_its_client():
     assert held(federation, 0) == set(range(10, 35))  # "a" is the first in sorted order
     assert held(federation, 1) == set(range(10))
     assert held(federation, 2) == set(range(35, 40))
-    assert federation.counts("train").tolist() == [16, 6, 3]  # 25: 5 tests, 4 validation; 10: 2 and 2; 5: 1 and 1
+    # 25: 5 tests, 4 validation; 10: 2 and 2; 5: 1 and 1
+    assert federation.counts("train").tolist() == [16, 6, 3]
     assert federation.counts("validation").tolist() == [4, 2, 1]
     assert [len(test.x) for test in federation.tests] == [5, 2, 1]
     assert federation.classes == 10
@@ -74,7 +77,9 @@ def test_known_clusters_become_the_truth():
     assert by_order.fingerprint() == by_value.fingerprint()
     with pytest.raises(DataError, match="clusters has nothing for client 9"):
         from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1})
-    with pytest.raises(DataError, match="clusters has 3 values; expected one for each of the 4 clients"):
+    with pytest.raises(
+        DataError, match="clusters has 3 values; expected one for each of the 4 clients"
+    ):
         from_arrays(x, y, clients=owner, clusters=[0, 1, 1])
     with pytest.raises(ConfigError, match="clusters is given without clients"):
         from_arrays(x, y, num_clients=2, clusters=[0, 1])
@@ -83,7 +88,11 @@ def test_known_clusters_become_the_truth():
 def test_a_shift_can_be_planted_in_ones_own_images():
     x = np.random.Generator(np.random.Philox(0)).integers(0, 256, (40, 6, 6), dtype=np.uint8)
     federation = from_arrays(
-        x, np.arange(40) % 2, num_clients=4, shift=[{"kind": "rotation", "degrees": [0, 90]}], normalize="standard"
+        x,
+        np.arange(40) % 2,
+        num_clients=4,
+        shift=[{"kind": "rotation", "degrees": [0, 90]}],
+        normalize="standard",
     )
     assert federation.truth is not None
     assert federation.truth.cluster.tolist() == [0, 0, 1, 1]
@@ -130,7 +139,10 @@ def test_numbers_as_inputs_are_vectors_of_no_axis():
         ([], "there are no datasets"),
         ([Pairs([])], "dataset 0 is empty"),
         ([Pairs([torch.zeros(2)])], "dataset 0: item 0 is a Tensor; expected a pair"),
-        ([Pairs([(torch.zeros(2), 0), (torch.zeros(3), 0)])], r"inputs of different shapes: \(2,\) and \(3,\)"),
+        (
+            [Pairs([(torch.zeros(2), 0), (torch.zeros(3), 0)])],
+            r"inputs of different shapes: \(2,\) and \(3,\)",
+        ),
         ([Pairs([(torch.zeros(2), 0)]), Pairs([(torch.zeros(3), 0)])], "different types or shapes"),
     ],
 )
@@ -149,11 +161,31 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
         ({"num_clients": 4, "class_names": ["a"]}, ConfigError, "10 names, one for each class"),
         ({"num_clients": 41}, DataError, "41 clients; the pool has 40 samples: lower num_clients"),
         ({"num_clients": 20}, DataError, "leaves none for training"),
-        ({"num_clients": 4, "train": 20}, DataError, r"4 clients x \d+ samples = \d+; the pool has 40"),
-        ({"num_clients": 4, "test": (np.zeros((2, 3)), [0, 1])}, DataError, r"training inputs have shape \(2,\)"),
-        ({"num_clients": 4, "test": (np.zeros((2, 2)), [0, 12])}, DataError, "the test data have labels from 0 to 12"),
-        ({"num_clients": 4, "validation_fraction": 1.0}, ConfigError, "expected a number, 0 or more and below 1"),
-        ({"num_clients": 4, "test_fraction": 0.0}, DataError, "no samples are held out for testing"),
+        (
+            {"num_clients": 4, "train": 20},
+            DataError,
+            r"4 clients x \d+ samples = \d+; the pool has 40",
+        ),
+        (
+            {"num_clients": 4, "test": (np.zeros((2, 3)), [0, 1])},
+            DataError,
+            r"training inputs have shape \(2,\)",
+        ),
+        (
+            {"num_clients": 4, "test": (np.zeros((2, 2)), [0, 12])},
+            DataError,
+            "the test data have labels from 0 to 12",
+        ),
+        (
+            {"num_clients": 4, "validation_fraction": 1.0},
+            ConfigError,
+            "expected a number, 0 or more and below 1",
+        ),
+        (
+            {"num_clients": 4, "test_fraction": 0.0},
+            DataError,
+            "no samples are held out for testing",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, error, message):
@@ -193,8 +225,13 @@ def test_a_dataset_that_is_only_iterable_is_read_to_its_end():
 
 def test_pictures_of_several_sizes_are_made_equal_by_a_transform():
     labels = ["even", "odd"] * 5
-    pictures = [(Image.new("RGB", (4 + place % 3, 9), (place, 0, 0)), labels[place]) for place in range(9)]
-    with pytest.raises(DataError, match=r"inputs of different shapes: \(3, 9, 4\) and \(3, 9, 5\); .*transform=lambda"):
+    pictures = [
+        (Image.new("RGB", (4 + place % 3, 9), (place, 0, 0)), labels[place]) for place in range(9)
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"inputs of different shapes: \(3, 9, 4\) and \(3, 9, 5\); .*transform=lambda",
+    ):
         from_datasets([Pairs(pictures)])
     federation = from_datasets([Pairs(pictures)], transform=lambda image: image.resize((4, 4)))
     assert (federation.features, federation.class_names) == ((3, 4, 4), ("even", "odd"))
@@ -203,19 +240,30 @@ def test_pictures_of_several_sizes_are_made_equal_by_a_transform():
 
 
 def test_items_may_be_several_tensors_by_place_or_by_name():
-    pairs = [((torch.tensor([place / 2]), torch.tensor([place, 1])), place % 2) for place in range(10)]
+    pairs = [
+        ((torch.tensor([place / 2]), torch.tensor([place, 1])), place % 2) for place in range(10)
+    ]
     federation = from_datasets([Pairs(pairs)])
     assert federation.parts == (Part("", (1,)), Part("", (2,), whole=True))
-    assert sorted(held(federation, 0)) == sorted(int(place / 2) for place in range(10) if place % 2 == 0)
+    assert sorted(held(federation, 0)) == sorted(
+        int(place / 2) for place in range(10) if place % 2 == 0
+    )
     named = [({"age": x[0], "words": x[1]}, y) for x, y in pairs]
-    assert from_datasets([Pairs(named)]).parts == (Part("age", (1,)), Part("words", (2,), whole=True))
-    with pytest.raises(DataError, match="dataset 0: the input of item 1 has other parts than the first"):
+    assert from_datasets([Pairs(named)]).parts == (
+        Part("age", (1,)),
+        Part("words", (2,), whole=True),
+    )
+    with pytest.raises(
+        DataError, match="dataset 0: the input of item 1 has other parts than the first"
+    ):
         from_datasets([Pairs([pairs[0], named[0]])])
 
 
 def test_a_table_of_datasets_names_the_clients():
     x, y = (torch.from_numpy(part) for part in arrays())
-    federation = from_datasets({"west": TensorDataset(x[:10], y[:10]), "east": TensorDataset(x[10:], y[10:])})
+    federation = from_datasets(
+        {"west": TensorDataset(x[:10], y[:10]), "east": TensorDataset(x[10:], y[10:])}
+    )
     assert federation.client_names == ("east", "west")
     assert held(federation, 1) == set(range(10))
     assert [test.name for test in federation.tests] == ["east", "west"]
@@ -224,12 +272,21 @@ def test_a_table_of_datasets_names_the_clients():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (DataLoader(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 2), "is a DataLoader, which makes batches"),
-        (Pairs([("a word", 0)] * 3), "the input of item 0 is 'a word'; expected numbers or a picture"),
+        (
+            DataLoader(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 2),
+            "is a DataLoader, which makes batches",
+        ),
+        (
+            Pairs([("a word", 0)] * 3),
+            "the input of item 0 is 'a word'; expected numbers or a picture",
+        ),
         (3, "is a int; expected a dataset: with __len__ and __getitem__, or __iter__"),
         (Pairs([(torch.zeros(2), "a"), (torch.zeros(2), 1)]), "the targets mix text and numbers"),
         (Pairs([(torch.zeros(2), 1), (torch.zeros(2), "a")]), "the targets mix text and numbers"),
-        (Pairs([(torch.zeros(2), torch.zeros(n)) for n in (1, 2)]), r"targets of different shapes: \(1,\) and \(2,\)"),
+        (
+            Pairs([(torch.zeros(2), torch.zeros(n)) for n in (1, 2)]),
+            r"targets of different shapes: \(1,\) and \(2,\)",
+        ),
     ],
 )
 def test_other_things_than_datasets_are_refused(dataset, message):
@@ -243,28 +300,51 @@ def test_names_reach_the_test_sets_and_the_planted_clusters():
     assert federation.client_names == ("a", "b")
     assert [test.name for test in federation.tests] == ["a", "b"]
     assert federation.truth is not None
-    assert [shift.partition("; ")[2] for shift in federation.truth.shift] == ["client a", "client b"]
+    assert [shift.partition("; ")[2] for shift in federation.truth.shift] == [
+        "client a",
+        "client b",
+    ]
     assert from_arrays(x, y, clients=[0, 1] * 20).client_names == ()
 
 
 def test_three_rows_are_one_for_each_set_and_two_are_too_few():
     x, y = arrays(43)
     federation = from_arrays(x, y, clients=["large"] * 40 + ["tiny"] * 3)
-    assert (federation.counts("train").tolist(), federation.counts("validation").tolist()) == ([26, 1], [6, 1])
+    assert (federation.counts("train").tolist(), federation.counts("validation").tolist()) == (
+        [26, 1],
+        [6, 1],
+    )
     assert [len(test.x) for test in federation.tests] == [8, 1]
-    with pytest.raises(DataError, match=r"client 'tiny' has 2 samples, .*give it more samples, leave it out, or"):
+    with pytest.raises(
+        DataError, match=r"client 'tiny' has 2 samples, .*give it more samples, leave it out, or"
+    ):
         from_arrays(x[:-1], y[:-1], clients=["large"] * 40 + ["tiny"] * 2)
 
 
 @pytest.mark.parametrize(
     ("shift", "message"),
     [
-        ({"kind": "rotation"}, "rotation needs uint8 images; arrays has 1 numbers \\+ 1 whole numbers"),
+        (
+            {"kind": "rotation"},
+            "rotation needs uint8 images; arrays has 1 numbers \\+ 1 whole numbers",
+        ),
         ({"kind": "visual"}, "visual needs uint8 images"),
-        ({"kind": "labels", "groups": [[0], [1]]}, "the targets of arrays are not one class a sample"),
-        ({"kind": "label-swap", "swaps": [[], [[0, 1]]]}, "the targets of arrays are not one class a sample"),
-        ({"kind": "dirichlet-per-client", "concentration_total": 1.0}, "the targets of arrays are not one class"),
-        ({"kind": "k-fold"}, "the targets of arrays are not one class a sample, which a shift of labels needs: leave"),
+        (
+            {"kind": "labels", "groups": [[0], [1]]},
+            "the targets of arrays are not one class a sample",
+        ),
+        (
+            {"kind": "label-swap", "swaps": [[], [[0, 1]]]},
+            "the targets of arrays are not one class a sample",
+        ),
+        (
+            {"kind": "dirichlet-per-client", "concentration_total": 1.0},
+            "the targets of arrays are not one class",
+        ),
+        (
+            {"kind": "k-fold"},
+            "the targets of arrays are not one class a sample, which a shift of labels needs: leave",
+        ),
         ({"kind": "regression-targets"}, "arrays is not a regression problem of one number"),
     ],
 )
@@ -278,14 +358,26 @@ def test_shifts_that_need_images_or_classes_refuse_other_data_in_one_line(shift,
 def test_a_client_with_too_few_samples_is_named():
     x, y = arrays(43)
     owners = ["large"] * 40 + ["tiny"] * 3
-    with pytest.raises(DataError, match="client 'tiny' has 3 samples, and 1 of 2 clients fewer than the 15 that each"):
+    with pytest.raises(
+        DataError,
+        match="client 'tiny' has 3 samples, and 1 of 2 clients fewer than the 15 that each",
+    ):
         from_arrays(x, y, clients=owners, train=10)
-    with pytest.raises(DataError, match="client 'large': labels 0, 1: 40 samples are asked for; the pool has 8 of"):
-        from_arrays(x, y, clients=owners, shift=[{"kind": "labels", "groups": [[0, 1], [5]], "sizes": [1, 1]}])
+    with pytest.raises(
+        DataError, match="client 'large': labels 0, 1: 40 samples are asked for; the pool has 8 of"
+    ):
+        from_arrays(
+            x,
+            y,
+            clients=owners,
+            shift=[{"kind": "labels", "groups": [[0, 1], [5]], "sizes": [1, 1]}],
+        )
 
 
 def test_deep_pictures_of_a_dataset_are_numbers_and_palettes_are_colors():
-    deep = from_datasets([Pairs([(Image.new("I;16", (3, 3), 300 + place), 0) for place in range(6)])])
+    deep = from_datasets(
+        [Pairs([(Image.new("I;16", (3, 3), 300 + place), 0) for place in range(6)])]
+    )
     assert (deep.x.dtype, int(deep.x.max()) >= 300) == (torch.int32, True)
     palette = Image.new("RGB", (3, 3), (200, 10, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
     colors = from_datasets([Pairs([(palette, 0)] * 6)])

@@ -26,7 +26,9 @@ def test_the_table_of_a_study_file_is_read_as_it_stands():
     table = DIGITS | {"shift": [{"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4]}]}
     config = parse(DataConfig, table, "data")
     assert config == DataConfig("digits", 8, 20, 5, [Rotation([0, 90], sizes=[4, 4])])
-    assert config.shift == ({"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4], "assign": "blocks", "fill": 128},)
+    assert config.shift == (
+        {"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4], "assign": "blocks", "fill": 128},
+    )
 
 
 def test_every_setting_is_explained():
@@ -43,8 +45,17 @@ def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
 
 
 def test_the_fingerprint_is_the_same_in_another_process():
-    shift = [{"kind": "regression-targets", "clusters": 2}, {"kind": "quantity", "concentration_per_client": 1.0}]
-    table = {"dataset": "synthetic-regression", "num_clients": 6, "train": 20, "validation": 5, "shift": shift}
+    shift = [
+        {"kind": "regression-targets", "clusters": 2},
+        {"kind": "quantity", "concentration_per_client": 1.0},
+    ]
+    table = {
+        "dataset": "synthetic-regression",
+        "num_clients": 6,
+        "train": 20,
+        "validation": 5,
+        "shift": shift,
+    }
     code = (
         "from coterie.data.build import DataConfig, build_federation;"
         f"print(build_federation(DataConfig(**{table!r}), 3).fingerprint())"
@@ -62,7 +73,8 @@ def test_without_sizes_the_pool_is_shared_evenly():
 
 def test_validation_may_be_nothing_or_a_part():
     assert build(validation=0).counts("validation").tolist() == [0] * 8
-    assert build_federation(DataConfig("digits", 8, 30), 0).counts("validation").tolist() == [8] * 8  # 30 x 0.2 / 0.8
+    # 30 x 0.2 / 0.8
+    assert build_federation(DataConfig("digits", 8, 30), 0).counts("validation").tolist() == [8] * 8
 
 
 def test_normalization_can_be_chosen():
@@ -108,7 +120,9 @@ def test_the_test_fraction_is_one_of_all_samples_of_a_client(source):
 def test_own_test_sets_are_transformed_like_the_client():
     plain = build(test="client", test_samples=6)
     turned = build(test="client", test_samples=6, shift=[{"kind": "rotation", "degrees": [90]}])
-    np.testing.assert_array_equal(turned.tests[2].x.numpy(), np.rot90(plain.tests[2].x.numpy(), axes=(2, 3)))
+    np.testing.assert_array_equal(
+        turned.tests[2].x.numpy(), np.rot90(plain.tests[2].x.numpy(), axes=(2, 3))
+    )
     assert torch.equal(turned.tests[2].y, plain.tests[2].y)
 
 
@@ -127,7 +141,9 @@ def test_test_sets_are_stored_once():
 def test_a_label_group_without_test_samples_is_an_error(tmp_path):
     from coterie.data.arrays import from_arrays
 
-    with pytest.raises(DataError, match='arrays has no test samples for "labels 1"; hold some out: test = "client"'):
+    with pytest.raises(
+        DataError, match='arrays has no test samples for "labels 1"; hold some out: test = "client"'
+    ):
         from_arrays(
             np.zeros((20, 2)), np.arange(20) % 2, num_clients=2, test=(np.zeros((3, 2)), np.zeros(3, int)),
             shift=[{"kind": "labels", "groups": [[0], [1]]}],
@@ -137,7 +153,11 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"num_client": 3}, ConfigError, "data: unknown key 'num_client'; did you mean 'num_clients'"),
+        (
+            {"num_client": 3},
+            ConfigError,
+            "data: unknown key 'num_client'; did you mean 'num_clients'",
+        ),
         (
             {"num_clients": "8"},
             ConfigError,
@@ -154,9 +174,21 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
         ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
         ({"dataset": []}, ConfigError, "expected text, or a list of texts, 1 or more of them"),
         ({"options": {"dim": 3}}, ConfigError, "digits has no options"),
-        ({"train": 200}, DataError, "8 clients x 205 samples = 1,640; the pool has 1,500: lower num_clients"),
-        ({"shift": [{"kind": "rotation", "sizes": [1, 1, 1, 1]}]}, ConfigError, "add to 4; expected .* 8"),
-        ({"shift": [{"kind": "rotation"}] * 2, "num_clients": 3, "train": 2}, ConfigError, "each of the 4 clusters"),
+        (
+            {"train": 200},
+            DataError,
+            "8 clients x 205 samples = 1,640; the pool has 1,500: lower num_clients",
+        ),
+        (
+            {"shift": [{"kind": "rotation", "sizes": [1, 1, 1, 1]}]},
+            ConfigError,
+            "add to 4; expected .* 8",
+        ),
+        (
+            {"shift": [{"kind": "rotation"}] * 2, "num_clients": 3, "train": 2},
+            ConfigError,
+            "each of the 4 clusters",
+        ),
         ({"shift": "rotation"}, ConfigError, "shift is 'rotation'; expected a list"),
     ],
 )
@@ -168,7 +200,9 @@ def test_what_cannot_be_is_refused_in_one_line(change, error, message):
 
 def test_the_synthetic_problem_of_the_papers():
     """99 clients in three clusters, 50 + 100 samples of 10 features, 1,000 test samples a cluster."""
-    config = DataConfig("synthetic-regression", 99, 50, 100, [{"kind": "regression-targets", "sizes": [33, 33, 33]}])
+    config = DataConfig(
+        "synthetic-regression", 99, 50, 100, [{"kind": "regression-targets", "sizes": [33, 33, 33]}]
+    )
     federation = build_federation(config, 0)
     assert federation.x.shape == (99, 150, 10)
     assert [len(test.x) for test in federation.tests] == [1000] * 3
@@ -177,19 +211,24 @@ def test_the_synthetic_problem_of_the_papers():
     x, y = federation.x[:33].reshape(-1, 10).double(), federation.y[:33].reshape(-1, 1).double()
     theta = torch.linalg.lstsq(x, y).solution
     error = (federation.tests[0].x.double() @ theta)[:, 0] - federation.tests[0].y.double()
-    assert abs(float((error**2).mean()) - 9) < 5 * 9 * (2 / 1000) ** 0.5  # the noise floor, sigma^2 = 9
-    wider = build_federation(DataConfig("synthetic-regression", 3, 5, 5, options={"dim": 4, "test": 10}), 0)
+    # the noise floor, sigma^2 = 9
+    assert abs(float((error**2).mean()) - 9) < 5 * 9 * (2 / 1000) ** 0.5
+    wider = build_federation(
+        DataConfig("synthetic-regression", 3, 5, 5, options={"dim": 4, "test": 10}), 0
+    )
     assert wider.features == (4,)
 
 
 @pytest.mark.parametrize(
     ("given", "total", "parts"),
     [
-        ({}, None, (0.64, 0.16, 0.2)),  # of the samples that there are: a fifth, and a fifth of the others
+        # of the samples that there are: a fifth, and a fifth of the others
+        ({}, None, (0.64, 0.16, 0.2)),
         ({"test_fraction": 0.5, "validation_fraction": 0.0}, None, (0.5, 0.0, 0.5)),
         ({"train": 60, "validation": 20}, 100, (0.6, 0.2, 0.2)),  # 20 are a fifth of 100
         ({"train": 60, "validation": 20, "test_fraction": 0.5}, 160, (0.375, 0.125, 0.5)),
-        ({"train": 60, "validation_fraction": 0.4}, 125, (0.48, 0.32, 0.2)),  # 60 and 40, and a fifth of 125
+        # 60 and 40, and a fifth of 125
+        ({"train": 60, "validation_fraction": 0.4}, 125, (0.48, 0.32, 0.2)),
         ({"train": 60, "validation": 20, "test_samples": 40}, 120, (0.5, 1 / 6, 1 / 3)),
         ({"train": 60, "validation": 20, "test_source": "test"}, 80, (0.75, 0.25, 0.0)),
         ({"test_source": "test"}, None, (0.8, 0.2, 0.0)),
@@ -209,18 +248,24 @@ def made_whole(seed: int = 0):
 def made_source():
     """Forty rows of five clients with names, the third of which has one class."""
     x = np.arange(80.0).reshape(40, 2)
-    return Source.of(x, np.arange(40) % 2 * (np.arange(40) % 5 != 2), clients=[f"né {i % 5}" for i in range(40)])
+    return Source.of(
+        x, np.arange(40) % 2 * (np.arange(40) % 5 != 2), clients=[f"né {i % 5}" for i in range(40)]
+    )
 
 
 def own(name: str, **change: object):
-    return build_federation(parse(DataConfig, {"dataset": f"{__name__}:{name}", **change}, "data"), 1)
+    return build_federation(
+        parse(DataConfig, {"dataset": f"{__name__}:{name}", **change}, "data"), 1
+    )
 
 
 def test_a_federation_that_a_function_returns_is_used_as_it_is():
     assert own("made_whole").fingerprint() == made_whole(1).fingerprint()
     assert own("made_whole", fixed_seed=4).fingerprint() == made_whole(4).fingerprint()
     assert own("made_whole", options={"seed": 5}).fingerprint() == made_whole(5).fingerprint()
-    with pytest.raises(ConfigError, match=r"data.num_clients is set, but .*used as it is; return a coterie.Source"):
+    with pytest.raises(
+        ConfigError, match=r"data.num_clients is set, but .*used as it is; return a coterie.Source"
+    ):
         own("made_whole", num_clients=3)
     with pytest.raises(ConfigError, match=r"data.shift is set, but"):
         own("made_whole", shift=[{"kind": "iid"}])
@@ -236,7 +281,9 @@ def test_a_source_that_a_function_returns_is_divided_by_its_clients():
     for row, name in enumerate(three.client_names):
         used = three.x[row][three.split[row] >= 0][:, 0]
         assert {int(value) // 2 % 5 for value in used} == {int(name[-1])}
-    shifted = own("made_source", shift=[{"kind": "label-swap", "swaps": [[], [[0, 1]]], "sizes": [4, 1]}])
+    shifted = own(
+        "made_source", shift=[{"kind": "label-swap", "swaps": [[], [[0, 1]]], "sizes": [4, 1]}]
+    )
     assert set(shifted.y[4][shifted.split[4] >= 0].tolist()) <= {0, 1}
 
 
@@ -256,7 +303,12 @@ def test_natural_groups_are_called_by_their_values():
     source = Source("notes", Samples(torch.zeros(20, 1), torch.arange(20) % 2, {"user": torch.arange(20) // 5 * 7}),
                     Samples(torch.zeros(0, 1), torch.arange(0)), 2)  # fmt: skip
     config = DataConfig("notes", shift=[{"kind": "natural", "column": "user"}])
-    assert build_from_sources(config, (source,), Rng(0)).client_names == ("user 0", "user 7", "user 14", "user 21")
+    assert build_from_sources(config, (source,), Rng(0)).client_names == (
+        "user 0",
+        "user 7",
+        "user 14",
+        "user 21",
+    )
 
 
 def test_several_datasets_have_targets_of_one_shape():
@@ -264,7 +316,9 @@ def test_several_datasets_have_targets_of_one_shape():
         return Source.of(np.zeros((40, 2)), y, test=(np.zeros((2, 2)), y[:2]))
 
     with pytest.raises(DataError, match="have other targets or columns; make them alike"):
-        build_from_sources(DataConfig(["a", "b"]), (of(np.zeros((40, 2))), of(np.zeros((40, 3)))), Rng(0))
+        build_from_sources(
+            DataConfig(["a", "b"]), (of(np.zeros((40, 2))), of(np.zeros((40, 3)))), Rng(0)
+        )
 
 
 def told_apart():
@@ -280,7 +334,10 @@ def in_folds(seed: int, **change: object):
     )
     parts = [[sorted(x[split == part][:, 0].int().tolist()) for part in (0, 1)]
              for x, split in zip(data.x, data.split, strict=True)]  # fmt: skip
-    return [(*own, sorted(test.x[:, 0].int().tolist())) for own, test in zip(parts, data.tests, strict=True)]
+    return [
+        (*own, sorted(test.x[:, 0].int().tolist()))
+        for own, test in zip(parts, data.tests, strict=True)
+    ]
 
 
 def test_in_as_many_seeds_as_folds_every_sample_is_tested_once():
@@ -294,7 +351,9 @@ def test_in_as_many_seeds_as_folds_every_sample_is_tested_once():
             assert sorted(chain(*tested)) == sorted(everything)
             assert max(map(len, tested)) - min(map(len, tested)) <= 1
             for one in found:
-                assert sorted(chain(*one[row])) == sorted(everything), "nothing is left out, or used twice"
+                assert sorted(chain(*one[row])) == sorted(everything), (
+                    "nothing is left out, or used twice"
+                )
         divisions.append([one[0][2] for one in found])
     assert divisions[0] != divisions[1]
     assert in_folds(2) == in_folds(2)
@@ -330,7 +389,10 @@ def test_a_client_is_divided_alike_whoever_is_beside_it():
         ({"train": 5}, "folds is 4 and train is 5; leave out train"),
         ({"fixed_seed": 5}, "folds is 4 and fixed_seed is 5; leave out fixed_seed"),
         ({"test_source": "test"}, "test_source is 'test'; expected 'train' with folds"),
-        ({"dataset": "digits"}, "folds is 4, and digits has a test set of its own; test = 'client' leaves that unused"),
+        (
+            {"dataset": "digits"},
+            "folds is 4, and digits has a test set of its own; test = 'client' leaves that unused",
+        ),
     ],
 )
 def test_settings_that_folds_contradict_are_refused(change, said):
@@ -339,7 +401,9 @@ def test_settings_that_folds_contradict_are_refused(change, said):
 
 
 def test_a_client_with_fewer_samples_than_folds_is_named():
-    with pytest.raises(DataError, match="client 'b' has 7 samples; expected 8 at least, one for each of the folds"):
+    with pytest.raises(
+        DataError, match="client 'b' has 7 samples; expected 8 at least, one for each of the folds"
+    ):
         in_folds(0, folds=8)
     with pytest.raises(DataError, match="client 'b' has 7 samples, which leaves none for training"):
         in_folds(0, validation_fraction=0.95)
@@ -356,12 +420,22 @@ def test_each_dataset_is_normalized_its_own_way():
     """All pixels are 51, so 0.2: with 0.1 and 0.5 it is 0.2; with halves -0.6. Two clients of each, and their tests."""
     pixels, classes = torch.full((8, 1, 2, 2), 51, dtype=torch.uint8), torch.tensor([0, 1] * 4)
     sources = [
-        Source(name, Samples(pixels, classes), Samples(pixels, classes), 2, standard=((0.1,), (0.5,)))
+        Source(
+            name, Samples(pixels, classes), Samples(pixels, classes), 2, standard=((0.1,), (0.5,))
+        )
         for name in ("one", "other")
     ]
     shift = [{"kind": "domain", "sizes": [2, 2], "offset_labels": True}]
-    data = {"dataset": ["one", "other"], "num_clients": 4, "train": 2, "validation": 1, "shift": shift}
-    made = build_from_sources(parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, Rng(0))
+    data = {
+        "dataset": ["one", "other"],
+        "num_clients": 4,
+        "train": 2,
+        "validation": 1,
+        "shift": shift,
+    }
+    made = build_from_sources(
+        parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, Rng(0)
+    )
     assert made.x.dtype == torch.float16
     assert made.mean == (), "images are held normalized"
     wanted = torch.tensor([0.2, 0.2, -0.6, -0.6], dtype=torch.float16)
@@ -372,10 +446,18 @@ def test_each_dataset_is_normalized_its_own_way():
         -0.6,
         -0.6,
     ]
-    same = build_from_sources(parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0))
-    plain = build_from_sources(parse(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0))
+    same = build_from_sources(
+        parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0)
+    )
+    plain = build_from_sources(
+        parse(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0)
+    )
     assert same.fingerprint() == plain.fingerprint(), "where constants agree, images stay bytes"
-    with pytest.raises(ConfigError, match="normalize has 1 entries for 2 datasets; give one for each"):
-        build_from_sources(parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0))
+    with pytest.raises(
+        ConfigError, match="normalize has 1 entries for 2 datasets; give one for each"
+    ):
+        build_from_sources(
+            parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0)
+        )
     with pytest.raises(ConfigError, match="normalize"):
         parse(DataConfig, data | {"normalize": ["half", "own"]}, "data")

@@ -25,7 +25,9 @@ def test_digits_are_split_once_and_for_all():
 def test_digits_can_be_learned():
     """Nearest class mean on the pool is right on most of the test set: pixels and labels belong together."""
     source = digits()
-    means = torch.stack([source.train.x[source.train.y == label].float().mean(0).flatten() for label in range(10)])
+    means = torch.stack(
+        [source.train.x[source.train.y == label].float().mean(0).flatten() for label in range(10)]
+    )
     guess = torch.cdist(source.test.x.flatten(1).float(), means).argmin(1)
     assert float((guess == source.test.y).float().mean()) > 0.85
 
@@ -44,8 +46,12 @@ def test_synthetic_regression_has_the_noise_asked_for():
 
 
 def test_synthetic_regression_is_drawn_from_the_seed():
-    assert torch.equal(synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(2), 9).train.y)
-    assert not torch.equal(synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(3), 9).train.y)
+    assert torch.equal(
+        synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(2), 9).train.y
+    )
+    assert not torch.equal(
+        synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(3), 9).train.y
+    )
 
 
 def test_constants_of_images():
@@ -80,11 +86,21 @@ def test_arrays_take_their_form_from_their_types():
 @pytest.mark.parametrize(
     ("x", "y", "classes", "message"),
     [
-        (np.zeros((5, 8, 8, 3), np.uint8), np.zeros(5, int), None, r"channels last; .* x.transpose\(0, 3, 1, 2\)"),
+        (
+            np.zeros((5, 8, 8, 3), np.uint8),
+            np.zeros(5, int),
+            None,
+            r"channels last; .* x.transpose\(0, 3, 1, 2\)",
+        ),
         (np.zeros((5, 3)), np.full(5, 0.5), 3, "y has fractions"),
         (np.zeros((5, 3)), np.zeros((5, 2), int), 2, "expected one class for each sample"),
         (np.array(["a"]), np.zeros(1), None, "x has type <U1; expected numbers"),
-        (np.zeros(()), np.zeros(3), None, "there are 1 inputs and 3 targets; expected one target for each input"),
+        (
+            np.zeros(()),
+            np.zeros(3),
+            None,
+            "there are 1 inputs and 3 targets; expected one target for each input",
+        ),
         (torch.zeros(3, 2), torch.tensor(1), None, "3 inputs and 1 targets"),
     ],
 )
@@ -93,7 +109,9 @@ def test_arrays_that_cannot_be_used_are_refused(x, y, classes, message):
         as_samples(x, y, classes)
 
 
-def toy(x: torch.Tensor, y: torch.Tensor, classes: int, test_x: torch.Tensor | None = None) -> Source:
+def toy(
+    x: torch.Tensor, y: torch.Tensor, classes: int, test_x: torch.Tensor | None = None
+) -> Source:
     empty = x[:0] if test_x is None else test_x
     return Source("toy", Samples(x, y), Samples(empty, y[: len(empty)]), classes)
 
@@ -137,7 +155,9 @@ def test_a_known_dataset_that_is_not_here_says_what_to_do(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", sorted(GATHERED))
-def test_a_dataset_that_users_bring_says_what_to_get_and_where_to_put_it(name, tmp_path, monkeypatch):
+def test_a_dataset_that_users_bring_says_what_to_get_and_where_to_put_it(
+    name, tmp_path, monkeypatch
+):
     """With or without a folder, and also where the Hub may be asked: it has no such short name."""
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     expected = rf"dataset '{name}' is not here; get .*; put it as {name}/train-\*.parquet"
@@ -147,7 +167,10 @@ def test_a_dataset_that_users_bring_says_what_to_get_and_where_to_put_it(name, t
 
 
 def test_options_are_for_the_datasets_that_have_them():
-    assert load("synthetic-regression", samples=7, options={"dim": 2, "test": 3}).train.x.shape == (7, 2)
+    assert load("synthetic-regression", samples=7, options={"dim": 2, "test": 3}).train.x.shape == (
+        7,
+        2,
+    )
     with pytest.raises(ConfigError, match="unknown key 'dims'; did you mean 'dim'"):
         load("synthetic-regression", samples=7, options={"dims": 2})
     with pytest.raises(ConfigError, match="digits has no options"):
@@ -157,7 +180,9 @@ def test_options_are_for_the_datasets_that_have_them():
 def hospitals(beds: int = 12, seed: int = 7):
     """Own data, as a study file names them: the seed is that of the data, unless an option gives another."""
     x = torch.full((beds, 2), float(seed))
-    return Source.of(x, torch.arange(beds) % 3, clients=["north", "south"] * (beds // 2), name="hospitals")
+    return Source.of(
+        x, torch.arange(beds) % 3, clients=["north", "south"] * (beds // 2), name="hospitals"
+    )
 
 
 def pair():
@@ -182,7 +207,11 @@ def own_path(name: str) -> str:
 
 def test_a_function_by_import_path_is_a_dataset():
     found = load(own_path("hospitals"), rng=Rng(3), options={"beds": 6})
-    assert (len(found.train), found.client_names, found.train.x.unique().tolist()) == (6, ("north", "south"), [3])
+    assert (len(found.train), found.client_names, found.train.x.unique().tolist()) == (
+        6,
+        ("north", "south"),
+        [3],
+    )
     assert load(own_path("hospitals"), options={"seed": 5}).train.x.unique().tolist() == [5]
     assert len(load(own_path("pair")).test) == 0
     assert load(own_path("with_test")).test.x.unique().tolist() == [1]
@@ -192,8 +221,18 @@ def test_a_function_by_import_path_is_a_dataset():
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("hospitals", {"bed": 3}, ConfigError, "data.options do not fit the arguments of .*:hospitals': .*'bed'"),
-        ("nothing", {}, DataError, ":nothing' returned list; expected a coterie.Source, a federation, a pair"),
+        (
+            "hospitals",
+            {"bed": 3},
+            ConfigError,
+            "data.options do not fit the arguments of .*:hospitals': .*'bed'",
+        ),
+        (
+            "nothing",
+            {},
+            DataError,
+            ":nothing' returned list; expected a coterie.Source, a federation, a pair",
+        ),
         ("GATHERED", {}, ConfigError, "expected a function"),
         ("no_such", {}, ConfigError, "no_such"),
     ],
@@ -208,7 +247,9 @@ def test_a_function_that_makes_no_data_is_refused(name, options, error, message)
 def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     options = {"path": "t.csv", "target": "y", "client": "c"}
-    with pytest.raises(DataError, match=r"data.options.path: there is no t.csv in .*; give a path that leads to it"):
+    with pytest.raises(
+        DataError, match=r"data.options.path: there is no t.csv in .*; give a path that leads to it"
+    ):
         load("table", options=options)
     (tmp_path / "t.csv").write_text("a,y,c\n1,0,x\n2,1,x\n3,0,y\n")
     assert load("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
@@ -224,9 +265,17 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
         ("table", {"path": 3}, "data.options.path is 3; expected a path, as text"),
         ("table", {"path": "."}, "data.options: target is missing; expected text"),
         ("folder", {"path": ".", "target": "y"}, "data.options: unknown key 'target'"),
-        ("folder", {"path": ".", "size": 0}, "data.options: size is 0; expected a whole number, 1 or more"),
+        (
+            "folder",
+            {"path": ".", "size": 0},
+            "data.options: size is 0; expected a whole number, 1 or more",
+        ),
         ("folder", {"path": ".", "size": [8, 8, 3]}, "expected a number, or height and width"),
-        ("folder", {"path": ".", "size": 8, "transform": "m:f"}, "size and transform are both given"),
+        (
+            "folder",
+            {"path": ".", "size": 8, "transform": "m:f"},
+            "size and transform are both given",
+        ),
     ],
 )
 def test_options_of_own_data_are_checked(name, options, message):

@@ -21,7 +21,10 @@ def test_hosted_rows_carry_the_data_of_their_clients_and_never_the_truth():
 
 
 def test_a_hosted_client_keeps_its_own_noise():
-    federation = replace(tiny_federation(num_clients=4), noise=torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64))
+    federation = replace(
+        tiny_federation(num_clients=4),
+        noise=torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64),
+    )
     assert federation.host([3, 1]).noise.tolist() == [0.3, 0.1]
 
 
@@ -45,7 +48,9 @@ def test_save_and_load_give_back_every_part(tmp_path):
 def test_save_and_load_give_back_the_noise_of_clients_and_of_test_sets(tmp_path):
     plain = tiny_federation()
     noise = torch.arange(6, dtype=torch.float64) / 8
-    federation = replace(plain, noise=noise, tests=(plain.tests[0], replace(plain.tests[1], noise=0.5)))
+    federation = replace(
+        plain, noise=noise, tests=(plain.tests[0], replace(plain.tests[1], noise=0.5))
+    )
     federation.save(tmp_path / "data.safetensors")
     loaded = Federation.load(tmp_path / "data.safetensors")
     assert torch.equal(loaded.noise, noise)
@@ -63,7 +68,9 @@ def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
     federation = tiny_federation()
     other_split = replace(federation, split=federation.split.flip(1))
     other_shift = replace(federation, truth=replace(federation.truth, shift=("x",) * 6))
-    prints = {f.fingerprint() for f in (federation, other_split, other_shift, tiny_federation(seed=1))}
+    prints = {
+        f.fingerprint() for f in (federation, other_split, other_shift, tiny_federation(seed=1))
+    }
     assert len(prints) == 4
 
 
@@ -73,7 +80,10 @@ def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
         (lambda f: replace(f, y=f.y + 7), "labels run from 7 to 9; expected 0 to 2"),
         (lambda f: replace(f, classes=2), "labels run from 0 to 2; expected 0 to 1"),
         (lambda f: replace(f, x=f.x / 0), "inputs of client 0 contain NaN or infinity"),
-        (lambda f: replace(f, split=torch.where(f.ids[:, None] == 2, 1, f.split)), "client 2 has no training samples"),
+        (
+            lambda f: replace(f, split=torch.where(f.ids[:, None] == 2, 1, f.split)),
+            "client 2 has no training samples",
+        ),
         (lambda f: replace(f, classes=0, y=f.y * torch.nan), "targets contain NaN"),
     ],
 )
@@ -85,12 +95,18 @@ def test_data_that_cannot_be_used_are_refused_at_the_door(change, words):
 @pytest.mark.parametrize("part", ["x", "y", "split", "tests.x", "tests.y", "truth"])
 def test_one_changed_number_anywhere_changes_the_fingerprint(part):
     federation = tiny_federation()
-    values = {"tests.x": federation.tests[1].x, "tests.y": federation.tests[1].y, "truth": federation.truth.cluster}
+    values = {
+        "tests.x": federation.tests[1].x,
+        "tests.y": federation.tests[1].y,
+        "truth": federation.truth.cluster,
+    }
     changed = values.get(part, getattr(federation, part, None)).clone()
     changed.view(-1)[-1] += 1
     if part.startswith("tests."):
         name = part.removeprefix("tests.")
-        other = replace(federation, tests=(federation.tests[0], replace(federation.tests[1], **{name: changed})))
+        other = replace(
+            federation, tests=(federation.tests[0], replace(federation.tests[1], **{name: changed}))
+        )
     elif part == "truth":
         other = replace(federation, truth=replace(federation.truth, cluster=changed))
     else:
@@ -138,10 +154,14 @@ def test_an_error_about_a_client_calls_it_by_its_name():
     federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
     broken = federation.x.clone()
     broken[1, 0] = float("nan")
-    with pytest.raises(DataError, match="the inputs of client 'مستشفى الملك' contain NaN or infinity"):
+    with pytest.raises(
+        DataError, match="the inputs of client 'مستشفى الملك' contain NaN or infinity"
+    ):
         replace(federation, x=broken).validate()
     with pytest.raises(DataError, match=r"^client 'Oslo' has no training samples"):
-        replace(federation, split=torch.where(federation.ids[:, None] == 0, 1, federation.split)).validate()
+        replace(
+            federation, split=torch.where(federation.ids[:, None] == 0, 1, federation.split)
+        ).validate()
 
 
 def test_a_hosted_client_keeps_its_name_and_prints_show_it():
@@ -154,7 +174,10 @@ def test_a_hosted_client_keeps_its_name_and_prints_show_it():
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("Oslo", "Lima", "Oslo"), "two clients are called 'Oslo'; give every client a name of its own"),
+        (
+            ("Oslo", "Lima", "Oslo"),
+            "two clients are called 'Oslo'; give every client a name of its own",
+        ),
         (("Oslo", "Lima"), "there are 2 names for 3 clients; expected one for each, or none"),
         (("Oslo", "Lima", " "), "a client is called ' '; expected a text that is not empty"),
         (("Oslo", "Lima", "\ud800"), "valid Unicode"),
@@ -172,13 +195,17 @@ def test_errors_call_clients_by_their_names():
     with pytest.raises(DataError, match="first other one is of client 'c'"):
         replace(named, y=torch.where(named.ids[:, None] == 2, 9, named.y)).validate()
     with pytest.raises(DataError, match=r"targets contain NaN or infinity \(first of client 'b'\)"):
-        replace(named, classes=0, y=torch.where(named.ids[:, None] == 1, torch.nan, named.y)).validate()
+        replace(
+            named, classes=0, y=torch.where(named.ids[:, None] == 1, torch.nan, named.y)
+        ).validate()
     with pytest.raises(DataError, match=r"client 'd' has no training samples; .*or leave it out"):
         replace(named, split=torch.where(named.ids[:, None] == 3, 1, named.split)).validate()
 
 
 def test_names_are_as_many_as_what_they_name():
-    with pytest.raises(DataError, match="there are 1 names for 6 clients; expected one for each, or none"):
+    with pytest.raises(
+        DataError, match="there are 1 names for 6 clients; expected one for each, or none"
+    ):
         replace(tiny_federation(), client_names=("a",)).validate()
     with pytest.raises(DataError, match="there are 3 names for 4 entries of an input"):
         replace(tiny_federation(), feature_names=("a", "b", "c")).validate()
@@ -188,13 +215,22 @@ def test_how_inputs_are_several_tensors_is_part_of_the_fingerprint_and_names_are
     federation = tiny_federation()
     prints = {
         replace(federation, parts=parts).fingerprint()
-        for parts in ((), (Part("", (4,)),), (Part("", (3,)), Part("", (1,))), (Part("", (3,)), Part("", (1,), True)))
+        for parts in (
+            (),
+            (Part("", (4,)),),
+            (Part("", (3,)), Part("", (1,))),
+            (Part("", (3,)), Part("", (1,), True)),
+        )
     }
     assert len(prints) == 4
-    assert replace(federation, client_names=tuple("abcdef")).fingerprint() == federation.fingerprint()
+    assert (
+        replace(federation, client_names=tuple("abcdef")).fingerprint() == federation.fingerprint()
+    )
 
 
 def test_print_tells_of_several_tensors_and_of_whole_numbers():
-    federation = replace(tiny_federation(), parts=(Part("age", (3,)), Part("", (1,), whole=True)), classes=0)
+    federation = replace(
+        tiny_federation(), parts=(Part("age", (3,)), Part("", (1,), whole=True)), classes=0
+    )
     assert "age: 3 numbers + 1 whole numbers" in str(federation)
     assert "1 whole numbers\n" in str(federation)

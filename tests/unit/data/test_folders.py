@@ -14,7 +14,9 @@ from coterie.errors import ConfigError, DataError
 def picture(path: Path, value: int, size=(6, 4), mode="RGB") -> None:
     """A picture of one value in every pixel; the size is width x height, as Pillow has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value if mode in ("L", "I;16") else (value, 0, 9) if mode == "RGB" else value).save(path)
+    Image.new(
+        mode, size, value if mode in ("L", "I;16") else (value, 0, 9) if mode == "RGB" else value
+    ).save(path)
 
 
 @pytest.fixture
@@ -32,9 +34,16 @@ def test_folders_name_clients_and_classes(folder):
     (folder / "Åre" / "cat" / "notes.txt").write_text("no picture")
     (folder / ".hidden").mkdir()
     made = from_folder(folder)
-    assert (made.name, made.client_names, made.class_names) == ("pets", ("Zürich", "Åre"), ("cat", "dog"))
+    assert (made.name, made.client_names, made.class_names) == (
+        "pets",
+        ("Zürich", "Åre"),
+        ("cat", "dog"),
+    )
     assert (made.x.dtype, made.features) == (torch.uint8, (3, 4, 6))
-    for client, numbers, label in ((0, range(12), lambda red: red >= 6), (1, range(12, 18), lambda red: False)):
+    for client, numbers, label in (
+        (0, range(12), lambda red: red >= 6),
+        (1, range(12, 18), lambda red: False),
+    ):
         own = made.split[client] >= 0
         red = torch.cat([made.x[client][own], made.tests[client].x])[:, 0, 0, 0].tolist()
         labels = torch.cat([made.y[client][own], made.tests[client].y]).tolist()
@@ -44,12 +53,16 @@ def test_folders_name_clients_and_classes(folder):
 
 def test_pictures_of_several_sizes_are_resized_or_transformed(folder):
     picture(folder / "Åre" / "cat" / "large.jpg", 200, size=(30, 20))
-    with pytest.raises(DataError, match=r"pictures of 2 sizes, such as \(3, 4, 6\) and \(3, 20, 30\); .*size=64"):
+    with pytest.raises(
+        DataError, match=r"pictures of 2 sizes, such as \(3, 4, 6\) and \(3, 20, 30\); .*size=64"
+    ):
         from_folder(folder)
     assert from_folder(folder, size=8).features == (3, 8, 8)
     assert from_folder(folder, size=(4, 8)).features == (3, 4, 8)
     assert from_folder(folder, transform=lambda image: image.resize((5, 7))).features == (3, 7, 5)
-    numbers = from_folder(folder, transform=lambda image: np.asarray(image.resize((5, 7)), np.float32).mean((0, 1)))
+    numbers = from_folder(
+        folder, transform=lambda image: np.asarray(image.resize((5, 7)), np.float32).mean((0, 1))
+    )
     assert (numbers.x.dtype, numbers.features) == (torch.float32, (3,))
 
 
@@ -67,10 +80,22 @@ def test_gray_pictures_stay_gray_unless_others_have_colors(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: (f / "Åre/cat/0.png").write_bytes(b"x"), "0.png cannot be read as a picture .*replace or remove it"),
-        (lambda f: picture(f / "Åre/cat/deep.png", 300, mode="I;16"), "deep.png has more than 8 bits .*transform="),
-        (lambda f: (f / "Malmö").mkdir(), "client 'Malmö' has no pictures in folders of classes; expected Malmö/CLASS"),
-        (lambda f: picture(f / "Malmö/1.png", 3), "client 'Malmö' has no pictures in folders of classes"),
+        (
+            lambda f: (f / "Åre/cat/0.png").write_bytes(b"x"),
+            "0.png cannot be read as a picture .*replace or remove it",
+        ),
+        (
+            lambda f: picture(f / "Åre/cat/deep.png", 300, mode="I;16"),
+            "deep.png has more than 8 bits .*transform=",
+        ),
+        (
+            lambda f: (f / "Malmö").mkdir(),
+            "client 'Malmö' has no pictures in folders of classes; expected Malmö/CLASS",
+        ),
+        (
+            lambda f: picture(f / "Malmö/1.png", 3),
+            "client 'Malmö' has no pictures in folders of classes",
+        ),
     ],
 )
 def test_folders_that_cannot_be_used_are_refused(folder, spoil, message):
@@ -87,12 +112,16 @@ def test_known_clusters_of_clients_become_the_truth(folder):
 
 def test_classes_can_be_named_so_that_machines_agree(folder):
     assert from_folder(folder, class_names=["dog", "cat", "cow"]).classes == 3
-    with pytest.raises(DataError, match="client 'Zürich' has a folder 'dog'; expected one of the classes cat, cow"):
+    with pytest.raises(
+        DataError, match="client 'Zürich' has a folder 'dog'; expected one of the classes cat, cow"
+    ):
         from_folder(folder, class_names=["cat", "cow"])
 
 
 def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"there is no folder .*none; expected one with a folder of pictures"):
+    with pytest.raises(
+        DataError, match=r"there is no folder .*none; expected one with a folder of pictures"
+    ):
         from_folder(tmp_path / "none")
     with pytest.raises(DataError, match=r"has no pictures; expected .*/CLIENT/CLASS/picture.png"):
         from_folder(tmp_path)

@@ -26,7 +26,15 @@ def raw() -> list[dict[str, str]]:
 def test_the_file_comes_with_its_credit():
     """What CC BY asks for: the authors, the licence, a link, and what was changed."""
     text = (files("coterie.data") / "bundled/LICENSE-heart_disease.txt").read_text("utf-8")
-    for needed in ("Janosi", "Steinbrunn", "Pfisterer", "Detrano", "10.24432/C52P4X", "CC BY 4.0", "Changes:"):
+    for needed in (
+        "Janosi",
+        "Steinbrunn",
+        "Pfisterer",
+        "Detrano",
+        "10.24432/C52P4X",
+        "CC BY 4.0",
+        "Changes:",
+    ):
         assert needed in text
     assert len(raw()) == 920
 
@@ -34,7 +42,9 @@ def test_the_file_comes_with_its_credit():
 def test_hospitals_have_their_patients_and_their_share_of_disease():
     """UCI's counts of patients and of those who are ill: 46, 36, 75 and 93 %."""
     rows = heart_disease.table()
-    assert rows.groupby("hospital").size().to_dict() == dict(zip(HOSPITALS, (303, 294, 200, 123), strict=True))
+    assert rows.groupby("hospital").size().to_dict() == dict(
+        zip(HOSPITALS, (303, 294, 200, 123), strict=True)
+    )
     ill = (rows["disease"] == "yes").groupby(rows["hospital"]).sum()
     assert [int(ill[name]) for name in HOSPITALS] == [139, 106, 149, 115]
     assert "num" not in rows, "it says who is ill"
@@ -67,22 +77,30 @@ def test_the_dataset_is_a_table_like_ones_own():
 def test_filling_and_scaling_know_the_own_training_rows_only(fold):
     """Worked anew from the file: age is standardized, and cholesterol filled, by the training rows of each hospital.
 
-    Which rows those are is read off the ages and pressures of patients who have a combination of their own.
+    Which rows those are is read off the ages and pressures of patients who have a combination of
+    their own.
     """
     data = build_federation(DataConfig("heart-disease", folds=5), fold)
     place = data.feature_names.index
     for row, name in enumerate(HOSPITALS):
         own = heart_disease.table().query("hospital == @name").reset_index(drop=True)
-        chosen = data.origin[row][data.split[row] == 0].numpy() - sum((303, 294, 123, 200)[: order(name)])
+        chosen = data.origin[row][data.split[row] == 0].numpy() - sum(
+            (303, 294, 123, 200)[: order(name)]
+        )
         train = own.iloc[chosen]
         age = train["age"].to_numpy(float)
         x = data.x[row][data.split[row] == 0]
         assert x[:, place("age")].numpy() == pytest.approx((age - age.mean()) / age.std(), abs=1e-5)
         filled = train["chol"].fillna(train["chol"].median()).fillna(0).to_numpy(float)
         spread = filled.std() or 1.0
-        assert x[:, place("chol")].numpy() == pytest.approx((filled - filled.mean()) / spread, abs=1e-5)
+        assert x[:, place("chol")].numpy() == pytest.approx(
+            (filled - filled.mean()) / spread, abs=1e-5
+        )
         assert x[:, place("chol is empty")].tolist() == train["chol"].isna().astype(float).tolist()
-        test = data.tests[int(data.test_of[row])].x[:, place("age")].double().numpy() * age.std() + age.mean()
+        test = (
+            data.tests[int(data.test_of[row])].x[:, place("age")].double().numpy() * age.std()
+            + age.mean()
+        )
         assert np.abs(test - test.round()).max() < 1e-3, "test rows are scaled by the training rows"
         assert set(own["age"]) >= set(test.round().astype(int))
 
@@ -103,7 +121,9 @@ def test_every_patient_is_tested_once_in_five_folds():
             assert len(y) + int((data.split[row] >= 0).sum()) == (303, 294, 200, 123)[row]
     assert [sum(n for n, _ in tested[name]) for name in HOSPITALS] == [303, 294, 200, 123]
     assert [sum(well for _, well in tested[name]) for name in HOSPITALS] == [164, 188, 51, 8]
-    assert {well for _, well in tested["switzerland"]} == {1, 2}, "of eight, each fold has one or two"
+    assert {well for _, well in tested["switzerland"]} == {1, 2}, (
+        "of eight, each fold has one or two"
+    )
 
 
 def test_flambys_split_has_its_counts():
@@ -125,10 +145,20 @@ def test_flambys_split_is_that_of_its_code():
     from sklearn.model_selection import train_test_split
 
     rows = pd.DataFrame(raw()).replace("", np.nan)
-    rows = rows[rows["hospital"] == "hungary"].drop(columns=["hospital", "slope", "ca", "thal"]).dropna().astype(float)
+    rows = (
+        rows[rows["hospital"] == "hungary"]
+        .drop(columns=["hospital", "slope", "ca", "thal"])
+        .dropna()
+        .astype(float)
+    )
     labels = (rows["num"] > 0).astype(int).to_numpy()
     train, test = train_test_split(
-        np.arange(261), test_size=1 - 0.66, train_size=0.66, random_state=43, shuffle=True, stratify=labels
+        np.arange(261),
+        test_size=1 - 0.66,
+        train_size=0.66,
+        random_state=43,
+        shuffle=True,
+        stratify=labels,
     )
     ages = rows["age"].to_numpy()
     data = heart_disease.flamby()
@@ -141,7 +171,9 @@ def test_flambys_pooled_training_scales_by_all_training_rows():
     data = heart_disease.flamby("together")
     every = data.x[data.split == 0]
     assert every.mean(0).abs().max() < 1e-5
-    assert [torch.equal(a.x, b.x) for a, b in zip(data.tests, heart_disease.flamby().tests, strict=True)] == [True] * 4
+    assert [
+        torch.equal(a.x, b.x) for a, b in zip(data.tests, heart_disease.flamby().tests, strict=True)
+    ] == [True] * 4
     with pytest.raises(ConfigError, match="'own' or 'together'"):
         heart_disease.flamby("alone")
 

@@ -27,7 +27,10 @@ def picture(value: int, mode: str = "L", size: int = 3) -> bytes:
 
 
 def table(
-    values: list[int], labels: list[int] | None = None, names: tuple[str, ...] = ("a", "b"), **more: object
+    values: list[int],
+    labels: list[int] | None = None,
+    names: tuple[str, ...] = ("a", "b"),
+    **more: object,
 ) -> pa.Table:
     images = more.pop("images", None) or [picture(value) for value in values]
     columns = {
@@ -39,7 +42,9 @@ def table(
         **{name: pa.array(column) for name, column in more.items()},
     }
     features = {"image": {"_type": "Image"}, "label": {"names": list(names), "_type": "ClassLabel"}}
-    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    return pa.table(columns).replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
 
 
 @pytest.fixture
@@ -105,11 +110,14 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
 
 def test_gray_images_among_colored_ones_become_colored(folder):
     pq.write_table(
-        table([41, 7], images=[picture(41), picture(7, "RGB")], writer=[1, 2]), folder / "test-00000-of-00001.parquet"
+        table([41, 7], images=[picture(41), picture(7, "RGB")], writer=[1, 2]),
+        folder / "test-00000-of-00001.parquet",
     )
     for file in folder.glob("train-*"):
         file.unlink()
-    pq.write_table(table([1], images=[picture(3, "RGB")], writer=[1]), folder / "train-00000-of-00001.parquet")
+    pq.write_table(
+        table([1], images=[picture(3, "RGB")], writer=[1]), folder / "train-00000-of-00001.parquet"
+    )
     source = load("flowers", data_dir=folder.parent)
     assert source.test.x[:, :, 0, 0].tolist() == [[41, 41, 41], [7, 0, 9]]
 
@@ -255,16 +263,25 @@ def test_without_the_extra_the_hub_says_what_to_install(monkeypatch):
         load("mnist", download=True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the extra hub is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="the extra hub is not installed"
+)
 def test_the_real_library_reads_the_same_as_the_folder(folder, cache, monkeypatch):
     """The Hub's library, pointed at the same files, gives the same source; no network."""
     datasets = importlib.import_module("datasets")
-    files = {split: [str(f) for f in sorted(folder.glob(f"{split}-*"))] for split in ("train", "test")}
+    files = {
+        split: [str(f) for f in sorted(folder.glob(f"{split}-*"))] for split in ("train", "test")
+    }
     original = datasets.load_dataset
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda _: original("parquet", data_files=files, cache_dir=str(cache / "hub"))
+        datasets,
+        "load_dataset",
+        lambda _: original("parquet", data_files=files, cache_dir=str(cache / "hub")),
     )
-    expected, found = load("flowers", data_dir=folder.parent), hub.download("someone/flowers", "flowers")
+    expected, found = (
+        load("flowers", data_dir=folder.parent),
+        hub.download("someone/flowers", "flowers"),
+    )
     assert torch.equal(found.train.x, expected.train.x)
     assert torch.equal(found.test.y, expected.test.y)
     assert found.class_names == expected.class_names
@@ -279,7 +296,9 @@ def real(data_dir: Path, name: str) -> Path:
 def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_dir):
     """Every client is one writer of one alphabet; the test set of an alphabet was drawn by other writers."""
     shift = {"kind": "natural", "column": "client", "cluster": "alphabet"}
-    federation = build_federation(DataConfig("omniglot8", shift=[shift]), 0, real(data_dir, "omniglot8"))
+    federation = build_federation(
+        DataConfig("omniglot8", shift=[shift]), 0, real(data_dir, "omniglot8")
+    )
     source = load("omniglot8", data_dir=data_dir)
     assert federation.truth is not None
     assert federation.origin is not None
@@ -290,8 +309,12 @@ def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_d
         assert len(set(source.train.columns["client"][own].tolist())) == 1
         assert set(source.train.columns["alphabet"][own].tolist()) == {alphabet}
         test = federation.tests[int(federation.test_of[client])]
-        assert set(test.y.tolist()) == set(source.test.y[source.test.columns["alphabet"] == alphabet].tolist())
-    assert not set(source.train.columns["writer"].tolist()) & set(source.test.columns["writer"].tolist())
+        assert set(test.y.tolist()) == set(
+            source.test.y[source.test.columns["alphabet"] == alphabet].tolist()
+        )
+    assert not set(source.train.columns["writer"].tolist()) & set(
+        source.test.columns["writer"].tolist()
+    )
     assert int((federation.split >= 0).sum()) == len(source.train)
 
 
@@ -311,13 +334,17 @@ def test_cifar100_has_its_coarse_labels_as_a_column(data_dir):
     source = load("cifar100", data_dir=real(data_dir, "cifar100"))
     assert source.classes == 100
     assert int(source.train.columns["coarse_label"].max()) == 19
-    pairs = np.unique(np.stack([source.train.y.numpy(), source.train.columns["coarse_label"].numpy()]), axis=1)
+    pairs = np.unique(
+        np.stack([source.train.y.numpy(), source.train.columns["coarse_label"].numpy()]), axis=1
+    )
     assert pairs.shape[1] == 100  # each class has one superclass
 
 
 def test_a_hundred_clients_of_cifar10_by_label_groups(data_dir):
     groups = [[0, 1, 8, 9], [2, 3, 4, 5, 6, 7]]
-    config = DataConfig("cifar10", 100, 400, 100, [{"kind": "labels", "groups": groups, "sizes": [40, 60]}])
+    config = DataConfig(
+        "cifar10", 100, 400, 100, [{"kind": "labels", "groups": groups, "sizes": [40, 60]}]
+    )
     federation = build_federation(config, 1, real(data_dir, "cifar10"))
     assert federation.origin is not None
     assert len(federation.origin.unique()) == 50_000

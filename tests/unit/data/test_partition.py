@@ -71,16 +71,27 @@ def test_overlapping_groups_are_divided_when_a_greedy_order_fails():
 
 
 def test_what_is_impossible_is_said_with_numbers():
-    with pytest.raises(DataError, match=r"100 clients x 600 samples = 60,000; the pool has 50,000: lower num_clients"):
+    with pytest.raises(
+        DataError,
+        match=r"100 clients x 600 samples = 60,000; the pool has 50,000: lower num_clients",
+    ):
         allocate([Wish(600)] * 100, np.zeros(50_000, np.int64), stream())
     with pytest.raises(DataError, match="2 clients ask for 41 samples; the pool has 40"):
         allocate([Wish(20), Wish(21)], LABELS, stream())
-    with pytest.raises(DataError, match="labels 0, 2: 21 samples are asked for; the pool has 20 of them"):
+    with pytest.raises(
+        DataError, match="labels 0, 2: 21 samples are asked for; the pool has 20 of them"
+    ):
         allocate([Wish(21, labels=(2, 0))], LABELS, stream())
     with pytest.raises(DataError, match="class 3: 12 samples are asked for; the pool has 10 of it"):
         allocate([Wish(6, counts=(0, 0, 0, 6))] * 2, LABELS, stream())
-    with pytest.raises(DataError, match="overlapping label groups ask for 25 samples; only 20 can be served"):
-        count([Wish(10, labels=(0,)), Wish(10, labels=(1,)), Wish(5, labels=(0, 1))], np.array([10, 10, 10]), stream())
+    with pytest.raises(
+        DataError, match="overlapping label groups ask for 25 samples; only 20 can be served"
+    ):
+        count(
+            [Wish(10, labels=(0,)), Wish(10, labels=(1,)), Wish(5, labels=(0, 1))],
+            np.array([10, 10, 10]),
+            stream(),
+        )
     with pytest.raises(DataError, match="1 client x 1 samples = 1; the pool has 0"):
         allocate([Wish(1)], np.zeros(0, np.int64), stream())
 
@@ -89,6 +100,7 @@ def test_shares_add_up_and_the_minimum_comes_first():
     assert share(10, np.array([0.5, 0.25, 0.25]), minimum=2).tolist() == [4, 3, 3]
     assert share(7, np.array([1.0, 0.0])).tolist() == [7, 0]
     assert share(3, np.array([1.0, 1.0])).tolist() == [2, 1]
-    assert share(10, np.array([0.5, 0.26, 0.24])).tolist() == [5, 3, 2]  # 5, 2.6 and 2.4: one more for the 0.6
+    # 5, 2.6 and 2.4: one more for the 0.6
+    assert share(10, np.array([0.5, 0.26, 0.24])).tolist() == [5, 3, 2]
     with pytest.raises(DataError, match="3 clients x a minimum of 4 = 12 samples; there are 11"):
         share(11, np.ones(3), minimum=4)

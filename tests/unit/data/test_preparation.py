@@ -11,7 +11,8 @@ from coterie.data.preparation import Column, Preparation
 
 
 @pytest.mark.parametrize(
-    ("impute", "strategy"), [("mean", "mean"), ("median", "median"), ("most-frequent", "most_frequent")]
+    ("impute", "strategy"),
+    [("mean", "mean"), ("median", "median"), ("most-frequent", "most_frequent")],
 )
 @pytest.mark.parametrize("scale", [True, False])
 def test_numbers_are_filled_and_scaled_as_scikit_learn_does(impute, strategy, scale):
@@ -23,7 +24,9 @@ def test_numbers_are_filled_and_scaled_as_scikit_learn_does(impute, strategy, sc
     expected = make_pipeline(*steps).fit(train).transform(rest)
     columns = tuple(Column(f"c{place}", place, impute=impute, scale=scale) for place in range(3))
     fitted = Preparation(columns).fit(torch.from_numpy(train))
-    np.testing.assert_allclose(fitted(torch.from_numpy(rest)).numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        fitted(torch.from_numpy(rest)).numpy(), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_constant_column_is_centered_and_not_divided_by_zero():
@@ -43,13 +46,17 @@ def test_a_category_is_filled_with_the_most_frequent_or_the_named_one():
 
 
 def test_codes_stay_whole_numbers():
-    fitted = Preparation((Column("color", 0, impute="most-frequent"),), whole=True).fit(torch.tensor([[2.0], [2], [1]]))
+    fitted = Preparation((Column("color", 0, impute="most-frequent"),), whole=True).fit(
+        torch.tensor([[2.0], [2], [1]])
+    )
     filled = fitted(torch.tensor([[float("nan")], [1.0]]))
     assert (filled.dtype, filled.tolist()) == (torch.int32, [[2], [1]])
 
 
 def test_a_column_without_any_value_is_named_and_becomes_zero():
     nan = float("nan")
-    fitted = Preparation((Column("a", 0, impute="mean"), Column("b", 1, impute=3.0))).fit(torch.full((2, 2), nan))
+    fitted = Preparation((Column("a", 0, impute="mean"), Column("b", 1, impute=3.0))).fit(
+        torch.full((2, 2), nan)
+    )
     assert fitted.empty == ("a",)
     assert fitted(torch.tensor([[nan, nan], [5.0, 6.0]])).tolist() == [[0, 3], [5, 6]]

@@ -30,7 +30,9 @@ from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 
 
-def source(classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "toy", side: int = 4) -> Source:
+def source(
+    classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "toy", side: int = 4
+) -> Source:
     """Random images in random order; every class has the same number."""
     generator = np.random.Generator(np.random.Philox(1))
 
@@ -42,10 +44,19 @@ def source(classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "
     return Source(name, draw(per_class), draw(tests), classes)
 
 
-def build(*shifts: dict, sources: tuple[Source, ...] | None = None, seed: int = 0, **settings: object) -> Federation:
+def build(
+    *shifts: dict, sources: tuple[Source, ...] | None = None, seed: int = 0, **settings: object
+) -> Federation:
     sources = sources or (source(),)
     names = [one.name for one in sources] if len(sources) > 1 else sources[0].name
-    given = {"dataset": names, "num_clients": 8, "train": 12, "validation": 3, "shift": shifts, **settings}
+    given = {
+        "dataset": names,
+        "num_clients": 8,
+        "train": 12,
+        "validation": 3,
+        "shift": shifts,
+        **settings,
+    }
     config = parse(DataConfig, given, "data")
     return build_from_sources(config, sources, Rng(seed))
 
@@ -72,16 +83,22 @@ def test_without_a_shift_there_is_one_cluster_and_one_test_set():
 
 def test_rotation_turns_training_and_test_data_of_each_cluster():
     toy = source()
-    federation = build({"kind": "rotation", "degrees": [0, 90, 270], "sizes": [4, 3, 1]}, sources=(toy,))
+    federation = build(
+        {"kind": "rotation", "degrees": [0, 90, 270], "sizes": [4, 3, 1]}, sources=(toy,)
+    )
     assert cluster(federation) == [0, 0, 0, 0, 1, 1, 1, 2]
     assert federation.truth is not None
     assert federation.truth.names == ("rotation 0", "rotation 90", "rotation 270")
     assert federation.origin is not None
     for client, turns in enumerate([0, 0, 0, 0, 1, 1, 1, 3]):
         original = toy.train.x[federation.origin[client]].numpy()
-        np.testing.assert_array_equal(federation.x[client].numpy(), np.rot90(original, turns, axes=(2, 3)))
+        np.testing.assert_array_equal(
+            federation.x[client].numpy(), np.rot90(original, turns, axes=(2, 3))
+        )
         test = federation.tests[int(federation.test_of[client])]
-        np.testing.assert_array_equal(test.x.numpy(), np.rot90(toy.test.x.numpy(), turns, axes=(2, 3)))
+        np.testing.assert_array_equal(
+            test.x.numpy(), np.rot90(toy.test.x.numpy(), turns, axes=(2, 3))
+        )
 
 
 def test_label_groups_hold_only_their_labels_in_training_and_testing():
@@ -109,12 +126,23 @@ def test_label_swap_exchanges_labels_everywhere_and_nothing_else():
 
 def test_regression_targets_follow_each_clusters_own_coefficients():
     """With noise 0, least squares on any client of a cluster finds the coefficients that fit its test set exactly."""
-    config = DataConfig("synthetic-regression", 6, 30, 5, [{"kind": "regression-targets", "clusters": 3, "noise": 0}])
+    config = DataConfig(
+        "synthetic-regression",
+        6,
+        30,
+        5,
+        [{"kind": "regression-targets", "clusters": 3, "noise": 0}],
+    )
     federation = build_federation(config, seed=4)
-    found = [torch.linalg.lstsq(federation.x[c].double(), federation.y[c].double()).solution for c in range(6)]
+    found = [
+        torch.linalg.lstsq(federation.x[c].double(), federation.y[c].double()).solution
+        for c in range(6)
+    ]
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
-        torch.testing.assert_close(test.x.double() @ found[client], test.y.double(), atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(
+            test.x.double() @ found[client], test.y.double(), atol=1e-3, rtol=1e-5
+        )
         assert bool((found[client].abs() <= 10 + 1e-6).all())
     assert cluster(federation) == [0, 0, 1, 1, 2, 2]
     assert float((found[0] - found[2]).norm()) > 1
@@ -134,7 +162,8 @@ def test_several_datasets_keep_their_classes_apart():
     assert together.classes == 4
     assert set(labels_of(together, 7)) <= {0, 1, 2}
     assert federation.origin is not None
-    assert int(federation.origin[3:].min()) >= len(first.train)  # samples of the second dataset have ids of their own
+    # samples of the second dataset have ids of their own
+    assert int(federation.origin[3:].min()) >= len(first.train)
 
 
 def test_several_datasets_without_a_domain_shift_are_shared_evenly():
@@ -149,7 +178,9 @@ def test_datasets_of_different_shapes_cannot_be_together():
 
 def test_visual_domains_blur_and_disturb_normalized_float16_images_where_noise_is_fixed():
     toy = source()
-    federation = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,))
+    federation = build(
+        {"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,)
+    )
     assert federation.x.dtype == torch.float16
     assert federation.mean == ()
     assert federation.origin is not None
@@ -158,7 +189,9 @@ def test_visual_domains_blur_and_disturb_normalized_float16_images_where_noise_i
     noise = federation.x[3:6].float() - clean[3:6]
     assert abs(float(noise.std()) - 0.5) < 0.05  # 720 draws: standard deviation 0.013
     assert abs(float(federation.x[7].float().std())) < float(clean[7].std())
-    again = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,))
+    again = build(
+        {"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,)
+    )
     assert torch.equal(again.x, federation.x)
 
 
@@ -169,8 +202,14 @@ def test_visual_domains_blur_and_disturb_normalized_float16_images_where_noise_i
         ({"kind": "visual", "noise": "fixed"}, {"kind": "visual", "noise": "redrawn"}),
         ({"kind": "visual", "radius": 1}, {"kind": "visual", "radius": 2}),
         ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 11]}),
-        ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 10], "fill": 0}),
-        ({"kind": "label-swap", "swaps": [[], [[0, 1]]]}, {"kind": "label-swap", "swaps": [[], [[0, 2]]]}),
+        (
+            {"kind": "rotation", "degrees": [0, 10]},
+            {"kind": "rotation", "degrees": [0, 10], "fill": 0},
+        ),
+        (
+            {"kind": "label-swap", "swaps": [[], [[0, 1]]]},
+            {"kind": "label-swap", "swaps": [[], [[0, 2]]]},
+        ),
     ],
 )
 def test_the_fingerprint_tells_strengths_apart(first, second):
@@ -185,7 +224,9 @@ def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalized():
 def test_fixed_noise_is_drawn_for_every_client():
     """What is left when the prepared images are taken away is a draw of its own for each client, of the deviation."""
     toy = source()
-    federation = build({"kind": "visual", "domains": ["noise"], "sigma": 2.0, "noise": "fixed"}, sources=(toy,))
+    federation = build(
+        {"kind": "visual", "domains": ["noise"], "sigma": 2.0, "noise": "fixed"}, sources=(toy,)
+    )
     assert federation.origin is not None
     clean = (toy.train.x[federation.origin].float() / 255 - 0.5) / 0.5
     noise = (federation.x.float() - clean).flatten(1)
@@ -201,7 +242,9 @@ def test_blur_alone_keeps_uint8():
 
 
 def test_dirichlet_levels_plant_clusters_and_zero_gives_one_class():
-    federation = build({"kind": "dirichlet-per-client", "concentration_total": [1000, 0], "sizes": [4, 4]})
+    federation = build(
+        {"kind": "dirichlet-per-client", "concentration_total": [1000, 0], "sizes": [4, 4]}
+    )
     assert cluster(federation) == [0] * 4 + [1] * 4
     assert all(len(set(labels_of(federation, client))) >= 4 for client in range(4))
     assert all(len(set(labels_of(federation, client))) == 1 for client in range(4, 8))
@@ -216,12 +259,17 @@ def test_a_dirichlet_shift_plants_no_cluster_but_says_what_was_done():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({"concentration_total": 1.0}, 1.1 / 2), ({"concentration_per_class": 1.0}, 2 / 11)]
+    ("given", "expected"),
+    [({"concentration_total": 1.0}, 1.1 / 2), ({"concentration_per_class": 1.0}, 2 / 11)],
 )
-def test_a_total_concentration_is_divided_among_the_classes_and_one_per_class_is_not(given, expected):
+def test_a_total_concentration_is_divided_among_the_classes_and_one_per_class_is_not(
+    given, expected
+):
     """Dirichlet(a, ..., a) of ten classes: the squares of the shares add up to (a + 1) / (10 a + 1) on average."""
     rng, everybody = Rng(2), (Client(10, (1.0, 0.0, 0.0)),) * 2000
-    planned = DirichletPerClient(**given).apply(everybody, (source(),), lambda client: rng.generator("x", client))
+    planned = DirichletPerClient(**given).apply(
+        everybody, (source(),), lambda client: rng.generator("x", client)
+    )
     assert abs(np.square([client.mixture for client in planned]).sum(1).mean() - expected) < 0.02
 
 
@@ -235,20 +283,29 @@ def test_a_dirichlet_within_label_groups_stays_within_them():
 def test_dirichlet_moments_are_those_of_the_distribution():
     """Dirichlet(2, 1, 1): means 1/2, 1/4, 1/4; variance of the first (1/2 x 1/2) / 5 = 0.05."""
     generator = np.random.Generator(np.random.Philox(0))
-    draws = np.stack([dirichlet(np.array([2.0, 1, 1]), np.ones(3) / 3, generator) for _ in range(4000)])
+    draws = np.stack(
+        [dirichlet(np.array([2.0, 1, 1]), np.ones(3) / 3, generator) for _ in range(4000)]
+    )
     np.testing.assert_allclose(draws.mean(0), [0.5, 0.25, 0.25], atol=5 * (0.05 / 4000) ** 0.5)
     assert abs(draws[:, 0].var() - 0.05) < 0.005
 
 
 def test_concentrations_too_small_to_draw_with_give_one_class_by_the_prior():
     generator = np.random.Generator(np.random.Philox(0))
-    draws = np.stack([dirichlet(np.array([3e-320, 1e-320]), np.array([0.75, 0.25]), generator) for _ in range(2000)])
+    draws = np.stack(
+        [
+            dirichlet(np.array([3e-320, 1e-320]), np.array([0.75, 0.25]), generator)
+            for _ in range(2000)
+        ]
+    )
     assert set(draws.flatten()) == {0.0, 1.0}
     assert abs(draws[:, 0].mean() - 0.75) < 5 * (0.75 * 0.25 / 2000) ** 0.5
 
 
 def test_dirichlet_per_class_gives_everyone_the_minimum_and_uses_as_many_samples_as_without():
-    federation = build({"kind": "dirichlet-per-class", "concentration_per_client": 0.1, "minimum": 5})
+    federation = build(
+        {"kind": "dirichlet-per-class", "concentration_per_client": 0.1, "minimum": 5}
+    )
     sizes = (federation.split >= 0).sum(1)
     assert int(sizes.sum()) == 8 * 15
     assert int(sizes.min()) >= 5
@@ -271,7 +328,9 @@ def test_quantity_skew_changes_sizes_only():
 def test_five_folds_of_many_classes_give_no_class_above_its_share():
     """200 classes, 10 clients of 500: 10 from each of 40 main classes, and 100 of the 200 classes once more."""
     wide = source(classes=200, per_class=60, tests=1, side=1)
-    federation = build({"kind": "k-fold", "folds": 5}, sources=(wide,), num_clients=10, train=400, validation=100)
+    federation = build(
+        {"kind": "k-fold", "folds": 5}, sources=(wide,), num_clients=10, train=400, validation=100
+    )
     total = np.zeros(200, dtype=int)
     for client in range(10):
         counts = np.bincount(labels_of(federation, client), minlength=200)
@@ -324,11 +383,17 @@ def test_the_shared_test_set_of_a_fold_has_the_folds_mixture():
 
 
 def test_natural_groups_are_whole_and_have_test_samples_of_their_cluster():
-    columns = {"writer": torch.arange(6).repeat_interleave(10), "alphabet": torch.arange(6).repeat_interleave(10) // 3}
+    columns = {
+        "writer": torch.arange(6).repeat_interleave(10),
+        "alphabet": torch.arange(6).repeat_interleave(10) // 3,
+    }
     test_columns = {"writer": torch.full((8,), 9), "alphabet": torch.arange(8) % 2}
     x = torch.arange(68, dtype=torch.uint8).reshape(68, 1, 1, 1)
     own = Source(
-        "toy", Samples(x[:60], torch.zeros(60).long(), columns), Samples(x[60:], torch.zeros(8).long(), test_columns), 1
+        "toy",
+        Samples(x[:60], torch.zeros(60).long(), columns),
+        Samples(x[60:], torch.zeros(8).long(), test_columns),
+        1,
     )
     shift = {"kind": "natural", "column": "writer", "cluster": "alphabet"}
     config = DataConfig(dataset="toy", shift=[shift], validation_fraction=0.2)
@@ -338,21 +403,28 @@ def test_natural_groups_are_whole_and_have_test_samples_of_their_cluster():
     assert (federation.origin // 10).unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert federation.counts("validation").tolist() == [2] * 6
     assert federation.tests[1].x.flatten().tolist() == [61, 63, 65, 67]
-    all_of_them = build_from_sources(DataConfig("toy", 6, 8, 2, shift=[shift]), (own,), Rng(0))  # 10 samples each
+    # 10 samples each
+    all_of_them = build_from_sources(DataConfig("toy", 6, 8, 2, shift=[shift]), (own,), Rng(0))
     assert (all_of_them.origin // 10).unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    unknown = build_from_sources(DataConfig("toy", shift=[{"kind": "natural", "column": "writer"}]), (own,), Rng(0))
+    unknown = build_from_sources(
+        DataConfig("toy", shift=[{"kind": "natural", "column": "writer"}]), (own,), Rng(0)
+    )
     assert unknown.truth is None
     with pytest.raises(
-        DataError, match="0 of 6 groups of column 'writer' have 12 samples or more; 2 clients ask for that"
+        DataError,
+        match="0 of 6 groups of column 'writer' have 12 samples or more; 2 clients ask for that",
     ):
         build_from_sources(DataConfig("toy", 2, 10, 2, shift=[shift]), (own,), Rng(0))
     with pytest.raises(ConfigError, match="unknown column 'writter'; did you mean 'writer'"):
-        build_from_sources(DataConfig("toy", shift=[{"kind": "natural", "column": "writter"}]), (own,), Rng(0))
+        build_from_sources(
+            DataConfig("toy", shift=[{"kind": "natural", "column": "writter"}]), (own,), Rng(0)
+        )
 
 
 def test_two_shifts_cross_when_one_is_interleaved():
     federation = build(
-        {"kind": "rotation", "degrees": [0, 180]}, {"kind": "labels", "groups": ["0-4", "5-9"], "assign": "interleaved"}
+        {"kind": "rotation", "degrees": [0, 180]},
+        {"kind": "labels", "groups": ["0-4", "5-9"], "assign": "interleaved"},
     )
     assert federation.truth is not None
     assert cluster(federation) == [0, 1, 0, 1, 2, 3, 2, 3]
@@ -369,7 +441,9 @@ def test_members_by_blocks_in_turn_and_shuffled():
     assert members(3, 7, None, "blocks", stream) == [0, 0, 0, 1, 1, 2, 2]
     assert members(2, 4, [3, 1], "interleaved", stream) == [0, 1, 0, 0]
     assert sorted(members(2, 4, [3, 1], "shuffled", stream)) == [0, 0, 0, 1]
-    with pytest.raises(ConfigError, match=r"sizes \(3, 2\) add to 5; expected the number of clients, 4"):
+    with pytest.raises(
+        ConfigError, match=r"sizes \(3, 2\) add to 5; expected the number of clients, 4"
+    ):
         members(2, 4, [3, 2], "blocks", stream)
     with pytest.raises(ConfigError, match="one size for each of the 2 clusters"):
         members(2, 4, [4], "blocks", stream)
@@ -382,26 +456,59 @@ def test_what_is_left_over_goes_around_the_end():
 @pytest.mark.parametrize(
     ("shifts", "message"),
     [
-        ([{"kind": "rotaton"}], r"data: shift\[0\]: unknown shift 'rotaton'; did you mean 'rotation'"),
+        (
+            [{"kind": "rotaton"}],
+            r"data: shift\[0\]: unknown shift 'rotaton'; did you mean 'rotation'",
+        ),
         ([{"kind": "iid"}, {"degrees": [0]}], r"data: shift\[1\]: kind is missing"),
         ([{"kind": "rotation", "degree": [0]}], "unknown key 'degree'; did you mean 'degrees'"),
-        ([{"kind": "rotation", "degrees": []}], "degrees is .*expected a list of numbers, 1 or more of them"),
-        ([{"kind": "dirichlet-per-client", "alpha": 0.5}], "alpha means different things .* concentration_total"),
+        (
+            [{"kind": "rotation", "degrees": []}],
+            "degrees is .*expected a list of numbers, 1 or more of them",
+        ),
+        (
+            [{"kind": "dirichlet-per-client", "alpha": 0.5}],
+            "alpha means different things .* concentration_total",
+        ),
         ([{"kind": "dirichlet-per-class", "alpha": 0.5}], "use one of: concentration_per_client"),
-        ([{"kind": "dirichlet-per-client"}], "needs one of concentration_total and concentration_per_class; 0 given"),
-        ([{"kind": "dirichlet-per-class", "concentration_per_client": 0}], "expected a number, above 0"),
+        (
+            [{"kind": "dirichlet-per-client"}],
+            "needs one of concentration_total and concentration_per_class; 0 given",
+        ),
+        (
+            [{"kind": "dirichlet-per-class", "concentration_per_client": 0}],
+            "expected a number, above 0",
+        ),
         ([{"kind": "labels", "groups": [[0, 12]]}], "label 12 is not in toy; expected 0 to 9"),
-        ([{"kind": "labels", "groups": ["0-x"]}], 'labels as a list or as text such as "0-9, 35-44"'),
+        (
+            [{"kind": "labels", "groups": ["0-x"]}],
+            'labels as a list or as text such as "0-9, 35-44"',
+        ),
         ([{"kind": "label-swap", "swaps": [[[1, 1]]]}], "pairs of two labels"),
         ([{"kind": "label-swap", "swaps": [[[0, 1], [1, 2]]]}], "at most one pair"),
         ([{"kind": "k-fold", "folds": 11}], "at most the 10 classes"),
         ([{"kind": "k-fold", "rest": "odd"}], "'even' or 'released'"),
-        ([{"kind": "k-fold"}, {"kind": "labels", "groups": [[0]]}], "comes after a shift that has set every client's"),
+        (
+            [{"kind": "k-fold"}, {"kind": "labels", "groups": [[0]]}],
+            "comes after a shift that has set every client's",
+        ),
         ([{"kind": "labels", "groups": [[0]]}, {"kind": "k-fold"}], "leave out the labels shift"),
-        ([{"kind": "k-fold"}, {"kind": "natural", "column": "part"}], "k-fold draws from the whole pool"),
-        ([{"kind": "quantity", "concentration_per_client": 1}, {"kind": "natural", "column": "part"}], "cannot change"),
+        (
+            [{"kind": "k-fold"}, {"kind": "natural", "column": "part"}],
+            "k-fold draws from the whole pool",
+        ),
+        (
+            [
+                {"kind": "quantity", "concentration_per_client": 1},
+                {"kind": "natural", "column": "part"},
+            ],
+            "cannot change",
+        ),
         ([{"kind": "regression-targets"}], "toy is not a regression problem"),
-        ([{"kind": "visual", "domains": ["fog"]}], "domains is .*expected a list of 'clean', 'noise' or 'blur'"),
+        (
+            [{"kind": "visual", "domains": ["fog"]}],
+            "domains is .*expected a list of 'clean', 'noise' or 'blur'",
+        ),
     ],
 )
 def test_a_shift_that_cannot_be_is_refused_in_one_line(shifts, message):
@@ -417,14 +524,29 @@ def test_shifts_of_images_need_images():
         Samples(torch.zeros(1, 3), torch.zeros(1).long()),
         1,
     )
-    with pytest.raises(DataError, match="rotation needs uint8 images; vectors has 3 float32 inputs"):
+    with pytest.raises(
+        DataError, match="rotation needs uint8 images; vectors has 3 float32 inputs"
+    ):
         build({"kind": "rotation"}, sources=(floats,), num_clients=4, train=1, validation=1)
 
 
 def test_quarter_turns_need_square_images():
-    flat = Source("flat", Samples(torch.zeros(9, 1, 2, 3, dtype=torch.uint8), torch.zeros(9).long()), source().test, 1)
-    with pytest.raises(DataError, match="flat has images of 2x3; a quarter turn needs square images"):
-        build({"kind": "rotation", "degrees": [90]}, sources=(flat,), num_clients=2, train=1, validation=1)
+    flat = Source(
+        "flat",
+        Samples(torch.zeros(9, 1, 2, 3, dtype=torch.uint8), torch.zeros(9).long()),
+        source().test,
+        1,
+    )
+    with pytest.raises(
+        DataError, match="flat has images of 2x3; a quarter turn needs square images"
+    ):
+        build(
+            {"kind": "rotation", "degrees": [90]},
+            sources=(flat,),
+            num_clients=2,
+            train=1,
+            validation=1,
+        )
 
 
 @pytest.mark.parametrize("kind", sorted(SHIFTS))
@@ -432,11 +554,16 @@ def test_every_shift_explains_itself_and_each_of_its_fields(kind):
     cls = SHIFTS[kind]
     assert cls.__doc__
     for field in fields(cls):
-        assert f"        {field.name}:" in cls.__doc__, f"{cls.__name__} does not explain {field.name}"
+        assert f"        {field.name}:" in cls.__doc__, (
+            f"{cls.__name__} does not explain {field.name}"
+        )
 
 
 def test_a_shift_becomes_its_table_and_back():
-    for shift in (Rotation([0, 45], sizes=[1, 2]), DirichletPerClient(concentration_total=[0.5, 3])):
+    for shift in (
+        Rotation([0, 45], sizes=[1, 2]),
+        DirichletPerClient(concentration_total=[0.5, 3]),
+    ):
         table = plain(shift)
         assert read_shift(table) == shift
         assert table["kind"] == shift.kind
@@ -446,12 +573,19 @@ def test_a_shift_becomes_its_table_and_back():
 def applied(shift: Shift, clients: int, *sources: Source) -> tuple[Client, ...]:
     """The plan after a shift, with a stream for everyone (-1) and for each client."""
     start = (Client(10, (0.8, 0.2, 0.0)),) * clients
-    return shift.apply(start, sources or (source(),), lambda client: np.random.default_rng(client + 1))
+    return shift.apply(
+        start, sources or (source(),), lambda client: np.random.default_rng(client + 1)
+    )
 
 
 def flat() -> Source:
     """A regression problem."""
-    return Source("flat", Samples(torch.zeros(60, 2), torch.zeros(60)), Samples(torch.zeros(1, 2), torch.zeros(1)), 0)
+    return Source(
+        "flat",
+        Samples(torch.zeros(60, 2), torch.zeros(60)),
+        Samples(torch.zeros(1, 2), torch.zeros(1)),
+        0,
+    )
 
 
 @pytest.mark.option("Rotation.assign", "blocks", "interleaved", "shuffled")
@@ -472,7 +606,15 @@ def flat() -> Source:
         (lambda **given: Domain(**given), 2),
         (lambda **given: DirichletPerClient(concentration_total=(1, 2), **given), 1),
     ],
-    ids=["rotation", "visual", "labels", "label-swap", "regression-targets", "domain", "dirichlet-per-client"],
+    ids=[
+        "rotation",
+        "visual",
+        "labels",
+        "label-swap",
+        "regression-targets",
+        "domain",
+        "dirichlet-per-client",
+    ],
 )
 def test_clusters_are_dealt_in_blocks_in_turn_or_by_chance(make, sources):
     """Three and five of eight clients; by chance: the blocks in the order of the stream for everyone."""
@@ -486,7 +628,9 @@ def test_clusters_are_dealt_in_blocks_in_turn_or_by_chance(make, sources):
     ):
         plan = applied(make(sizes=(3, 5), assign=assign), 8, *pools)
         assert [client.places for client in plan] == [(place,) for place in expected]
-    assert [client.places for client in applied(make(sizes=(3, 5)), 8, *pools)] == [(place,) for place in blocks]
+    assert [client.places for client in applied(make(sizes=(3, 5)), 8, *pools)] == [
+        (place,) for place in blocks
+    ]
 
 
 @pytest.mark.option("Visual.domains", "clean", "noise", "blur")
@@ -495,13 +639,20 @@ def test_each_cluster_has_the_domain_of_its_place():
     plan = applied(Visual(("blur", "noise", "clean"), sigma=0.25, radius=1.5), 3)
     assert [client.cluster_name for client in plan] == ["blur", "noise", "clean"]
     assert [client.recipe.noise for client in plan] == [0.0, 0.25, 0.0]
-    assert [[blur.radius for blur in client.recipe.transforms] for client in plan] == [[1.5], [], []]  # type: ignore[union-attr]
+    assert [[blur.radius for blur in client.recipe.transforms] for client in plan] == [
+        [1.5],
+        [],
+        [],
+    ]  # type: ignore[union-attr]
 
 
 @pytest.mark.option("Visual.noise", "redrawn", "fixed")
 def test_noise_is_in_the_images_or_left_to_every_access():
     """Pixels stay whole numbers and each client has its deviation, or the federation holds disturbed numbers."""
-    toy, shift = source(), {"kind": "visual", "domains": ["clean", "noise"], "sizes": [3, 5], "sigma": 0.5}
+    toy, shift = (
+        source(),
+        {"kind": "visual", "domains": ["clean", "noise"], "sizes": [3, 5], "sigma": 0.5},
+    )
     later = build(shift, sources=(toy,))
     assert later.origin is not None
     assert torch.equal(later.x, toy.train.x[later.origin])
@@ -512,14 +663,17 @@ def test_noise_is_in_the_images_or_left_to_every_access():
     gap = now.x.double() - (toy.train.x[later.origin].double() / 127.5 - 1)
     assert float(gap[:3].abs().max()) < 1e-3
     assert float(gap[3:].std()) == pytest.approx(0.5, abs=0.05)
-    assert float((gap[3] - gap[4]).std()) == pytest.approx(0.5 * 2**0.5, abs=0.1), "each client has noise of its own"
+    assert float((gap[3] - gap[4]).std()) == pytest.approx(0.5 * 2**0.5, abs=0.1), (
+        "each client has noise of its own"
+    )
 
 
 @pytest.mark.option("KFold.rest", "even", "released")
 def test_the_rest_is_spread_over_all_classes_or_left_to_the_last():
     """Of 28 samples 14 come from 5 main classes: 3, 3, 3, 3 and 2. The other 14 are one of each of 10 classes and 4.
 
-    Even: the 4 go to the classes 0 to 3, and with the second client to 4 to 7; released: all to class 9.
+    Even: the 4 go to the classes 0 to 3, and with the second client to 4 to 7; released: all to
+    class 9.
     """
     for rest, expected in (
         ("even", [[5, 5, 5, 5, 3, 1, 1, 1, 1, 1], [1, 1, 1, 1, 2, 5, 5, 5, 4, 3]]),
@@ -530,7 +684,9 @@ def test_the_rest_is_spread_over_all_classes_or_left_to_the_last():
         assert [list(client.counts) for client in plan] == expected
 
 
-@pytest.mark.parametrize(("name", "prior"), [("concentration_total", True), ("concentration_per_class", False)])
+@pytest.mark.parametrize(
+    ("name", "prior"), [("concentration_total", True), ("concentration_per_class", False)]
+)
 def test_a_concentration_is_the_sum_over_classes_or_that_of_each(name, prior):
     """A pool with 30, 20 and 10 samples of three classes; 4 in total is 2, 4 / 3 and 2 / 3."""
     y = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)
@@ -556,7 +712,13 @@ def test_pixels_are_normalized_as_asked():
     """v / 127.5 - 1; minus the mean and by the deviation of the pool; or v / 255."""
     toy = source()
     pixels = toy.train.x.double() / 255
-    shift = {"kind": "visual", "domains": ["noise", "clean"], "sizes": [1, 7], "sigma": 0.001, "noise": "fixed"}
+    shift = {
+        "kind": "visual",
+        "domains": ["noise", "clean"],
+        "sizes": [1, 7],
+        "sigma": 0.001,
+        "noise": "fixed",
+    }
     for normalize, expected in (
         ("half", pixels * 2 - 1),
         ("standard", (pixels - pixels.mean()) / pixels.std(correction=0)),
@@ -564,8 +726,11 @@ def test_pixels_are_normalized_as_asked():
     ):
         federation = build(shift, sources=(toy,), normalize=normalize)
         assert federation.origin is not None
-        torch.testing.assert_close(federation.x[1].double(), expected[federation.origin[1]], rtol=0, atol=2e-3)
-        whole = build(sources=(toy,), normalize=normalize)  # keeps whole pixels, and what to do with them
+        torch.testing.assert_close(
+            federation.x[1].double(), expected[federation.origin[1]], rtol=0, atol=2e-3
+        )
+        # keeps whole pixels, and what to do with them
+        whole = build(sources=(toy,), normalize=normalize)
         seen = (pixels - whole.mean[0]) / whole.std[0] if whole.mean else pixels
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-3)
 
@@ -579,7 +744,10 @@ def test_tests_are_shared_or_each_clients_own_from_the_pool_or_the_test_set():
 
     def places(federation, name):
         tests = [test.x.flatten(1) for test in federation.tests]
-        return [[(images[name] == one).all(1).nonzero().flatten().tolist() for one in rows] for rows in tests]
+        return [
+            [(images[name] == one).all(1).nonzero().flatten().tolist() for one in rows]
+            for rows in tests
+        ]
 
     shared = build(sources=(toy,))
     assert places(shared, "test") == [[[place] for place in range(60)]]
@@ -624,7 +792,10 @@ def test_a_partition_gives_each_client_the_samples_that_the_function_says():
 
 
 def test_a_partition_limits_where_samples_are_drawn_when_their_number_is_given():
-    federation = build({"kind": "partition", "function": f"{__name__}:parts"}, {"kind": "rotation", "degrees": [0, 90]})
+    federation = build(
+        {"kind": "partition", "function": f"{__name__}:parts"},
+        {"kind": "rotation", "degrees": [0, 90]},
+    )
     assert federation.origin is not None
     for client in range(8):
         own = federation.origin[client][federation.split[client] >= 0]
@@ -641,7 +812,10 @@ def test_the_test_set_of_a_partition_is_not_divided():
 
 
 def test_a_client_with_fewer_samples_than_asked_for_is_named():
-    with pytest.raises(DataError, match=r"gives client 0 50 samples; 75 are asked for: lower train or validation, or"):
+    with pytest.raises(
+        DataError,
+        match=r"gives client 0 50 samples; 75 are asked for: lower train or validation, or",
+    ):
         build({"kind": "partition", "function": f"{__name__}:parts"}, train=60, validation=15)
 
 
@@ -670,22 +844,33 @@ def test_an_own_transform_is_applied_to_training_and_test_data():
     toy = source()
     federation = build({"kind": f"{__name__}:Inverted"}, sources=(toy,))
     assert federation.origin is not None
-    np.testing.assert_array_equal(federation.x[0].numpy(), 255 - toy.train.x[federation.origin[0]].numpy())
+    np.testing.assert_array_equal(
+        federation.x[0].numpy(), 255 - toy.train.x[federation.origin[0]].numpy()
+    )
     np.testing.assert_array_equal(federation.tests[0].x.numpy(), 255 - toy.test.x.numpy())
 
 
 @pytest.mark.parametrize(
     ("shift", "said"),
     [
-        ({"kind": f"{__name__}:Inverted", "scael": 2}, "shift[0]: unknown key 'scael'; did you mean 'scale'?"),
-        ({"kind": f"{__name__}:Inverted", "scale": "x"}, "shift[0]: scale is 'x'; expected a whole number"),
+        (
+            {"kind": f"{__name__}:Inverted", "scael": 2},
+            "shift[0]: unknown key 'scael'; did you mean 'scale'?",
+        ),
+        (
+            {"kind": f"{__name__}:Inverted", "scale": "x"},
+            "shift[0]: scale is 'x'; expected a whole number",
+        ),
         ({"kind": f"{__name__}:Nowhere"}, "Nowhere': module"),
         ({"kind": f"{__name__}:parts"}, "expected a subclass of coterie.data.plan.Shift"),
         (
             {"kind": "coterie.data.plan:Shift"},
             "'coterie.data.plan:Shift' lacks apply; a shift defines",
         ),
-        ({"kind": "partition", "function": "parts"}, "function is 'parts'; expected an import path"),
+        (
+            {"kind": "partition", "function": "parts"},
+            "function is 'parts'; expected an import path",
+        ),
     ],
 )
 def test_what_is_no_shift_is_one_line(shift, said):

@@ -17,7 +17,9 @@ def test_whole_numbers_stay_whole_up_to_what_floats_hold_exactly():
         assert as_samples(x, [0, 1], None).x.tolist() == x.tolist()
     assert as_samples(torch.tensor([[edge], [-edge]]), [0, 1], None).x.tolist() == [[edge], [-edge]]
     for far in (edge + 1, -edge - 1):
-        with pytest.raises(DataError, match=r"whole numbers up to 16,777,217; expected at most 16,777,216.* scale"):
+        with pytest.raises(
+            DataError, match=r"whole numbers up to 16,777,217; expected at most 16,777,216.* scale"
+        ):
             as_samples([[0], [far]], [0, 1], None)
 
 
@@ -55,18 +57,26 @@ def test_bytes_are_images_where_they_have_two_or_three_axes():
 )
 def test_targets_of_any_shape_keep_their_kind(y, classes, kind, shape, found):
     source = Source.of(np.zeros((3, 2)), y, classes=classes)
-    assert (source.train.y.dtype, tuple(source.train.y.shape), source.classes) == (kind, shape, found)
+    assert (source.train.y.dtype, tuple(source.train.y.shape), source.classes) == (
+        kind,
+        shape,
+        found,
+    )
     assert source.train.y.tolist() == np.asarray(y).reshape(shape).tolist()
 
 
 def test_labels_of_text_become_named_classes_in_sorted_order():
-    source = Source.of(np.zeros((4, 1)), ["é", "cat", "dog", "cat"], test=(np.zeros((1, 1)), ["bee"]))
+    source = Source.of(
+        np.zeros((4, 1)), ["é", "cat", "dog", "cat"], test=(np.zeros((1, 1)), ["bee"])
+    )
     assert source.class_names == ("bee", "cat", "dog", "é")
     assert source.train.y.tolist() == [3, 1, 2, 1]
     assert source.test.y.tolist() == [0]
     given = Source.of(np.zeros((2, 1)), ["no", "yes"], class_names=["yes", "no", "perhaps"])
     assert (given.classes, given.train.y.tolist()) == (3, [1, 0])
-    categories = pd.Series(["low", "high"], dtype=pd.CategoricalDtype(["low", "middle", "high"], ordered=True))
+    categories = pd.Series(
+        ["low", "high"], dtype=pd.CategoricalDtype(["low", "middle", "high"], ordered=True)
+    )
     assert Source.of(np.zeros((2, 1)), categories).class_names == ("low", "middle", "high")
     per_token, names = named_labels([[["N", "V"], ["V", "."]]])
     assert (per_token[0].tolist(), names) == ([[1, 2], [2, 0]], (".", "N", "V"))
@@ -77,14 +87,23 @@ def test_labels_of_text_become_named_classes_in_sorted_order():
     [
         (["a", None], (), "y has no label in sample 1; .*fill or drop it"),
         (["a", float("nan")], (), "y has no label in sample 1"),
-        (np.array(["a", 3], object), (), "y has 3, which is no text, among labels that are in sample 1"),
+        (
+            np.array(["a", 3], object),
+            (),
+            "y has 3, which is no text, among labels that are in sample 1",
+        ),
         (["a", "b"], ("a", "c"), "y has the label 'b'; expected one of class_names: a, c"),
         (np.zeros((2, 3), int), (), "one class for each sample: leave classes out"),
     ],
 )
 def test_labels_that_cannot_be_used_are_refused(y, names, message):
     with pytest.raises(DataError, match=message) as caught:
-        Source.of(np.zeros((2, 1)), y, class_names=names, classes=None if names or isinstance(y, list) else 2)
+        Source.of(
+            np.zeros((2, 1)),
+            y,
+            class_names=names,
+            classes=None if names or isinstance(y, list) else 2,
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -94,7 +113,10 @@ def test_clients_keep_their_names_in_sorted_order_whatever_the_letters():
     assert source.train.columns["client"].tolist() == [0, 1, 2, 0]
     assert Source.of(np.zeros((3, 1)), [0, 1, 0], clients=[2, 0, 1]).client_names == ()
     assert Source.of(np.zeros((3, 1)), [0, 1, 0], clients=[20, 3, 3]).client_names == ("3", "20")
-    assert Source.of(np.zeros((2, 1)), [0, 1], clients=pd.Categorical(["b", "a"])).client_names == ("a", "b")
+    assert Source.of(np.zeros((2, 1)), [0, 1], clients=pd.Categorical(["b", "a"])).client_names == (
+        "a",
+        "b",
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +126,10 @@ def test_clients_keep_their_names_in_sorted_order_whatever_the_letters():
         ([0.0, float("nan")], "clients has no value for sample 1"),
         (["a", float("nan")], "clients has no value for sample 1"),
         (["a", " "], "clients has no value for sample 1"),
-        (np.array(["a", 3], object), "clients mixes int and str; expected values that can be sorted: make all text"),
+        (
+            np.array(["a", 3], object),
+            "clients mixes int and str; expected values that can be sorted: make all text",
+        ),
         (["a"], "expected one value for each of the 2 samples"),
     ],
 )
@@ -115,11 +140,17 @@ def test_clients_that_cannot_be_numbered_are_refused(clients, message):
 
 def test_a_mistake_is_named_by_client_and_column():
     table = pd.DataFrame({"age": [1.0, 2.0], "pulse": [60.0, float("nan")]})
-    with pytest.raises(DataError, match=r"first in 'pulse' in sample 1, of client 'north'\); fill or drop"):
+    with pytest.raises(
+        DataError, match=r"first in 'pulse' in sample 1, of client 'north'\); fill or drop"
+    ):
         Source.of(table, [0, 1], clients=["south", "north"])
-    with pytest.raises(DataError, match=r"targets \(first in sample 0, of client 1\); drop those samples"):
+    with pytest.raises(
+        DataError, match=r"targets \(first in sample 0, of client 1\); drop those samples"
+    ):
         Source.of(np.zeros((2, 1)), [float("inf"), 0.0], clients=[1, 0])
-    with pytest.raises(DataError, match=r"labels from -1 to 1; .*first other one is in sample 1, of client 'b'"):
+    with pytest.raises(
+        DataError, match=r"labels from -1 to 1; .*first other one is in sample 1, of client 'b'"
+    ):
         Source.of(np.zeros((2, 1)), [1, -1], clients=["a", "b"], classes=2)
 
 
@@ -127,10 +158,18 @@ def test_several_tensors_are_packed_one_after_another_and_images_among_them_norm
     """Worked by hand: 255 is 1 and (1 - 0.5) / 0.5 = 1; 0 becomes -1."""
     image = np.zeros((3, 2, 2), np.uint8)
     image[1] = 255
-    x = {"image": image, "age": np.array([0.5, 1.5, 2.5]), "words": np.array([[1, 2], [3, 4], [5, 6]])}
+    x = {
+        "image": image,
+        "age": np.array([0.5, 1.5, 2.5]),
+        "words": np.array([[1, 2], [3, 4], [5, 6]]),
+    }
     source = Source.of(x, [0, 1, 0], test=({key: value[:1] for key, value in x.items()}, [1]))
     half = {"mean": (0.5,), "std": (0.5,)}
-    assert source.parts == (Part("image", (1, 2, 2), **half), Part("age", ()), Part("words", (2,), whole=True))
+    assert source.parts == (
+        Part("image", (1, 2, 2), **half),
+        Part("age", ()),
+        Part("words", (2,), whole=True),
+    )
     assert source.train.x.tolist() == [
         [-1, -1, -1, -1, 0.5, 1, 2],
         [1, 1, 1, 1, 1.5, 3, 4],
@@ -145,19 +184,41 @@ def test_several_tensors_are_packed_one_after_another_and_images_among_them_norm
 def test_images_for_testing_are_normalized_by_those_for_training():
     """Half of the pixels are 0 and half 255: mean and deviation 0.5; the test image alone would have others."""
     train = np.repeat(np.array([0, 255], np.uint8), 8).reshape(4, 2, 2)
-    source = Source.of((train, np.zeros(4)), [0] * 4, test=((train[:1], np.zeros(1)), [0]), normalize="standard")
+    source = Source.of(
+        (train, np.zeros(4)), [0] * 4, test=((train[:1], np.zeros(1)), [0]), normalize="standard"
+    )
     assert source.test.x.tolist() == [[-1, -1, -1, -1, 0]]
 
 
 @pytest.mark.parametrize(
     ("x", "test", "message"),
     [
-        ((np.zeros((3, 2)), np.zeros((2, 2))), None, r"the parts of x hold \[3, 2\] samples; expected as many in each"),
-        ({"a": np.zeros((3, 2))}, {"a": np.zeros((3, 1))}, "test inputs are a: 1 numbers; training inputs are a: 2"),
-        ({"a": np.zeros((3, 2))}, np.zeros((3, 2)), "test inputs are one tensor; training inputs are a: 2 numbers"),
+        (
+            (np.zeros((3, 2)), np.zeros((2, 2))),
+            None,
+            r"the parts of x hold \[3, 2\] samples; expected as many in each",
+        ),
+        (
+            {"a": np.zeros((3, 2))},
+            {"a": np.zeros((3, 1))},
+            "test inputs are a: 1 numbers; training inputs are a: 2",
+        ),
+        (
+            {"a": np.zeros((3, 2))},
+            np.zeros((3, 2)),
+            "test inputs are one tensor; training inputs are a: 2 numbers",
+        ),
         ({"a": np.array(["b"] * 3)}, None, r"x\['a'\] has type <U1; expected numbers"),
-        ([[1, 2], [3], [4, 5]], None, "x has samples of different shapes .*; make them equal, such as by padding"),
-        (pd.DataFrame({"a": ["b"] * 3}), None, "expected numbers: coterie.from_table reads tables with text"),
+        (
+            [[1, 2], [3], [4, 5]],
+            None,
+            "x has samples of different shapes .*; make them equal, such as by padding",
+        ),
+        (
+            pd.DataFrame({"a": ["b"] * 3}),
+            None,
+            "expected numbers: coterie.from_table reads tables with text",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x, test, message):
@@ -178,9 +239,13 @@ def test_numbers_for_training_and_for_testing_are_of_one_type():
         assert [one.x.dtype for one in (source.train, source.test)] == [torch.float32] * 2
         assert [one.y.dtype for one in (source.train, source.test)] == [torch.float32] * 2
     images = np.zeros((3, 4, 4), np.uint8)
-    with pytest.raises(DataError, match=r"training inputs are torch.uint8, test inputs torch.float32; make both"):
+    with pytest.raises(
+        DataError, match=r"training inputs are torch.uint8, test inputs torch.float32; make both"
+    ):
         Source.of(images, [0] * 3, test=(images / 255, [0] * 3))
-    with pytest.raises(DataError, match=r"targets are \('int64', \(4,\)\), test targets \('int64', \(5,\)\); make"):
+    with pytest.raises(
+        DataError, match=r"targets are \('int64', \(4,\)\), test targets \('int64', \(5,\)\); make"
+    ):
         Source.of(whole, np.zeros((3, 4), int), test=(whole, np.zeros((3, 5), int)))
 
 

@@ -36,7 +36,10 @@ def patients(rows: int = 12) -> pd.DataFrame:
 
 def ages(federation, client: int) -> dict[str, list[float]]:
     """The first entries of a client's training, validation and test rows."""
-    own = {split: federation.x[client][federation.split[client] == number][:, 0] for split, number in SPLIT.items()}
+    own = {
+        split: federation.x[client][federation.split[client] == number][:, 0]
+        for split, number in SPLIT.items()
+    }
     return {name: values.tolist() for name, values in own.items()} | {
         "test": federation.tests[int(federation.test_of[client])].x[:, 0].tolist()
     }
@@ -74,10 +77,15 @@ def test_codes_beside_numbers_are_an_input_of_two_tensors():
     made = from_table(patients(), target="ill", client="site", encode="codes")
     assert made.parts == (Part("", (2,)), Part("", (1,), whole=True))
     assert made.feature_names == ("age", "smokes", "color")
-    assert all(int(row[2]) == 1 - int(row[0]) % 2 for row in made.x[made.split >= 0].tolist())  # blue is 0, red 1
-    alone = from_table(patients(), target="ill", client="site", features=["color"], encode={"color": "codes"})
+    # blue is 0, red 1
+    assert all(int(row[2]) == 1 - int(row[0]) % 2 for row in made.x[made.split >= 0].tolist())
+    alone = from_table(
+        patients(), target="ill", client="site", features=["color"], encode={"color": "codes"}
+    )
     assert (alone.x.dtype, alone.parts, alone.features) == (torch.int32, (), (1,))
-    mixed = from_table(patients(), target="ill", client="site", encode={"smokes": "one-hot", "color": "codes"})
+    mixed = from_table(
+        patients(), target="ill", client="site", encode={"smokes": "one-hot", "color": "codes"}
+    )
     assert mixed.feature_names == ("age", "smokes=False", "smokes=True", "color")
 
 
@@ -88,10 +96,18 @@ def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_orde
         "color=red", "color=green", "color=blue",
     )  # fmt: skip
     held = patients(4).assign(color="white")
-    assert "color=white" in from_table(patients(), target="ill", client="site", test=held).feature_names
-    said = from_table(patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]})
+    assert (
+        "color=white"
+        in from_table(patients(), target="ill", client="site", test=held).feature_names
+    )
+    said = from_table(
+        patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]}
+    )
     assert said.feature_names[1] == "color=white"
-    with pytest.raises(DataError, match=r"column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
+    with pytest.raises(
+        DataError,
+        match=r"column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red",
+    ):
         from_table(patients(), target="ill", client="site", categories={"color": ["red"]})
 
 
@@ -112,13 +128,21 @@ def test_whole_numbers_of_a_column_can_be_categories():
     ],
 )
 def test_targets_are_classes_or_numbers(target, values, kind, classes):
-    made = from_table(pd.DataFrame({"a": range(12), "c": ["x"] * 12, **values}), target=target, client="c")
-    assert (made.y.dtype, made.classes, made.y.shape[2:]) == (kind, classes, () if target == "y" else (2,))
+    made = from_table(
+        pd.DataFrame({"a": range(12), "c": ["x"] * 12, **values}), target=target, client="c"
+    )
+    assert (made.y.dtype, made.classes, made.y.shape[2:]) == (
+        kind,
+        classes,
+        () if target == "y" else (2,),
+    )
 
 
 def test_whole_numbers_can_be_a_regression():
     table = pd.DataFrame({"a": range(12), "c": ["x"] * 12, "price": range(0, 120_000, 10_000)})
-    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0"):
+    with pytest.raises(
+        DataError, match="up to 110,000: as classes these are too many; classes = 0"
+    ):
         from_table(table, target="price", client="c")
     assert from_table(table, target="price", client="c", classes=0).y.dtype == torch.float32
 
@@ -140,7 +164,9 @@ def test_each_client_fills_and_scales_by_its_own_training_rows_alone():
 
 
 def test_a_shared_test_set_is_prepared_for_each_client_by_its_own_rows():
-    table = pd.DataFrame({"age": [10.0] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20})
+    table = pd.DataFrame(
+        {"age": [10.0] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20}
+    )
     held = pd.DataFrame({"age": [NAN, 20.0], "y": [0.0, 1.0]})
     made = from_table(table, target="y", client="site", impute="median", test=held)
     assert [test.x.tolist() for test in made.tests] == [[[10.0], [20.0]], [[30.0], [20.0]]]
@@ -153,8 +179,12 @@ def test_a_shared_test_set_is_prepared_for_each_client_by_its_own_rows():
     ("impute", "expected"), [("most-frequent", "red"), ("mean", "red"), ({"color": "blue"}, "blue")]
 )
 @pytest.mark.parametrize("encode", ["one-hot", "codes"])
-def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(impute, expected, encode):
-    table = pd.DataFrame({"color": ["red", "red", "blue", "red"] * 5, "site": "a", "y": 0.5, "n": range(20)})
+def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(
+    impute, expected, encode
+):
+    table = pd.DataFrame(
+        {"color": ["red", "red", "blue", "red"] * 5, "site": "a", "y": 0.5, "n": range(20)}
+    )
     table.loc[7, "color"] = None
     made = from_table(table, target="y", client="site", impute=impute, encode=encode)
     own = torch.cat([made.x[0][made.split[0] >= 0], made.tests[0].x])
@@ -167,7 +197,9 @@ def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(imp
 
 
 def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
-    table = pd.DataFrame({"age": [NAN] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20})
+    table = pd.DataFrame(
+        {"age": [NAN] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20}
+    )
     with pytest.warns(UserWarning, match="1 of 2 clients .* client 'a', column 'age'.*becomes 0"):
         made = from_table(table, target="y", client="site", impute="mean")
     assert set(made.x[0].flatten().tolist()) == {0.0}
@@ -189,7 +221,9 @@ def test_from_three_to_thousands_of_rows_a_client():
     assert [len(test.x) for test in made.tests] == [1000, 2, 1]
     assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
     two = table.groupby("site").head(2)
-    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training"):
+    with pytest.raises(
+        DataError, match="client 'large' has 2 samples, which leaves none for training"
+    ):
         from_table(two, target="ill", client="site", impute="median")
 
 
@@ -243,11 +277,23 @@ def test_tables_that_cannot_be_used_are_refused_in_one_line(table, change, error
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes' or a table"),
-        ({"encode": {"age": "dummy"}}, "data.options: encode of 'age' is 'dummy'; expected 'one-hot' or 'codes'"),
+        (
+            {"encode": "dummy"},
+            "data.options: encode is 'dummy'; expected 'one-hot' or 'codes' or a table",
+        ),
+        (
+            {"encode": {"age": "dummy"}},
+            "data.options: encode of 'age' is 'dummy'; expected 'one-hot' or 'codes'",
+        ),
         ({"scale": "minmax"}, "data.options: scale is 'minmax'; expected 'standard'"),
-        ({"categories": {"color": ["red", "red"]}}, "categories of 'color' is .*expected a list of values, each once"),
-        ({"class_name": ["a"]}, "data.options: unknown key 'class_name'; did you mean 'class_names'"),
+        (
+            {"categories": {"color": ["red", "red"]}},
+            "categories of 'color' is .*expected a list of values, each once",
+        ),
+        (
+            {"class_name": ["a"]},
+            "data.options: unknown key 'class_name'; did you mean 'class_names'",
+        ),
         ({"target": []}, "data.options: target is .*expected text, or a list of texts"),
     ],
 )
@@ -257,10 +303,15 @@ def test_options_of_a_study_file_are_checked(options, message):
 
 
 def test_codes_that_are_written_as_numbers_are_categories():
-    made = from_table(patients(30).assign(zip=[f"{place:05}" for place in range(30)]), target="ill", client="site")
+    made = from_table(
+        patients(30).assign(zip=[f"{place:05}" for place in range(30)]), target="ill", client="site"
+    )
     assert "zip=00007" in made.feature_names
     mixed = patients(30).assign(age=["?", *map(str, range(29))])
-    assert "age=?" in from_table(mixed, target="ill", client="site", encode={"age": "one-hot"}).feature_names
+    assert (
+        "age=?"
+        in from_table(mixed, target="ill", client="site", encode={"age": "one-hot"}).feature_names
+    )
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):
@@ -278,21 +329,33 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"target": "ill"}, "the categories of 'color' are missing; every machine must name the same"),
+        (
+            {"target": "ill"},
+            "the categories of 'color' are missing; every machine must name the same",
+        ),
         ({"target": "ill", "features": ["age"]}, "the classes of 'ill' are missing; .*class_names"),
-        ({"target": "n", "features": ["age"]}, "classes is missing; every machine must say how many 'n' has"),
+        (
+            {"target": "n", "features": ["age"]},
+            "classes is missing; every machine must say how many 'n' has",
+        ),
     ],
 )
 def test_machines_that_read_tables_of_their_own_must_name_what_text_means(columns, message):
     table = patients().assign(n=1)
     with pytest.raises(ConfigError, match=message):
         read_table(table, Columns(**columns), shared=True)
-    said = {"class_names": ["no", "yes"], "categories": {"color": ["red", "blue"]}, "features": ["age", "color"]}
+    said = {
+        "class_names": ["no", "yes"],
+        "categories": {"color": ["red", "blue"]},
+        "features": ["age", "color"],
+    }
     assert read_table(table, Columns("ill", **said), shared=True).classes == 2
 
 
 def test_known_clusters_of_clients_become_the_truth():
-    made = from_table(patients(), target="ill", client="site", clusters={"Åre": 1, "Zürich": 0, "東京": 1})
+    made = from_table(
+        patients(), target="ill", client="site", clusters={"Åre": 1, "Zürich": 0, "東京": 1}
+    )
     assert made.truth is not None
     assert made.truth.cluster.tolist() == [0, 1, 1]
     with pytest.raises(DataError, match="clusters has nothing for client 'Zürich'"):
@@ -302,7 +365,9 @@ def test_known_clusters_of_clients_become_the_truth():
 
 
 def test_without_clients_a_table_is_divided():
-    made = from_table(patients(), target="ill", num_clients=3, features=["age"], shift=[{"kind": "iid"}])
+    made = from_table(
+        patients(), target="ill", num_clients=3, features=["age"], shift=[{"kind": "iid"}]
+    )
     assert (len(made), made.client_names) == (3, ())
 
 
@@ -311,7 +376,9 @@ def test_an_entry_says_where_a_column_is_empty():
     table = patients(30)
     table.loc[::3, "age"] = NAN  # all of one hospital
     table.loc[4, "age"] = NAN
-    made = from_table(table, target="ill", client="site", impute="median", indicate=["age"], scale="standard")
+    made = from_table(
+        table, target="ill", client="site", impute="median", indicate=["age"], scale="standard"
+    )
     assert made.feature_names == ("age", "color=blue", "color=red", "smokes", "age is empty")
     assert made.x[0][made.split[0] >= 0][:, [0, 4]].tolist() == [[0.0, 1.0]] * 8
     used = made.x[1][made.split[1] >= 0]
@@ -325,9 +392,14 @@ def test_an_entry_says_where_a_column_is_empty():
 
 
 def test_what_is_indicated_is_a_column_of_numbers_among_the_inputs():
-    with pytest.raises(ConfigError, match="indicate: unknown column of the inputs 'agee'; did you mean 'age'"):
+    with pytest.raises(
+        ConfigError, match="indicate: unknown column of the inputs 'agee'; did you mean 'age'"
+    ):
         from_table(patients(), target="ill", client="site", indicate=["agee"])
-    with pytest.raises(ConfigError, match="indicate: 'color' is a column of categories; give its empty entries one of"):
+    with pytest.raises(
+        ConfigError,
+        match="indicate: 'color' is a column of categories; give its empty entries one of",
+    ):
         from_table(patients(), target="ill", client="site", indicate=["color"])
 
 

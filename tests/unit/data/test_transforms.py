@@ -7,7 +7,9 @@ from coterie.data.transforms import blur, noisy, rotate
 
 
 def images(*shape: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.Generator(np.random.Philox(0)).integers(0, 256, shape, dtype=np.uint8))
+    return torch.from_numpy(
+        np.random.Generator(np.random.Philox(0)).integers(0, 256, shape, dtype=np.uint8)
+    )
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 4, -1])
@@ -29,7 +31,8 @@ def test_a_small_turn_moves_pixels_counter_clockwise_and_fills_corners_with_mid_
     x = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     x[0, 0, 2, 3] = 200
     turned = rotate(x, 45)[0, 0]
-    assert turned[1, 3] == 200  # what is here came from 1.41 to the right of the center, whose nearest pixel is (2, 3)
+    # what is here came from 1.41 to the right of the center, whose nearest pixel is (2, 3)
+    assert turned[1, 3] == 200
     assert turned[3, 3] == 0
     assert turned[0, 0] == 128
     assert rotate(x, 45, fill=7)[0, 0, 0, 0] == 7
@@ -48,7 +51,9 @@ def test_opposite_small_turns_mirror_each_other():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_blur_is_pillows(channels):
     x = images(2, channels, 8, 8)
-    one = Image.fromarray(x[1].movedim(0, -1).squeeze(-1).numpy()).filter(ImageFilter.GaussianBlur(2))
+    one = Image.fromarray(x[1].movedim(0, -1).squeeze(-1).numpy()).filter(
+        ImageFilter.GaussianBlur(2)
+    )
     expected = np.asarray(one).reshape(8, 8, channels)
     np.testing.assert_array_equal(blur(x, 2.0)[1].movedim(0, -1).numpy(), expected)
 

@@ -53,12 +53,16 @@ def test_training_with_augmentation_is_the_same_everywhere():
     federation = tiny_federation(4, features=(1, 4, 4))
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment="crop-flip", padding=1)
     results = [
-        follow(FedAvg(), federation=federation, settings=tiny_settings(local=local, engine=engine)).state.params
+        follow(
+            FedAvg(), federation=federation, settings=tiny_settings(local=local, engine=engine)
+        ).state.params
         for engine in ("loop", "vmap", "compiled")
     ]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-10)
-    grouped = run_grouped(federation, FedAvg(), [[0, 2], [1], [3]], settings=tiny_settings(local=local))
+    grouped = run_grouped(
+        federation, FedAvg(), [[0, 2], [1], [3]], settings=tiny_settings(local=local)
+    )
     torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
     plain = follow(FedAvg(), federation=federation, settings=tiny_settings()).state.params
     assert float((plain - results[0]).abs().max()) > 1e-3
@@ -76,7 +80,9 @@ def test_the_added_pixels_are_black_as_the_model_takes_it():
 def test_only_images_are_cropped():
     """One line that says what was found."""
     local = LocalTraining(augment="crop-flip")
-    with pytest.raises(ModelError, match=r"local.augment is 'crop-flip'; it takes images, found shape \(4,\)"):
+    with pytest.raises(
+        ModelError, match=r"local.augment is 'crop-flip'; it takes images, found shape \(4,\)"
+    ):
         follow(FedAvg(), settings=tiny_settings(local=local))
 
 
@@ -86,9 +92,13 @@ def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
     """One sample, all weights 0: the step on the row of the true class is lr x 2/3 times what the model saw."""
     federation = tiny_federation(20, features=(1, 4, 4))
     for augment in ("none", "crop-flip"):
-        local = LocalTraining(steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=1)
+        local = LocalTraining(
+            steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=1
+        )
         task = Task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
-        after, _ = task.train(torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at(0), local)
+        after, _ = task.train(
+            torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at(0), local
+        )
         moved, kinds = 0, set()
         for client in range(20):
             place = int(Rng(0).at(0).generator("batches", client).permutation(12)[0])
@@ -99,4 +109,6 @@ def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
             assert found, "neither the image nor a crop of it"
             moved += not torch.allclose(seen, image)
             kinds.add(found[0])
-        assert moved == 0 if augment == "none" else (moved > 10 and len(kinds) > 8), "each client draws its own"
+        assert moved == 0 if augment == "none" else (moved > 10 and len(kinds) > 8), (
+            "each client draws its own"
+        )

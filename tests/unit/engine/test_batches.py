@@ -23,7 +23,10 @@ def test_batches_use_every_sample_once_an_epoch_and_are_keyed_by_client():
 @pytest.mark.option("LocalTraining.drop_last", False, True)
 def test_a_smaller_last_batch_is_used_or_left_out():
     """Twelve samples in batches of five, twice: 5, 5, 2 or 5, 5. Three samples are one batch, which is not smaller."""
-    for drop_last, lengths in ((False, [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]), (True, [[5, 5, 5, 5], [3, 3, 0, 0]])):
+    for drop_last, lengths in (
+        (False, [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]),
+        (True, [[5, 5, 5, 5], [3, 3, 0, 0]]),
+    ):
         local = LocalTraining(epochs=2, batch_size=5, drop_last=drop_last)
         schedule = plan(local, torch.tensor([12, 3]), torch.tensor([4, 9]), Rng(0), "batches")
         assert schedule.length.tolist() == lengths
@@ -42,7 +45,13 @@ def test_no_two_clients_and_no_two_rounds_share_an_order():
 
 
 def test_every_epoch_draws_another_order():
-    schedule = plan(LocalTraining(epochs=3, batch_size=20), torch.tensor([20]), torch.tensor([0]), Rng(0), "batches")
+    schedule = plan(
+        LocalTraining(epochs=3, batch_size=20),
+        torch.tensor([20]),
+        torch.tensor([0]),
+        Rng(0),
+        "batches",
+    )
     orders = {tuple(order.tolist()) for order in schedule.order[0]}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(20)) for order in orders)
@@ -50,7 +59,13 @@ def test_every_epoch_draws_another_order():
 
 def test_a_number_of_steps_ends_in_the_middle_of_an_epoch():
     """Twelve samples in batches of five: an epoch has three steps, the fourth begins the next."""
-    schedule = plan(LocalTraining(steps=4, batch_size=5), torch.tensor([12]), torch.tensor([0]), Rng(0), "batches")
+    schedule = plan(
+        LocalTraining(steps=4, batch_size=5),
+        torch.tensor([12]),
+        torch.tensor([0]),
+        Rng(0),
+        "batches",
+    )
     assert schedule.length.tolist() == [[5, 5, 2, 5]]
     assert sorted(schedule.order[0, :3][schedule.order[0, :3] >= 0].tolist()) == list(range(12))
 
@@ -58,7 +73,9 @@ def test_a_number_of_steps_ends_in_the_middle_of_an_epoch():
 def test_the_training_loss_is_the_mean_over_the_batches_of_the_last_epoch():
     """Of six steps the last epoch has three, 10, 20 and 60; a client with two steps has 4 in its last."""
     nan = torch.nan
-    losses = torch.tensor([[1.0, 2.0, 3.0, 10.0, 20.0, 60.0], [9.0, 4.0, nan, nan, nan, nan], [nan] * 6])
+    losses = torch.tensor(
+        [[1.0, 2.0, 3.0, 10.0, 20.0, 60.0], [9.0, 4.0, nan, nan, nan, nan], [nan] * 6]
+    )
     length = torch.tensor([[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0], [0] * 6])
     schedule = BatchPlan(torch.zeros(3, 6, 5, dtype=torch.int64), length, torch.tensor([3, 1, 0]))
     means = last_epoch_mean(losses, schedule)

@@ -32,13 +32,25 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("number", "device", "line"),
     [
-        (None, "cuda", r"device is 'cuda', but PyTorch \S+ is built without CUDA: install .*, or set device = 'cpu'$"),
+        (
+            None,
+            "cuda",
+            r"device is 'cuda', but PyTorch \S+ is built without CUDA: install .*, or set device = 'cpu'$",
+        ),
         (None, "cuda:1", "device is 'cuda:1', but PyTorch .* is built without CUDA: install"),
-        (0, "cuda", r"device is 'cuda', but PyTorch \S+ finds no CUDA device: look at its driver .*, or set device ="),
+        (
+            0,
+            "cuda",
+            r"device is 'cuda', but PyTorch \S+ finds no CUDA device: look at its driver .*, or set device =",
+        ),
         (1, "cuda:1", "device is 'cuda:1'; this machine has 'cuda'$"),
         (4, "cuda:4", "device is 'cuda:4'; this machine has 'cuda:0' to 'cuda:3'$"),
         (1, "mps", "device is 'mps'; expected 'cpu', 'cuda', .*; 'mps' has no float64"),
-        (1, "gpu", "device is 'gpu'; expected 'cpu', 'cuda', or 'cuda:1' for the second device of several$"),
+        (
+            1,
+            "gpu",
+            "device is 'gpu'; expected 'cpu', 'cuda', or 'cuda:1' for the second device of several$",
+        ),
         (1, "cuda:-1", "device is 'cuda:-1'; expected"),
         (1, "", "device is ''; expected"),
         (1, "meta", "device is 'meta'; expected"),
@@ -67,18 +79,32 @@ def test_tasks_and_simulations_refuse_it_before_they_begin(machine, tmp_path):
         Task(tiny_federation().host(range(6)), "linear", device="cuda")
     with pytest.raises(ConfigError, match="device is 'cuda', but"):
         simulate(
-            tiny_federation(), FedAvg(), model="linear", settings=tiny_settings(device="cuda"), folder=tmp_path / "x"
+            tiny_federation(),
+            FedAvg(),
+            model="linear",
+            settings=tiny_settings(device="cuda"),
+            folder=tmp_path / "x",
         )
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("cuda", "device is 'cuda', but"), ("graphics", "device is 'graphics'; expected")]
+    ("device", "said"),
+    [("cuda", "device is 'cuda', but"), ("graphics", "device is 'graphics'; expected")],
 )
 def test_the_command_line_says_it_in_one_line_and_ends_with_2(device, said, tmp_path):
     if device == "cuda" and torch.cuda.is_available():
         device, said = "cuda:99", "device is 'cuda:99'; this machine has"
-    command = [sys.executable, "-m", "coterie", "run", "--set", f"device={device}", "--out", str(tmp_path / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "coterie",
+        "run",
+        "--set",
+        f"device={device}",
+        "--out",
+        str(tmp_path / "runs"),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()

@@ -40,7 +40,8 @@ def test_a_shape_is_captured_once_it_has_come_often_and_results_have_memory_of_t
     given = [(torch.full((2, 3), float(k)), torch.ones(2, 1)) for k in range(2 * _FIRST)]
     found = [replayed(*each) for each in given]
     assert recorder.captured == [(2, 3)]
-    for each, results in zip(given, found, strict=True):  # after all calls: none has overwritten another
+    # after all calls: none has overwritten another
+    for each, results in zip(given, found, strict=True):
         for result, expected in zip(results, squares(*each), strict=True):
             assert torch.equal(result, expected)
 
@@ -97,7 +98,9 @@ def test_a_training_that_is_replayed_is_that_which_is_not():
         task = Task(images().host(range(6)), Net, engine="vmap", device="cuda", cuda_graphs=graphs)
         rows = task.init(Rng(0)).clone()
         for number in range(4):
-            rows, _ = task.train(rows, Rng(0).at(number), LocalTraining(epochs=4, batch_size=4, lr=0.01))
+            rows, _ = task.train(
+                rows, Rng(0).at(number), LocalTraining(epochs=4, batch_size=4, lr=0.01)
+            )
         trained.append(rows)
         replayed = task.engine._replayed
         assert (replayed is not None and len(replayed._captured) > 1) == graphs

@@ -15,7 +15,8 @@ from coterie.models.layout import Layout
 
 CLASSES = 3
 IMAGE, TOKENS = (2, 6, 6), (5,)
-LENGTHS = torch.tensor([[7, 7, 4, 0], [5, 7, 7, 7], [0, 0, 0, 0]])  # ragged batches; the last client has none
+# ragged batches; the last client has none
+LENGTHS = torch.tensor([[7, 7, 4, 0], [5, 7, 7, 7], [0, 0, 0, 0]])
 
 
 class Residual(nn.Module):
@@ -23,7 +24,10 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Conv2d(4, 8, 3, 2, 1, groups=2, bias=False), nn.Conv2d(8, 8, 3, padding=1)
+        self.one, self.two = (
+            nn.Conv2d(4, 8, 3, 2, 1, groups=2, bias=False),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
         self.norm, self.short = nn.BatchNorm2d(8), nn.Conv2d(4, 8, 1, 2)
 
     def forward(self, x):
@@ -35,7 +39,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.embed, self.net, self.head = nn.Embedding(9, 6), kind(6, 7, batch_first=True), nn.Linear(7, CLASSES)
+        self.embed, self.net, self.head = (
+            nn.Embedding(9, 6),
+            kind(6, 7, batch_first=True),
+            nn.Linear(7, CLASSES),
+        )
 
     def forward(self, x):
         return self.head(self.net(self.embed(tokens(x)))[0][:, -1])
@@ -47,7 +55,10 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
-        self.attention, self.back = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 9, bias=False)
+        self.attention, self.back = (
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 9, bias=False),
+        )
         self.back.weight = self.embed.weight
         self.register_buffer("mask", torch.ones(5, 5).triu(1).bool())
 
@@ -78,12 +89,16 @@ def tokens(x):
 
 
 def frozen():
-    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.SiLU(), nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, CLASSES))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(72, 6), nn.SiLU(), nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, CLASSES)
+    )
     return net.requires_grad_(True) if not net[3].requires_grad_(False) else net
 
 
 def images(*layers):
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(), nn.LazyLinear(CLASSES))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(), nn.LazyLinear(CLASSES)
+    )
 
 
 def ready(module, features):
@@ -95,14 +110,26 @@ def ready(module, features):
 
 MODELS = {
     "linear": (lambda: nn.Linear(5, CLASSES), TOKENS),
-    "batch norm, 1d": (lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, 3)), TOKENS),
+    "batch norm, 1d": (
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, 3)),
+        TOKENS,
+    ),
     "batch norm, 2d": (lambda: images(nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2)), IMAGE),
     "batch norm, averages": (lambda: images(nn.BatchNorm2d(4, momentum=None), nn.SiLU()), IMAGE),
     "batch norm, no affine": (lambda: images(nn.BatchNorm2d(4, affine=False), nn.SiLU()), IMAGE),
-    "batch norm, no statistics": (lambda: images(nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU()), IMAGE),
-    "two batch norms": (lambda: images(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, 0.1, 0.3)), IMAGE),
+    "batch norm, no statistics": (
+        lambda: images(nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU()),
+        IMAGE,
+    ),
+    "two batch norms": (
+        lambda: images(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, 0.1, 0.3)),
+        IMAGE,
+    ),
     "group norm": (lambda: images(nn.GroupNorm(2, 4), nn.GELU(), nn.AvgPool2d(2)), IMAGE),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)), TOKENS),
+    "layer norm": (
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)),
+        TOKENS,
+    ),
     "residual": (lambda: images(Residual(), nn.AdaptiveAvgPool2d(1)), IMAGE),
     "transposed": (lambda: images(nn.ConvTranspose2d(4, 2, 2, 2), nn.Tanh()), IMAGE),
     "gru": (lambda: Recurrent(nn.GRU), TOKENS),
@@ -198,15 +225,24 @@ def test_each_optimizer_is_that_of_pytorch(kind, name, channels_last):
     losses = LoopEngine(layout, cross_entropy, channels_last=channels_last).train(trained, work, 1)
     for client in range(2):
         after, wanted, _ = plain(module, layout, rows[client], work, client)
-        compare(trained[client], losses[client], after, wanted, 1e-12 if work.local.optimizer == "sgd" else 1e-10)
+        compare(
+            trained[client],
+            losses[client],
+            after,
+            wanted,
+            1e-12 if work.local.optimizer == "sgd" else 1e-10,
+        )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_moments_that_are_kept_are_those_of_the_optimizer_and_training_goes_on_from_them(kind, channels_last):
+def test_moments_that_are_kept_are_those_of_the_optimizer_and_training_goes_on_from_them(
+    kind, channels_last
+):
     """Two steps and two steps after them are four steps; the moments lie in the order of a row.
 
-    No bias lies before a batch normalization, where its gradient would be nothing but the rounding of others.
+    No bias lies before a batch normalization, where its gradient would be nothing but the rounding
+    of others.
     """
     module, layout, rows, work = case("group norm")
     work = replace(work.part(slice(1, 2)), local=LOCAL[kind])
@@ -215,13 +251,21 @@ def test_moments_that_are_kept_are_those_of_the_optimizer_and_training_goes_on_f
     there = rows[1:2].clone()
     for number, steps in enumerate((slice(0, 2), slice(2, 4))):
         taken = torch.tensor([2 * number])
-        part = replace(work, places=work.places[:, steps], length=work.length[:, steps], moments=moments, taken=taken)
+        part = replace(
+            work,
+            places=work.places[:, steps],
+            length=work.length[:, steps],
+            moments=moments,
+            taken=taken,
+        )
         engine.train(there, part, 1)
     after, _, optimizer = plain(module, layout, rows[1], work, 0)
     assert torch.allclose(there[0], after, rtol=0, atol=1e-12)
     names = {"momentum": ["momentum_buffer"], "adam": ["exp_avg", "exp_avg_sq"]}[kind]
     states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
-    wanted = torch.stack([torch.cat([state[name].reshape(-1) for state in states]) for name in names])
+    wanted = torch.stack(
+        [torch.cat([state[name].reshape(-1) for state in states]) for name in names]
+    )
     assert torch.allclose(moments[0], wanted, rtol=0, atol=1e-12)
 
 
@@ -232,19 +276,25 @@ def test_regression_is_trained_as_by_pytorch_alone():
     work = replace(work, samples=RawSamples(work.samples.x, y, torch.float64))
     trained = rows.clone()
     losses = LoopEngine(layout, squared_error).train(trained, work, 1)
-    compare(trained[0], losses[0], *plain(module, layout, rows[0], work, 0, functional.mse_loss)[:2])
+    compare(
+        trained[0], losses[0], *plain(module, layout, rows[0], work, 0, functional.mse_loss)[:2]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "name", ["batch norm, 2d", "batch norm, averages", "residual", "gru", "attention, tied", "counts"]
+    "name",
+    ["batch norm, 2d", "batch norm, averages", "residual", "gru", "attention, tied", "counts"],
 )
 def test_no_bit_depends_on_who_is_hosted_or_where_a_row_lies(name, dtype):
     module, _, rows, work = case(name)
     layout = Layout(module, dtype)
     work = replace(work, samples=replace(work.samples, dtype=dtype), local=LOCAL["adam"])
     engine = LoopEngine(layout, cross_entropy, channels_last=True)
-    together, apart = rows.to(dtype), torch.zeros(3, rows.shape[1] + 3, dtype=dtype)[:, 3:].copy_(rows)
+    together, apart = (
+        rows.to(dtype),
+        torch.zeros(3, rows.shape[1] + 3, dtype=dtype)[:, 3:].copy_(rows),
+    )
     losses = engine.train(together, work, 1)
     for client in (2, 1, 0):
         alone = slice(client, client + 1)
@@ -268,7 +318,12 @@ def test_channels_lie_last_only_where_no_kernel_writes_beyond_its_memory():
 def test_dropout_draws_the_same_masks_as_the_vmap_engine():
     torch.manual_seed(3)  # noqa: TID251
     module = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.Dropout2d(0.4), nn.SiLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 3)
+        nn.Conv2d(2, 4, 3),
+        nn.Dropout2d(0.4),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(64, 3),
     )
     _, _, _, work = case("group norm")
     layout = Layout(module, torch.float64)
@@ -309,13 +364,19 @@ def test_one_value_a_channel_cannot_be_normalized_while_training():
     layout = Layout(module, torch.float64)
     rows, x = layout.flatten(module)[None], torch.zeros(1, 1, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="takes more than one value a channel while training"):
-        LoopEngine(layout, cross_entropy).gradients(rows, x, torch.zeros(1, 1, dtype=torch.int64), {})
+        LoopEngine(layout, cross_entropy).gradients(
+            rows, x, torch.zeros(1, 1, dtype=torch.int64), {}
+        )
 
 
 def test_a_tried_engine_keeps_none_of_the_hooks_of_the_trial():
     layout = Layout(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
     engine = make("loop", layout, cross_entropy, torch.randn(2, 5), torch.tensor([0, 1]))
-    hooks = [part._forward_hooks | part._forward_pre_hooks for module in engine.modules for part in module.modules()]
+    hooks = [
+        part._forward_hooks | part._forward_pre_hooks
+        for module in engine.modules
+        for part in module.modules()
+    ]
     assert not any(hooks)
     assert isinstance(engine, LoopEngine)
     assert engine._model(torch.device("cpu")).train_module is engine.modules[0]

@@ -69,7 +69,10 @@ def test_every_step_and_every_round_see_other_noise():
     losses = task.train(params, Rng(0).at(1), local)[1]["losses"]
     assert torch.allclose(losses[0::2, 0], losses[0::2, 1])
     assert float((losses[1::2, 0] - losses[1::2, 1]).abs().min()) > 1e-4
-    for measure in (lambda t: t.measure(params, "validation")["loss"], lambda t: t.evaluate(params)["loss"]):
+    for measure in (
+        lambda t: t.measure(params, "validation")["loss"],
+        lambda t: t.evaluate(params)["loss"],
+    ):
         first, again, later = (measure(task.at(Rng(0).at(r))) for r in (1, 1, 2))
         assert torch.equal(first, again)
         assert torch.equal(first[0::2], later[0::2])
@@ -93,12 +96,16 @@ def test_engines_and_hosts_agree(augment):
     federation = noisy_federation()
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment=augment, padding=1)
     results = [
-        follow(Ifca(2), federation=federation, settings=tiny_settings(local=local, engine=engine)).state.params
+        follow(
+            Ifca(2), federation=federation, settings=tiny_settings(local=local, engine=engine)
+        ).state.params
         for engine in ("loop", "vmap", "compiled")
     ]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-10)
-    grouped = run_grouped(federation, Ifca(2), [[0, 2], [1, 5], [3, 4]], settings=tiny_settings(local=local))
+    grouped = run_grouped(
+        federation, Ifca(2), [[0, 2], [1, 5], [3, 4]], settings=tiny_settings(local=local)
+    )
     torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
     clean = dataclasses.replace(federation, noise=None)
     plain = follow(Ifca(2), federation=clean, settings=tiny_settings(local=local)).state.params
@@ -110,9 +117,16 @@ def test_measurements_of_engines_agree():
     federation, settings = noisy_federation(), tiny_settings()
     found = []
     for engine, block in (("loop", None), ("vmap", 1), ("vmap", 4), ("compiled", None)):
-        task = make_task(federation, FedAvg(), "linear", dataclasses.replace(settings, engine=engine, block=block))
+        task = make_task(
+            federation,
+            FedAvg(),
+            "linear",
+            dataclasses.replace(settings, engine=engine, block=block),
+        )
         params = task.init(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
-        found.append(torch.stack([task.measure(params, "train")["loss"], task.evaluate(params)["loss"]]))
+        found.append(
+            torch.stack([task.measure(params, "train")["loss"], task.evaluate(params)["loss"]])
+        )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)
 
@@ -163,5 +177,9 @@ def test_a_federation_keeps_its_noise_on_disk(tmp_path):
     assert torch.equal(again.noise, federation.noise)
     assert again.tests[1].noise == 0.8
     assert dataclasses.replace(federation, noise=None).fingerprint() != federation.fingerprint()
-    with pytest.raises(DataError, match=r"noise from -1\.0 to 0\.8; expected finite numbers, not negative"):
-        dataclasses.replace(federation, noise=torch.full((6,), -1.0, dtype=torch.float64)).validate()
+    with pytest.raises(
+        DataError, match=r"noise from -1\.0 to 0\.8; expected finite numbers, not negative"
+    ):
+        dataclasses.replace(
+            federation, noise=torch.full((6,), -1.0, dtype=torch.float64)
+        ).validate()

@@ -31,14 +31,28 @@ CASES = {
     "adamw": {},
     "adamw, set": {"betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3},
     "rmsprop": {},
-    "rmsprop, set": {"alpha": 0.8, "eps": 1e-3, "momentum": 0.6, "centered": True, "weight_decay": 0.05},
+    "rmsprop, set": {
+        "alpha": 0.8,
+        "eps": 1e-3,
+        "momentum": 0.6,
+        "centered": True,
+        "weight_decay": 0.05,
+    },
     "rmsprop, centered": {"centered": True},
     "rmsprop, momentum": {"momentum": 0.6},
     "adagrad": {},
-    "adagrad, set": {"lr_decay": 0.3, "initial_accumulator_value": 0.2, "eps": 1e-3, "weight_decay": 0.05},
+    "adagrad, set": {
+        "lr_decay": 0.3,
+        "initial_accumulator_value": 0.2,
+        "eps": 1e-3,
+        "weight_decay": 0.05,
+    },
 }
-LENGTHS = torch.tensor([[7, 7, 4, 3], [5, 7, 7, 0], [0, 0, 0, 0]])  # ragged batches; the last client has none
-RATES = torch.tensor([[0.02, 0.03, 0.01, 0.005], [0.04, 0.0, 0.02, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+# ragged batches; the last client has none
+LENGTHS = torch.tensor([[7, 7, 4, 3], [5, 7, 7, 0], [0, 0, 0, 0]])
+RATES = torch.tensor(
+    [[0.02, 0.03, 0.01, 0.005], [0.04, 0.0, 0.02, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64
+)
 STATES = {
     "sgd": ("momentum_buffer",),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -87,7 +101,9 @@ def problem(make_module) -> tuple[nn.Module, Layout, torch.Tensor, Training]:
         module,
         layout,
         rows,
-        Training(data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, settings_of("sgd")),
+        Training(
+            data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, settings_of("sgd")
+        ),
     )
 
 
@@ -113,7 +129,9 @@ def by_torch(module, layout, row, work: Training, client: int, name: str, rates=
 def engine_of(kind: str, layout: Layout, work: Training) -> Engine:
     if kind in ("stack", "traced"):
         few = torch.arange(4)
-        found = CompiledEngine(layout, cross_entropy, work.samples.inputs(few), work.samples.targets(few))
+        found = CompiledEngine(
+            layout, cross_entropy, work.samples.inputs(few), work.samples.targets(few)
+        )
         assert isinstance(found.program, NativeProgram) == (kind == "stack")
         return found
     return {"loop": LoopEngine, "vmap": VmapEngine}[kind](layout, cross_entropy)
@@ -143,13 +161,19 @@ def test_what_an_optimizer_remembers_is_torch_optims_and_training_goes_on_from_i
     """Two steps, and the steps after them from their moments, are all steps by one optimizer."""
     engine, module, layout, rows, work = trained
     local = settings_of(name, persistent_client_optimizer=True)
-    assert local.moments == len(moments_of(name, by_torch(module, layout, rows[0], work, 0, name)[1]))
+    assert local.moments == len(
+        moments_of(name, by_torch(module, layout, rows[0], work, 0, name)[1])
+    )
     found, taken = rows.clone(), torch.zeros(3, dtype=torch.int64)
     moments = rows.new_full((3, local.moments, layout.trainable), local.initial_accumulator_value)
     for steps in (slice(0, 2), slice(2, 4)):
         length = work.length[:, steps]
-        part = dataclasses.replace(work, local=local, places=work.places[:, steps].contiguous(), length=length)
-        engine.train(found, dataclasses.replace(part, moments=moments, taken=taken, rates=RATES[:, steps]), 3)
+        part = dataclasses.replace(
+            work, local=local, places=work.places[:, steps].contiguous(), length=length
+        )
+        engine.train(
+            found, dataclasses.replace(part, moments=moments, taken=taken, rates=RATES[:, steps]), 3
+        )
         taken = taken + (length > 0).sum(1)
     for client in range(2):
         wanted, optimizer = by_torch(module, layout, rows[client], work, client, name, RATES)
@@ -187,9 +211,10 @@ def test_a_row_ends_with_the_same_bits_alone_and_beside_others(name):
 def test_two_steps_of_each_optimizer_by_hand():
     """Gradients 2 and -1, lr 0.1, from 1.
 
-    SGD: -0.2, then +0.1. Adam: m = 0.2 and v = 0.004 are 2 and 4 without their bias: a step of 0.1. Then m = 0.08 and
-    v = 0.004996 are 0.08 / 0.19 and 0.004996 / 0.001999. AdamW: the same after shrinking by 0.1 * 0.01. RMSprop: mean
-    squares 0.04 and 0.0496. Adagrad: sums of squares 4 and 5.
+    SGD: -0.2, then +0.1. Adam: m = 0.2 and v = 0.004 are 2 and 4 without their bias: a step of 0.1.
+    Then m = 0.08 and v = 0.004996 are 0.08 / 0.19 and 0.004996 / 0.001999. AdamW: the same after
+    shrinking by 0.1 * 0.01. RMSprop: mean squares 0.04 and 0.0496. Adagrad: sums of squares 4 and
+    5.
     """
     second = 0.1 * (0.08 / 0.19) / (0.004996 / 0.001999) ** 0.5
     for optimizer, expected in (
@@ -199,7 +224,11 @@ def test_two_steps_of_each_optimizer_by_hand():
         ("rmsprop", [1 - 0.2 / 0.2, 0.1 / 0.0496**0.5]),
         ("adagrad", [0.9, 0.9 + 0.1 / 5**0.5]),
     ):
-        local, row, found = LocalTraining(optimizer=optimizer, lr=0.1), torch.ones(1, 1, dtype=torch.float64), []
+        local, row, found = (
+            LocalTraining(optimizer=optimizer, lr=0.1),
+            torch.ones(1, 1, dtype=torch.float64),
+            [],
+        )
         rows = RowOptimizer(local, row)
         for number, gradient in enumerate((2.0, -1.0), start=1):
             rows.step(row, torch.full((1, 1), gradient, dtype=torch.float64), number)
@@ -250,12 +279,24 @@ def test_defaults_are_those_of_torch_optim():
             "momentum is 0.5; optimizer = 'adam' has no such setting: leave it out, or take one of",
         ),
         ({"optimizer": "sgd", "eps": 1e-3}, "eps is 0.001; optimizer = 'sgd' has no such setting"),
-        ({"optimizer": "adagrad", "betas": (0.5, 0.5)}, "betas is (0.5, 0.5); optimizer = 'adagrad' has no such"),
+        (
+            {"optimizer": "adagrad", "betas": (0.5, 0.5)},
+            "betas is (0.5, 0.5); optimizer = 'adagrad' has no such",
+        ),
         ({"betas": (0.5,)}, "betas is (0.5,); expected two numbers"),
-        ({"betas": (0.5, 1)}, "betas is (0.5, 1); expected a list of numbers, each 0 or more and below 1"),
-        ({"optimizer": "sgd", "nesterov": True}, "nesterov is True; expected momentum above 0 and dampening 0 with it"),
+        (
+            {"betas": (0.5, 1)},
+            "betas is (0.5, 1); expected a list of numbers, each 0 or more and below 1",
+        ),
+        (
+            {"optimizer": "sgd", "nesterov": True},
+            "nesterov is True; expected momentum above 0 and dampening 0 with it",
+        ),
         ({"optimizer_options": {"eps": 1}}, "optimizer_options is {'eps': 1}; expected none"),
-        ({"optimizer": "torch.optim:NAdam", "eps": 1.0}, "no such setting: put it into optimizer_options"),
+        (
+            {"optimizer": "torch.optim:NAdam", "eps": 1.0},
+            "no such setting: put it into optimizer_options",
+        ),
         (
             {"optimizer": "torch.optim:NAdam", "persistent_client_optimizer": True},
             "persistent_client_optimizer is True; expected one of sgd, adam, adamw, rmsprop, adagrad with it",
@@ -271,14 +312,22 @@ def test_wrong_arguments_are_refused_in_one_line(wrong, said):
 # ---------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("name", ["adamw, set", "rmsprop, set", "adagrad, set", "torch.optim:NAdam"])
+@pytest.mark.parametrize(
+    "name", ["adamw, set", "rmsprop, set", "adagrad, set", "torch.optim:NAdam"]
+)
 def test_who_hosts_whom_changes_no_byte(name):
     """Three hosts against one, two trainings a round; on the loop engine, byte for byte."""
-    local = LocalTraining(optimizer=name, batch_size=5) if ":" in name else settings_of(name, batch_size=5)
+    local = (
+        LocalTraining(optimizer=name, batch_size=5)
+        if ":" in name
+        else settings_of(name, batch_size=5)
+    )
     local = dataclasses.replace(local, lr_schedule={"kind": "cosine"})
     federation, settings = tiny_federation(), tiny_settings(local=local, rounds=2, engine="loop")
     apart = run_grouped(federation, Ditto(), [[0, 4], [1, 2, 5], [3]], settings=settings)
-    assert torch.equal(apart, follow(Ditto(), federation=federation, settings=settings).state.params)
+    assert torch.equal(
+        apart, follow(Ditto(), federation=federation, settings=settings).state.params
+    )
 
 
 def test_the_promises_of_methods_hold_with_kept_sums_of_squares():

@@ -22,7 +22,9 @@ from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, make_task, simulate
 from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 
-SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=True)
+SGD = LocalTraining(
+    batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=True
+)
 ADAM = dataclasses.replace(SGD, optimizer="adam", momentum=0.0, lr=0.01)
 
 
@@ -30,7 +32,9 @@ def finished(method: Method, settings: Settings) -> Loop:
     """The loop of a run of the tiny federation, at its end."""
     federation = tiny_federation()
     task = make_task(federation, method, "linear", settings)
-    loop = Loop(task, method, InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1)))
+    loop = Loop(
+        task, method, InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1))
+    )
     while not loop.finished:
         loop.step()
     return loop
@@ -38,14 +42,20 @@ def finished(method: Method, settings: Settings) -> Loop:
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 @pytest.mark.parametrize("local", [SGD, ADAM], ids=["sgd", "adam"])
-def test_rounds_of_local_training_are_one_training_of_torch_optim(engine: str, local: LocalTraining):
+def test_rounds_of_local_training_are_one_training_of_torch_optim(
+    engine: str, local: LocalTraining
+):
     """One optimizer of PyTorch for each client, never reset, on the batches of the same streams."""
     federation, settings = tiny_federation(), tiny_settings(rounds=3, local=local, engine=engine)
     task = make_task(federation, Local(), "linear", settings)
     expected = []
     for row in range(6):
         weights = task.init(Rng(3))[row].clone().requires_grad_()
-        kind = torch.optim.Adam([weights], lr=0.01) if local is ADAM else torch.optim.SGD([weights], 0.1, momentum=0.5)
+        kind = (
+            torch.optim.Adam([weights], lr=0.01)
+            if local is ADAM
+            else torch.optim.SGD([weights], 0.1, momentum=0.5)
+        )
         x, y = federation.x[row, :12], federation.y[row, :12]
         for index in range(-1, 3):
             order = torch.from_numpy(Rng(3).at(index).generator("batches", row).permutation(12))
@@ -56,7 +66,11 @@ def test_rounds_of_local_training_are_one_training_of_torch_optim(engine: str, l
                 kind.step()
         expected.append(weights.detach())
     result = simulate(
-        federation, Local(), model="linear", settings=dataclasses.replace(settings, evaluate="final"), seed=3
+        federation,
+        Local(),
+        model="linear",
+        settings=dataclasses.replace(settings, evaluate="final"),
+        seed=3,
     )
     torch.testing.assert_close(result.params, torch.stack(expected), rtol=0, atol=1e-12)
 
@@ -80,7 +94,9 @@ def test_who_is_not_in_the_cohort_keeps_the_state_it_had():
     settings = tiny_settings(local=ADAM, participation=0.5)
     federation = tiny_federation()
     task = make_task(federation, FedAvg(), "linear", settings)
-    loop = Loop(task, FedAvg(), InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1)))
+    loop = Loop(
+        task, FedAvg(), InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1))
+    )
     loop.step()
     assert not loop.finished
     while not loop.finished:
@@ -102,7 +118,9 @@ def test_a_personal_model_has_a_state_of_its_own():
     loop = finished(Ditto(), settings)
     assert loop.state.moments is not None
     assert loop.state.moments.values.shape == (6, 2, 1, 15)
-    assert float((loop.state.moments.values[:, 0] - loop.state.moments.values[:, 1]).abs().min()) > 0
+    assert (
+        float((loop.state.moments.values[:, 0] - loop.state.moments.values[:, 1]).abs().min()) > 0
+    )
     assert torch.equal(loop.state.shared.models, finished(FedAvg(), settings).state.shared.models)
     fresh = finished(Ditto(), tiny_settings()).state.memory.model
     assert float((loop.state.memory.model - fresh).abs().max()) > 1e-3
@@ -113,7 +131,9 @@ def test_the_promises_of_methods_hold_with_it():
     check_method(Ditto(), settings=tiny_settings(local=ADAM), relabel=False)
 
 
-@pytest.mark.parametrize("method", [Ifca(2), SosicFlPlus(endpoints=2, regions=2), Dac(2)], ids=lambda m: m.kind)
+@pytest.mark.parametrize(
+    "method", [Ifca(2), SosicFlPlus(endpoints=2, regions=2), Dac(2)], ids=lambda m: m.kind
+)
 def test_who_hosts_whom_does_not_matter(method: Method):
     """Three hosts against one."""
     federation, settings = tiny_federation(), tiny_settings(local=ADAM, rounds=2)
@@ -129,7 +149,13 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path):
     def run(folder: str, rounds: int, resume: bool = False):
         settings = tiny_settings(rounds=rounds, local=ADAM, participation=0.5)
         return simulate(
-            federation, Ditto(), model="linear", settings=settings, seed=1, folder=tmp_path / folder, resume=resume
+            federation,
+            Ditto(),
+            model="linear",
+            settings=settings,
+            seed=1,
+            folder=tmp_path / folder,
+            resume=resume,
         )
 
     run("whole", 5)
@@ -165,9 +191,13 @@ def test_a_client_that_diverged_starts_afresh():
 
 def test_where_there_is_no_state_or_no_order_it_is_refused():
     """One line each."""
-    with pytest.raises(ConfigError, match=r"persistent_client_optimizer is True; expected momentum above 0, or"):
+    with pytest.raises(
+        ConfigError, match=r"persistent_client_optimizer is True; expected momentum above 0, or"
+    ):
         LocalTraining(optimizer="sgd", persistent_client_optimizer=True)
-    with pytest.raises(ConfigError, match=r"persistent_client_optimizer is True; expected schedule = 'synchronous'"):
+    with pytest.raises(
+        ConfigError, match=r"persistent_client_optimizer is True; expected schedule = 'synchronous'"
+    ):
         tiny_settings(local=SGD, schedule="sequential")
 
 
@@ -176,7 +206,11 @@ def test_the_velocity_begins_again_each_round_or_goes_on():
     """One full batch a round at momentum 1/2: v = g, or v = v / 2 + g; the model moves by -0.1 v."""
     for persistent in (False, True):
         local = LocalTraining(
-            batch_size=12, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=persistent
+            batch_size=12,
+            optimizer="sgd",
+            lr=0.1,
+            momentum=0.5,
+            persistent_client_optimizer=persistent,
         )
         loop = finished(Local(), tiny_settings(local=local))
         task = make_task(tiny_federation(), Local(), "linear", tiny_settings())

@@ -19,8 +19,11 @@ from coterie.rng import Rng
 from coterie.simulation.run import make_task, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
-LENGTHS = torch.tensor([[7, 7, 4, 3], [5, 7, 7, 0], [0, 0, 0, 0]])  # ragged batches; the last client has none
-RATES = torch.tensor([[0.02, 0.03, 0.01, 0.005], [0.04, 0.0, 0.02, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+# ragged batches; the last client has none
+LENGTHS = torch.tensor([[7, 7, 4, 3], [5, 7, 7, 0], [0, 0, 0, 0]])
+RATES = torch.tensor(
+    [[0.02, 0.03, 0.01, 0.005], [0.04, 0.0, 0.02, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64
+)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +44,19 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
     data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    rows = layout.flatten_copy(module) + 0.1 * torch.randn(3, layout.size, generator=stream, dtype=torch.float64)
+    rows = layout.flatten_copy(module) + 0.1 * torch.randn(
+        3, layout.size, generator=stream, dtype=torch.float64
+    )
     local = LocalTraining(optimizer=f"torch.optim:{kind}", lr=0.02, optimizer_options=options)
     local.verify()
     found = rows.clone()
-    work = Training(data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, local, rates=RATES)
+    work = Training(
+        data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, local, rates=RATES
+    )
     LoopEngine(layout, cross_entropy).train(found, work, 1)
-    made = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    made = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
     for client in range(3):
         own = copy.deepcopy(module)
         with torch.no_grad():
@@ -59,7 +68,9 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
                 optimizer.param_groups[0]["lr"] = float(RATES[client, step])
                 places = work.places[client, step, :size]
                 optimizer.zero_grad()
-                functional.cross_entropy(own(work.samples.x[places]), work.samples.y[places]).backward()
+                functional.cross_entropy(
+                    own(work.samples.x[places]), work.samples.y[places]
+                ).backward()
                 optimizer.step()
         torch.testing.assert_close(found[client], layout.flatten_copy(own), rtol=0, atol=1e-12)
 
@@ -77,10 +88,18 @@ class Clipped(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
-        ("torch.optim:Nadam", {}, "optimizer 'torch.optim:Nadam': module 'torch.optim' has no attribute"),
+        (
+            "torch.optim:Nadam",
+            {},
+            "optimizer 'torch.optim:Nadam': module 'torch.optim' has no attribute",
+        ),
         ("no.such:Thing", {}, "optimizer 'no.such:Thing': there is no module 'no'"),
         ("math:sqrt", {}, "expected a class that extends torch.optim.Optimizer"),
-        ("torch.optim:NAdam", {"beta": 1}, "cannot be made with lr and optimizer_options = {'beta': 1}"),
+        (
+            "torch.optim:NAdam",
+            {"beta": 1},
+            "cannot be made with lr and optimizer_options = {'beta': 1}",
+        ),
         ("torch.optim:LBFGS", {}, "expected one that needs no closure"),
         ("torch.optim:SparseAdam", {}, "and takes dense gradients"),
         ("torch.optim:Adafactor", {}, "does not treat every parameter alone"),
@@ -102,8 +121,12 @@ def test_auto_takes_the_loop_engine_for_it_and_says_why():
         "loop, one client after another: the optimizer torch.optim.nadam:NAdam has no faster program here"
     )
     for engine in ("vmap", "compiled"):
-        with pytest.raises(ConfigError, match=f"trains one client after another; found engine = '{engine}'"):
-            make_task(tiny_federation(), FedAvg(), "linear", tiny_settings(local=local, engine=engine))
+        with pytest.raises(
+            ConfigError, match=f"trains one client after another; found engine = '{engine}'"
+        ):
+            make_task(
+                tiny_federation(), FedAvg(), "linear", tiny_settings(local=local, engine=engine)
+            )
     layout = Layout(nn.Linear(2, 2), torch.float32)
     x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
     assert make("loop", layout, cross_entropy, x, y, own_optimizer=local.own).name == "loop"
@@ -113,12 +136,19 @@ def test_auto_takes_the_loop_engine_for_it_and_says_why():
 
 def test_a_run_goes_on_with_an_optimizer_of_its_own(tmp_path):
     """Resumed after two rounds, the run ends as if it had not been interrupted."""
-    local = LocalTraining(optimizer="torch.optim:NAdam", batch_size=5, optimizer_options={"momentum_decay": 0.01})
+    local = LocalTraining(
+        optimizer="torch.optim:NAdam", batch_size=5, optimizer_options={"momentum_decay": 0.01}
+    )
 
     def run(folder: str, rounds: int, resume: bool = False):
         settings = tiny_settings(rounds=rounds, local=local)
         return simulate(
-            tiny_federation(), FedAvg(), model="linear", settings=settings, folder=tmp_path / folder, resume=resume
+            tiny_federation(),
+            FedAvg(),
+            model="linear",
+            settings=settings,
+            folder=tmp_path / folder,
+            resume=resume,
         )
 
     run("parts", 2)

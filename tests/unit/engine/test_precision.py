@@ -19,7 +19,11 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Linear(5, 3)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(1, 5, 3, padding=1),
+            nn.BatchNorm2d(5),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x):
         image = x.unflatten(1, (1, 2, 2)).repeat(1, 1, 2, 2)
@@ -28,7 +32,9 @@ class Net(nn.Module):
 
 def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]:
     task = Task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
-    params, info = task.train(task.init(Rng(0)), Rng(0).at(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1))
+    params, info = task.train(
+        task.init(Rng(0)), Rng(0).at(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
+    )
     return task, params, info["losses"]
 
 
@@ -54,8 +60,13 @@ def test_engines_agree_at_lower_precision_as_far_as_it_goes(loss_table):
 
 def test_auto_does_not_compile_at_lower_precision_and_compiled_refuses_it():
     federation = tiny_federation().host(range(6))
-    assert Task(federation, "linear", engine="auto", expected=1e6, precision="bf16").engine.name == "vmap"
-    with pytest.raises(ConfigError, match="engine = 'compiled' computes in full; found precision = 'bf16'"):
+    assert (
+        Task(federation, "linear", engine="auto", expected=1e6, precision="bf16").engine.name
+        == "vmap"
+    )
+    with pytest.raises(
+        ConfigError, match="engine = 'compiled' computes in full; found precision = 'bf16'"
+    ):
         Task(federation, "linear", engine="compiled", precision="bf16")
 
 
@@ -63,7 +74,10 @@ def test_auto_does_not_compile_at_lower_precision_and_compiled_refuses_it():
     ("options", "message"),
     [
         ({"precision": "tf32"}, "precision = 'tf32' is for a CUDA device; found device 'cpu'"),
-        ({"precision": "bf16", "dtype": torch.float64}, "is for dtype = 'float32'; found torch.float64"),
+        (
+            {"precision": "bf16", "dtype": torch.float64},
+            "is for dtype = 'float32'; found torch.float64",
+        ),
         ({"cuda_graphs": True}, "cuda_graphs is for a CUDA device; found device 'cpu'"),
         ({"precision": "half"}, "precision is 'half'"),
     ],
@@ -89,11 +103,15 @@ def test_cuda_graphs_are_for_a_device_alone():
     """On a CPU nothing is captured; tests/unit/engine/test_graphs.py says what is on a device."""
     task = Task(tiny_federation().host(range(6)), "linear")
     loss = torch.nn.functional.cross_entropy
-    plain, replaying = (engines.VmapEngine(task.layout, loss, cuda_graphs=wanted) for wanted in (False, True))
+    plain, replaying = (
+        engines.VmapEngine(task.layout, loss, cuda_graphs=wanted) for wanted in (False, True)
+    )
     assert plain._replayed is None
     rows, x, y = task.init(Rng(0)), torch.rand(6, 4, 4), torch.zeros(6, 4, dtype=torch.int64)
     for _ in range(9):
-        torch.testing.assert_close(replaying.gradients(rows, x, y, {}), plain.gradients(rows, x, y, {}))
+        torch.testing.assert_close(
+            replaying.gradients(rows, x, y, {}), plain.gradients(rows, x, y, {})
+        )
     assert replaying._replayed is not None
     assert not replaying._replayed._captured
 

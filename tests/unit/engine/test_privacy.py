@@ -47,7 +47,9 @@ def ragged(noise=True):
 
 
 def task(engine="vmap", model="linear", federation=None, **kwargs):
-    return Task((federation or ragged()).host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs)
+    return Task(
+        (federation or ragged()).host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -71,8 +73,14 @@ def test_a_step_is_that_of_the_paper(engine):
                 losses.append(loss.detach())
             noise = rng.generator(f"batches.dp.{step}.0", row).standard_normal(15)
             weights -= 0.1 * (total + 0.5 * 1.5 * torch.from_numpy(noise)) / size
-            mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan, dtype=torch.float64)
-            torch.testing.assert_close(info["losses"][row, step], mean, rtol=0, atol=1e-12, equal_nan=True)
+            mean = (
+                torch.stack(losses).mean()
+                if losses
+                else torch.tensor(math.nan, dtype=torch.float64)
+            )
+            torch.testing.assert_close(
+                info["losses"][row, step], mean, rtol=0, atol=1e-12, equal_nan=True
+            )
         torch.testing.assert_close(found[row], weights, rtol=0, atol=1e-12)
     assert info["train_samples"].tolist() == info["train_samples"].clamp(max=12 * 3).tolist()
 
@@ -81,7 +89,13 @@ def test_a_step_is_that_of_the_paper(engine):
 @pytest.mark.parametrize("model", ["linear", Custom])
 def test_engines_agree(model, optimizer):
     """With dropout, noise on inputs, a proximal term and steps without any sample."""
-    local = replace(SGD, optimizer=optimizer, epochs=1, batch_size=1, momentum=0.9 if optimizer == "sgd" else 0.0)
+    local = replace(
+        SGD,
+        optimizer=optimizer,
+        epochs=1,
+        batch_size=1,
+        momentum=0.9 if optimizer == "sgd" else 0.0,
+    )
     ends = []
     for engine in ENGINES:
         own = task(engine, model)
@@ -110,8 +124,12 @@ def test_engines_agree_on_augmented_images():
 def test_who_is_hosted_beside_changes_no_bit(engine):
     settings = replace(tiny_settings(rounds=2), local=SGD, engine=engine, evaluate="final")
     federation = tiny_federation()
-    together = run_grouped(federation, Local(), [[0, 1, 2, 3, 4, 5]], model=Custom, settings=settings)
-    apart = run_grouped(federation, Local(), [[4, 1], [0, 2, 3], [5]], model=Custom, settings=settings)
+    together = run_grouped(
+        federation, Local(), [[0, 1, 2, 3, 4, 5]], model=Custom, settings=settings
+    )
+    apart = run_grouped(
+        federation, Local(), [[4, 1], [0, 2, 3], [5]], model=Custom, settings=settings
+    )
     assert torch.equal(together, apart)
 
 
@@ -134,7 +152,10 @@ def test_step_by_step_is_train(engine, optimizer):
 
 def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
     """Adam corrects its means by the number of steps: two trainings of two steps end where one of four does."""
-    own, local = task(federation=tiny_federation()), replace(SGD, optimizer="adam", batch_size=1, steps=6)
+    own, local = (
+        task(federation=tiny_federation()),
+        replace(SGD, optimizer="adam", batch_size=1, steps=6),
+    )
     kept = replace(local, persistent_client_optimizer=True)
     view = own.carrying(own.fresh_moments(kept))
     _, info = view.train(own.init(Rng(0)), Rng(0), kept)
@@ -148,11 +169,15 @@ def test_a_secret_draws_other_noise_and_batches():
     assert torch.equal(plain, same)  # the seed of the run is 0 too
     assert not torch.equal(plain, other)
     without = replace(SGD, dp=None)
-    assert torch.equal(*(one.train(one.init(Rng(0)), Rng(0).at(0), without)[0] for one in (own[0], own[2])))
+    assert torch.equal(
+        *(one.train(one.init(Rng(0)), Rng(0).at(0), without)[0] for one in (own[0], own[2]))
+    )
 
 
 def test_clipping_bounds_what_is_not_finite():
-    gradients = torch.tensor([[3.0, 4.0], [math.inf, 1.0], [math.nan, 0.0], [3e38, 3e38], [0.0, 0.0]])
+    gradients = torch.tensor(
+        [[3.0, 4.0], [math.inf, 1.0], [math.nan, 0.0], [3e38, 3e38], [0.0, 0.0]]
+    )
     factor = shares(gradients, 1.0)
     assert torch.isfinite(gradients * factor).all()
     assert (gradients * factor).norm(dim=1).max() <= 1 + 1e-6
@@ -167,7 +192,10 @@ def test_clipping_bounds_what_is_not_finite():
     [
         ({"clip": 0, "noise_multiplier": 1}, "clip is 0; expected a number, above 0"),
         ({"clip": 1}, "noise_multiplier is missing"),
-        ({"clip": 1, "noise_multiplier": 1, "delta": 1}, "delta is 1; expected a number, above 0 and below 1"),
+        (
+            {"clip": 1, "noise_multiplier": 1, "delta": 1},
+            "delta is 1; expected a number, above 0 and below 1",
+        ),
         ({"clip": 1, "noise": 1}, "unknown key 'noise'"),
         (3, "dp is 3; expected a table"),
     ],
@@ -264,7 +292,10 @@ def test_what_was_used_is_counted():
     own = task()
     own.train(own.init(Rng(0)), Rng(0), SGD)
     own.rows(torch.tensor([5])).train(own.init(Rng(0))[5:], Rng(0).at(1), replace(SGD, steps=7))
-    expected = {(client, Query(min(4, n) / n, 1.5)): 2 * -(-n // 4) for client, n in enumerate((12, 11, 7, 5, 3, 2))}
+    expected = {
+        (client, Query(min(4, n) / n, 1.5)): 2 * -(-n // 4)
+        for client, n in enumerate((12, 11, 7, 5, 3, 2))
+    }
     expected[5, Query(1.0, 1.5)] += 7
     assert own.spent.uses == expected
     again = Spent()
@@ -279,10 +310,11 @@ def test_several_gradients_of_a_batch_are_one_query():
     first, second = (steps.gradient(params, 0) for _ in range(2))
     steps.gradient(params, 1)
     assert not torch.equal(first, second)  # noise of its own
-    assert {query.gradients: times for (client, query), times in own.spent.uses.items() if client == 0 and times} == {
-        2: 1,
-        1: 1,
-    }
+    assert {
+        query.gradients: times
+        for (client, query), times in own.spent.uses.items()
+        if client == 0 and times
+    } == {2: 1, 1: 1}
 
 
 def test_without_noise_there_is_no_privacy():

@@ -21,11 +21,15 @@ from coterie.engine._rewrites import (
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shape"), [(2, (3, 2, 8, 8)), (2, (2, 4, 11, 7)), (3, (1, 2, 9, 10)), ((1, 2), (2, 3, 4, 5))]
+    ("kernel", "shape"),
+    [(2, (3, 2, 8, 8)), (2, (2, 4, 11, 7)), (3, (1, 2, 9, 10)), ((1, 2), (2, 3, 4, 5))],
 )
 def test_strided_slices_give_the_values_and_gradients_of_max_pooling(kernel, shape):
     stream = torch.Generator().manual_seed(0)
-    for draw in (torch.randn(shape, generator=stream), torch.randn(shape, generator=stream).clamp(min=0)):
+    for draw in (
+        torch.randn(shape, generator=stream),
+        torch.randn(shape, generator=stream).clamp(min=0),
+    ):
         results = []
         for pool in (nn.MaxPool2d(kernel), faster(nn.Sequential(nn.MaxPool2d(kernel)))[0]):
             x = draw.clone().requires_grad_()
@@ -39,7 +43,9 @@ def test_strided_slices_give_the_values_and_gradients_of_max_pooling(kernel, sha
 
 
 def test_of_equal_entries_the_first_gets_the_gradient_and_nan_wins():
-    x = torch.tensor([[1.0, 2.0, 5.0, torch.nan], [2.0, 2.0, 7.0, 3.0]])[None, None].requires_grad_()
+    x = torch.tensor([[1.0, 2.0, 5.0, torch.nan], [2.0, 2.0, 7.0, 3.0]])[
+        None, None
+    ].requires_grad_()
     y = StridedMaxPool(2, 2)(x)
     assert y[0, 0, 0, 0] == 2
     assert bool(y[0, 0, 0, 1].isnan())
@@ -75,7 +81,9 @@ def test_pooling_of_other_kinds_is_left_alone(pool):
     ],
 )
 @pytest.mark.parametrize("most", [_rewrites._WINDOWS, 0])
-def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(rewrite, options, most, monkeypatch):
+def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
+    rewrite, options, most, monkeypatch
+):
     """Of one client, and of three at once; where windows take too much memory, too."""
     monkeypatch.setattr(_rewrites, "_WINDOWS", most)
     stream = torch.Generator().manual_seed(0)
@@ -93,9 +101,9 @@ def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
     tensors = {name: drawn(3, *value.shape) for name, value in plain.named_parameters()}
     x = drawn(3, 4, 2, 9, 11)
     results = [
-        torch.func.vmap(torch.func.grad_and_value(lambda *given, module=module: scored(module, *given), (0, 1)))(
-            tensors, x
-        )
+        torch.func.vmap(
+            torch.func.grad_and_value(lambda *given, module=module: scored(module, *given), (0, 1))
+        )(tensors, x)
         for module in (plain, rewritten)
     ]
     torch.testing.assert_close(results[1], results[0])
@@ -127,11 +135,14 @@ def test_gradients_without_pytorchs_compiler_are_those_of_torch_func_to_the_bit(
 
     stream = torch.Generator().manual_seed(0)
     trained = {
-        name: torch.randn(4, *shape, generator=stream) for name, shape in (("a", (5, 6)), ("b", (6,)), ("c", (2,)))
+        name: torch.randn(4, *shape, generator=stream)
+        for name, shape in (("a", (5, 6)), ("b", (6,)), ("c", (2,)))
     }
     x, y = torch.randn(4, 7, 5, generator=stream), torch.randn(4, 7, generator=stream)
     grads, (losses, aux) = torch.func.vmap(grad_and_value(loss))(trained, x, y)
-    theirs, (values, beside) = torch.func.vmap(torch.func.grad_and_value(loss, has_aux=True))(trained, x, y)
+    theirs, (values, beside) = torch.func.vmap(torch.func.grad_and_value(loss, has_aux=True))(
+        trained, x, y
+    )
     assert torch.equal(losses, values)
     assert torch.equal(aux["largest"], beside["largest"])
     assert all(torch.equal(grads[name], theirs[name]) for name in trained)
@@ -166,9 +177,15 @@ print(*sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 
 
 @pytest.mark.parametrize(
-    ("engine", "optimizer"), [("loop", "adam"), ("vmap", "sgd"), ("vmap", "adam"), ("compiled", "adam")]
+    ("engine", "optimizer"),
+    [("loop", "adam"), ("vmap", "sgd"), ("vmap", "adam"), ("compiled", "adam")],
 )
 def test_a_process_that_trains_loads_neither_pytorchs_compiler_nor_sympy(engine, optimizer):
     """Each takes more than a second, and nothing of them is used."""
     script = [sys.executable, "-c", TRAINING, engine, optimizer]
-    assert subprocess.run(script, capture_output=True, text=True, check=True, timeout=100).stdout.split() == []
+    assert (
+        subprocess.run(
+            script, capture_output=True, text=True, check=True, timeout=100
+        ).stdout.split()
+        == []
+    )

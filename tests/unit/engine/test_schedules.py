@@ -12,7 +12,16 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from coterie.engine.optim import LocalTraining
-from coterie.engine.schedules import SCHEDULES, Cosine, Exponential, Linear, Step, Warmup, rates, read_schedules
+from coterie.engine.schedules import (
+    SCHEDULES,
+    Cosine,
+    Exponential,
+    Linear,
+    Step,
+    Warmup,
+    rates,
+    read_schedules,
+)
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError
 from coterie.methods.ditto import Ditto
@@ -27,8 +36,14 @@ from coterie.testing import check_method, tiny_federation, tiny_settings
 
 TORCH = {
     "warmup": ({"length": 5}, lambda o: lr_scheduler.LinearLR(o, total_iters=5)),
-    "warmup, start": ({"length": 7, "start": 0.1}, lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=7)),
-    "linear": ({"start": 0.5, "end": 0.2, "length": 9}, lambda o: lr_scheduler.LinearLR(o, 0.5, 0.2, 9)),
+    "warmup, start": (
+        {"length": 7, "start": 0.1},
+        lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=7),
+    ),
+    "linear": (
+        {"start": 0.5, "end": 0.2, "length": 9},
+        lambda o: lr_scheduler.LinearLR(o, 0.5, 0.2, 9),
+    ),
     "linear, all": ({"end": 0.0}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 12)),
     "cosine": ({"end": 0.1}, lambda o: lr_scheduler.CosineAnnealingLR(o, 12, eta_min=0.02)),
     "exponential": ({"gamma": 0.9}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
@@ -65,13 +80,20 @@ def test_a_schedule_is_pytorchs(name, over):
     if over == "steps":
         found = rates(schedules, 0.2, torch.ones(1, 12, dtype=torch.int64), 3, None)[0].tolist()
     else:
-        found = [float(rates(schedules, 0.2, torch.ones(1, 1, dtype=torch.int64), r, 12)) for r in range(12)]
+        found = [
+            float(rates(schedules, 0.2, torch.ones(1, 1, dtype=torch.int64), r, 12))
+            for r in range(12)
+        ]
     assert found == pytest.approx(expected, abs=1e-15)
 
 
 def test_after_its_length_a_schedule_stays():
-    assert [Cosine(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx([0.25] * 3)
-    assert [Linear(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx([0.25] * 3)
+    assert [Cosine(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx(
+        [0.25] * 3
+    )
+    assert [Linear(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx(
+        [0.25] * 3
+    )
     assert [Warmup(length=2).factor(n, 99) for n in (2, 3, 50)] == pytest.approx([1.0] * 3)
 
 
@@ -91,7 +113,13 @@ def test_a_schedule_counts_rounds_or_steps_and_several_multiply():
 def test_what_is_trained_before_the_first_exchange_has_the_rate_of_round_0():
     """At most one rate a round: the warm-up, round -1, has the first."""
     length = torch.tensor([[4]])
-    assert [float(rates([Linear()], 1.0, length, r, 4)) for r in range(-1, 4)] == [1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [float(rates([Linear()], 1.0, length, r, 4)) for r in range(-1, 4)] == [
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]
 
 
 def test_a_function_of_ones_own_is_a_schedule():
@@ -103,7 +131,9 @@ def test_a_function_of_ones_own_is_a_schedule():
         assert found is not None
         assert float(found) == 0.5
     assert LocalTraining(lr_schedule=thirds).lr_schedule == {"kind": path}
-    found = LocalTraining(lr=1.0, lr_schedule={"kind": path, "over": "steps"}).rates(torch.ones(1, 3).int(), 0, None)
+    found = LocalTraining(lr=1.0, lr_schedule={"kind": path, "over": "steps"}).rates(
+        torch.ones(1, 3).int(), 0, None
+    )
     assert found is not None
     assert found.tolist() == [[1.0, 0.5, 0.25]]
 
@@ -112,13 +142,31 @@ def test_a_function_of_ones_own_is_a_schedule():
     ("wrong", "said"),
     [
         ("cosin", "lr_schedule: unknown schedule 'cosin'; did you mean 'cosine'"),
-        ({"gamma": 0.5}, "lr_schedule: kind is missing; valid: cosine, exponential, linear, step, warmup; or package"),
-        ({"kind": "cosine", "length": 0}, "lr_schedule: length is 0; expected a whole number, 1 or more"),
-        ({"kind": "cosine", "over": "epochs"}, "lr_schedule: over is 'epochs'; expected 'rounds' or 'steps'"),
+        (
+            {"gamma": 0.5},
+            "lr_schedule: kind is missing; valid: cosine, exponential, linear, step, warmup; or package",
+        ),
+        (
+            {"kind": "cosine", "length": 0},
+            "lr_schedule: length is 0; expected a whole number, 1 or more",
+        ),
+        (
+            {"kind": "cosine", "over": "epochs"},
+            "lr_schedule: over is 'epochs'; expected 'rounds' or 'steps'",
+        ),
         ({"kind": "exponential"}, "lr_schedule: gamma is missing; expected a number, above 0"),
-        (["cosine", {"kind": "step"}], "lr_schedule[1]: every is None and at is []; expected one of the two"),
-        ({"kind": "step", "every": 2, "at": [1]}, "every is 2 and at is [1]; expected one of the two"),
-        ({"kind": "cosine", "lenght": 3}, "lr_schedule: unknown key 'lenght'; did you mean 'length'"),
+        (
+            ["cosine", {"kind": "step"}],
+            "lr_schedule[1]: every is None and at is []; expected one of the two",
+        ),
+        (
+            {"kind": "step", "every": 2, "at": [1]},
+            "every is 2 and at is [1]; expected one of the two",
+        ),
+        (
+            {"kind": "cosine", "lenght": 3},
+            "lr_schedule: unknown key 'lenght'; did you mean 'length'",
+        ),
         (lambda number, total: 1.0, "expected one that is defined at the top of a module"),
     ],
 )
@@ -140,7 +188,9 @@ def test_a_function_that_is_not_there_or_does_not_fit_is_refused():
             make_task(tiny_federation(), FedAvg(), "linear", settings)
     local = LocalTraining(lr_schedule=negative)
     local.verify()
-    with pytest.raises(ConfigError, match=r"returned -1.0 for \(0, 3\); expected a factor on the learning rate"):
+    with pytest.raises(
+        ConfigError, match=r"returned -1.0 for \(0, 3\); expected a factor on the learning rate"
+    ):
         local.rates(torch.ones(1, 1).int(), 0, 3)
 
 
@@ -149,7 +199,11 @@ def test_a_task_that_does_not_know_the_number_of_rounds_says_so():
     local = LocalTraining(lr_schedule="cosine")
     with pytest.raises(ConfigError, match=r"runs over all rounds; expected Task\(rounds=...\)"):
         task.train(task.init(Rng(0)), Rng(0), local)
-    task.train(task.init(Rng(0)), Rng(0), dataclasses.replace(local, lr_schedule={"kind": "cosine", "over": "steps"}))
+    task.train(
+        task.init(Rng(0)),
+        Rng(0),
+        dataclasses.replace(local, lr_schedule={"kind": "cosine", "over": "steps"}),
+    )
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
@@ -169,7 +223,9 @@ def test_a_run_has_the_rates_of_its_rounds_and_steps(engine):
             for batch, by_step in zip(order.split(5), (1, 2 / 3, 1 / 3), strict=True):
                 weights.requires_grad_()
                 outputs = x[batch] @ weights[:12].reshape(3, 4).T + weights[12:]
-                (gradient,) = torch.autograd.grad(functional.cross_entropy(outputs, y[batch]), weights)
+                (gradient,) = torch.autograd.grad(
+                    functional.cross_entropy(outputs, y[batch]), weights
+                )
                 weights = weights.detach() - 0.1 * by_round * by_step * gradient
         expected.append(weights)
     result = simulate(federation, Local(), model="linear", settings=settings, seed=3)
@@ -191,7 +247,14 @@ def test_a_run_is_made_longer_where_its_schedule_does_not_depend_on_its_length(t
         local = dataclasses.replace(tiny_settings().local, lr_schedule=schedule)
         settings = tiny_settings(rounds=rounds, local=local)
         where = tmp_path / folder
-        simulate(tiny_federation(), FedAvg(), model="linear", settings=settings, folder=where, resume=resume)
+        simulate(
+            tiny_federation(),
+            FedAvg(),
+            model="linear",
+            settings=settings,
+            folder=where,
+            resume=resume,
+        )
         return (where / checkpoint.FILE).read_bytes()
 
     steps = {"kind": "step", "every": 2}
@@ -233,14 +296,18 @@ def test_the_hash_of_a_study_is_the_same_whether_a_default_is_said_or_not():
     assert config.digest(config.loads(head + "weight_decay = 0.0")) == config.digest(plain)
     assert config.digest(config.loads(head + "weight_decay = 0.1")) != config.digest(plain)
     assert config.digest(config.loads(head + 'lr_schedule = "cosine"')) != config.digest(plain)
-    assert config.difference(config.loads(head + 'lr_schedule = "cosine"'), plain).startswith("local.lr_schedule is")
+    assert config.difference(config.loads(head + 'lr_schedule = "cosine"'), plain).startswith(
+        "local.lr_schedule is"
+    )
 
 
 def test_an_own_schedule_is_imported_when_a_run_begins_and_not_when_it_is_read():
     """So that results are shown where its module is not."""
     module = types.ModuleType("away_from_here")
     assert "away_from_here" not in sys.modules
-    local = LocalTraining(lr_schedule=f"{module.__name__}:schedule", optimizer="away_from_here:Lion")
+    local = LocalTraining(
+        lr_schedule=f"{module.__name__}:schedule", optimizer="away_from_here:Lion"
+    )
     assert local.needs_rounds
     with pytest.raises(ConfigError, match="there is no module 'away_from_here'"):
         local.verify()

@@ -19,7 +19,9 @@ SGD = LocalTraining(epochs=2, batch_size=4, optimizer="sgd", lr=0.1, drop_last=T
 LOCALS = {
     "sgd": SGD,
     "nesterov": replace(SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": replace(SGD, optimizer="adam", lr=0.01, lr_schedule={"kind": "cosine", "over": "steps"}),
+    "adam": replace(
+        SGD, optimizer="adam", lr=0.01, lr_schedule={"kind": "cosine", "over": "steps"}
+    ),
     "adamw": replace(SGD, optimizer="adamw", lr=0.01),
 }
 
@@ -29,7 +31,11 @@ class Custom(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.4)
+        self.first, self.norm, self.drop = (
+            nn.Linear(4, 6, bias=False),
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.4),
+        )
         self.head = nn.Linear(6, 3)
 
     def forward(self, x):
@@ -111,8 +117,12 @@ def test_two_models_of_a_client_have_optimizers_of_their_own():
     assert torch.equal(other, one)
 
 
-@pytest.mark.parametrize("chosen", [[0, 1, 2], [3, 4, 5], [0, 7, 14]], ids=["first", "inside", "apart"])
-@pytest.mark.parametrize("local", [SGD, replace(LOCALS["adam"], lr_schedule=None)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "chosen", [[0, 1, 2], [3, 4, 5], [0, 7, 14]], ids=["first", "inside", "apart"]
+)
+@pytest.mark.parametrize(
+    "local", [SGD, replace(LOCALS["adam"], lr_schedule=None)], ids=["sgd", "adam"]
+)
 def test_only_some_parameters_move(chosen, local):
     """The others keep their bits; those that move do so by PyTorch's own optimizer with a mask on the gradient."""
     own, local = task(), replace(local, epochs=1, batch_size=12, drop_last=False)
@@ -148,13 +158,20 @@ def test_state_that_is_kept_between_rounds_goes_on():
         moments = view.moments
     assert torch.equal(params, torch.where(only, -2.5, 0.0).double().expand(6, -1))
     assert moments.taken.flatten().tolist() == [2] * 6
-    check_method(Apfl(adaptive=True), settings=tiny_settings(local=replace(local, steps=None, lr=0.1)), relabel=False)
+    check_method(
+        Apfl(adaptive=True),
+        settings=tiny_settings(local=replace(local, steps=None, lr=0.1)),
+        relabel=False,
+    )
 
 
 def test_samples_of_all_gradients_count_and_a_lost_model_is_told():
     """Batches of 4, 4, 3 and the like, each asked for twice; client 1 becomes NaN."""
     own = task()
-    steps, params = own.stepwise(Rng(0), replace(SGD, epochs=1, drop_last=False)), own.init(Rng(0)).clone()
+    steps, params = (
+        own.stepwise(Rng(0), replace(SGD, epochs=1, drop_last=False)),
+        own.init(Rng(0)).clone(),
+    )
     params[1] = torch.inf
     for step in [*range(steps.count)] * 2:
         steps.gradient(params, step)
@@ -167,6 +184,7 @@ def test_samples_of_all_gradients_count_and_a_lost_model_is_told():
 def test_an_optimizer_by_import_path_is_refused():
     """It steps on a module of its own."""
     with pytest.raises(
-        ConfigError, match=r"'torch\.optim:NAdam' is not known here; this method takes its steps itself"
+        ConfigError,
+        match=r"'torch\.optim:NAdam' is not known here; this method takes its steps itself",
     ):
         task("loop").stepwise(Rng(0), LocalTraining(optimizer="torch.optim:NAdam"))

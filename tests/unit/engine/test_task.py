@@ -40,7 +40,13 @@ class Custom(nn.Module):
 
 
 def task(engine="vmap", model=Custom, federation=None, **kwargs):
-    return Task((federation or tiny_federation()).host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs)
+    return Task(
+        (federation or tiny_federation()).host(range(6)),
+        model,
+        engine=engine,
+        dtype=torch.float64,
+        **kwargs,
+    )
 
 
 def ragged():
@@ -89,7 +95,9 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
         t = task(engine, federation=data(), block=block)
         start = t.init(Rng(0))
         params, info = t.train(start, Rng(0).at(0), local)
-        results.append((params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"]))
+        results.append(
+            (params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"])
+        )
         assert torch.equal(start, t.init(Rng(0))), "training changed its argument"
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -168,16 +176,23 @@ def test_local_training_is_that_of_torch_optim(local):
     for client in (0, 5):
         module = copy.deepcopy(t.layout.module(start[client], dtype=t.dtype)).train()
         if local.optimizer == "adam":
-            optimizer = torch.optim.Adam(module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"])
+            optimizer = torch.optim.Adam(
+                module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"]
+            )
         else:
             optimizer = torch.optim.SGD(
-                module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.arguments["weight_decay"]
+                module.parameters(),
+                lr=local.lr,
+                momentum=local.momentum,
+                weight_decay=local.arguments["weight_decay"],
             )
         losses = []
         for step in range(schedule.steps):
             order = schedule.order[client, step][: int(schedule.length[client, step])]
             optimizer.zero_grad()
-            loss = functional.cross_entropy(module(federation.x[client][order]), federation.y[client][order])
+            loss = functional.cross_entropy(
+                module(federation.x[client][order]), federation.y[client][order]
+            )
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -201,7 +216,8 @@ def test_the_proximal_term_pulls_towards_the_anchor():
     start = t.init(Rng(0))
     local = LocalTraining(epochs=2, optimizer="sgd", lr=0.05)
     distances = [
-        float((t.train(start, Rng(0).at(0), local, anchor=start, prox=mu)[0] - start).norm()) for mu in (0.0, 1.0, 5.0)
+        float((t.train(start, Rng(0).at(0), local, anchor=start, prox=mu)[0] - start).norm())
+        for mu in (0.0, 1.0, 5.0)
     ]
     assert distances[0] > distances[1] > distances[2]
     free, _ = t.train(start, Rng(0).at(0), local)
@@ -224,7 +240,9 @@ def test_a_second_training_in_a_round_draws_batches_of_its_own():
     t = task(model="linear")
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
     start, rng = t.init(Rng(0)), Rng(0).at(0)
-    first, again, other = (t.train(start, rng, local, purpose=name)[0] for name in ("batches", "batches", "personal"))
+    first, again, other = (
+        t.train(start, rng, local, purpose=name)[0] for name in ("batches", "batches", "personal")
+    )
     assert torch.equal(first, again)
     assert bool((first != other).any(1).all())
 
@@ -239,7 +257,9 @@ def test_a_module_that_cannot_be_batched_falls_back_with_one_warning_that_names_
             return x @ self.weight if x.sum() > 0 else x @ self.weight * 2
 
     model = nn.Sequential(nn.Linear(4, 4), Decides())
-    with pytest.warns(UserWarning, match="the loop engine is used: Decides '1' cannot be run over many") as caught:
+    with pytest.warns(
+        UserWarning, match="the loop engine is used: Decides '1' cannot be run over many"
+    ) as caught:
         t = task("auto", model=model)
     assert len(caught) == 1
     assert t.engine.name == "loop"
@@ -252,7 +272,9 @@ def test_dropout_draws_anew_in_each_of_many_steps_and_its_keys_wrap():
     """From step 9 on the product of step and constant has more than 64 bits."""
     steps = (0, 1, 4, 9, 1000)
     found = torch.cat([step_keys(torch.tensor([7, 1 << 62]), step) for step in steps]).tolist()
-    wanted = [(key + step * 0x1F123BB5159A55E5) % (1 << 64) for step in steps for key in (7, 1 << 62)]
+    wanted = [
+        (key + step * 0x1F123BB5159A55E5) % (1 << 64) for step in steps for key in (7, 1 << 62)
+    ]
     assert [key % (1 << 64) for key in found] == wanted
     loop, vmap = (task(engine) for engine in ("loop", "vmap"))
     local = LocalTraining(steps=20, batch_size=5, optimizer="sgd", lr=0.1)
@@ -298,7 +320,9 @@ def test_merging_running_statistics_follows_the_policy():
 
 def test_losses_of_all_clients_are_those_of_each_client_alone(loss_table):
     t = task(model="linear", federation=ragged())
-    params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
+    params = t.init(Rng(0)) + torch.randn(
+        6, t.layout.size, generator=torch.Generator().manual_seed(1)
+    )
     table = loss_table(t, params)
     assert torch.allclose(table.diagonal(), t.loss(params, "train"))
 
@@ -308,13 +332,19 @@ def test_a_large_set_is_measured_whole(engine):
     """300 samples, more than an engine takes in one call: loss and accuracy as plain PyTorch computes them."""
     federation = tiny_federation(train=300)
     t = task(engine, model="linear", federation=federation)
-    params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
+    params = t.init(Rng(0)) + torch.randn(
+        6, t.layout.size, generator=torch.Generator().manual_seed(1)
+    )
     found = t.measure(params, "train")
     for client in range(6):
         x, y = federation.x[client, :300], federation.y[client, :300]
         outputs = t.layout.module(params[client], dtype=t.dtype)(x).detach()
-        assert float(found["loss"][client]) == pytest.approx(float(functional.cross_entropy(outputs, y)), abs=1e-12)
-        assert float(found["accuracy"][client]) == pytest.approx(float((outputs.argmax(1) == y).double().mean()))
+        assert float(found["loss"][client]) == pytest.approx(
+            float(functional.cross_entropy(outputs, y)), abs=1e-12
+        )
+        assert float(found["accuracy"][client]) == pytest.approx(
+            float((outputs.argmax(1) == y).double().mean())
+        )
 
 
 def test_class_counts_are_those_of_training():
@@ -345,7 +375,9 @@ def test_losses_that_were_kept_are_of_the_models_that_are_scored():
     ids = torch.arange(6)
     peers = ((ids + 1) % 6)[:, None]
     for change in (0.0, 1.0):
-        table = t.init(Rng(0)) + change * torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(2))
+        table = t.init(Rng(0)) + change * torch.randn(
+            6, t.layout.size, generator=torch.Generator().manual_seed(2)
+        )
         inbox = read(Message(table, ids=ids), ids, peers, 6)
         assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
         assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
@@ -414,14 +446,16 @@ def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_norma
     """12, 11, 7, 5, 3 and 2 samples: in batches of four, 5 leaves one; in batches of two, 11, 7, 5 and 3 do."""
     hosted, names = ragged(), ("Oslo", "Lima", "Rio", "مستشفى", "Bonn", "Kyiv")
     made = task("loop", federation=replace(hosted, client_names=names))
-    said = (
-        r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
-    )
+    said = r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
     with pytest.raises(ModelError, match=said):
         made.check_batches(LocalTraining(batch_size=4))
-    with pytest.raises(ModelError, match=r"Lima has 11 training samples.* holds one \(3 more like it\)"):
+    with pytest.raises(
+        ModelError, match=r"Lima has 11 training samples.* holds one \(3 more like it\)"
+    ):
         made.check_batches(LocalTraining(batch_size=2))
-    with pytest.raises(ModelError, match=r"local.batch_size is 1, and batch normalization needs two or more"):
+    with pytest.raises(
+        ModelError, match=r"local.batch_size is 1, and batch normalization needs two or more"
+    ):
         made.check_batches(LocalTraining(batch_size=1))
     for fine in (LocalTraining(batch_size=2, drop_last=True), LocalTraining(batch_size=3, drop_last=True),
                  LocalTraining(batch_size=8), LocalTraining(batch_size=4, steps=1)):  # fmt: skip
@@ -434,7 +468,10 @@ def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batc
     split = federation.split.clone()
     split[2, 1:12] = -1
     made = task("loop", federation=replace(federation, split=split))
-    with pytest.raises(ModelError, match="client 2 has one training sample, and batch normalization needs two or more"):
+    with pytest.raises(
+        ModelError,
+        match="client 2 has one training sample, and batch normalization needs two or more",
+    ):
         made.check_batches(LocalTraining(batch_size=4, drop_last=True))
 
 

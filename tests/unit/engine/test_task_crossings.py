@@ -72,7 +72,9 @@ def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("work", ["measure", "evaluate", "score", "evaluate_by_class"])
-def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(engine: str, work: str, monkeypatch):
+def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
+    engine: str, work: str, monkeypatch
+):
     """Pieces of one sample against whole sets."""
     federation = replace(images(), noise=torch.full((6,), 0.3, dtype=torch.float64))
 

@@ -24,13 +24,17 @@ EVERYBODY = torch.arange(6)
 class Counted:
     """A run whose engine counts: samples trained on, and samples passed forward by models that are measured."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: str, kind: str, options: dict, **settings):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, engine: str, kind: str, options: dict, **settings
+    ):
         federation = tiny_federation()
         split = federation.split.clone()
         for client, count in enumerate(TRAIN.tolist()):
             split[client, count:12] = -1
         self.federation, method = replace(federation, split=split), METHODS[kind](**options)
-        self.task = Task(self.federation.host(range(6)), "linear", engine=engine, dtype=torch.float64)
+        self.task = Task(
+            self.federation.host(range(6)), "linear", engine=engine, dtype=torch.float64
+        )
         assert self.task.engine.name == engine
         self.trained = self.passed = self.gathered = 0
         self._watch(monkeypatch)
@@ -45,13 +49,23 @@ class Counted:
         if isinstance(self.task.engine, CompiledEngine):
             program = self.task.engine.program
             watch(program, "train", lambda rows, work: self._train(int(work.length.sum())))
-            watch(program, "measure", lambda rows, pairs, inputs: self._pass(int(pairs.count[pairs.sets].sum())))
+            watch(
+                program,
+                "measure",
+                lambda rows, pairs, inputs: self._pass(int(pairs.count[pairs.sets].sum())),
+            )
             return
         if isinstance(self.task.engine, LoopEngine):
             watch(self.task.engine, "_backward", lambda model, x, y, inputs: self._train(len(x)))
         else:
-            watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
-        watch(self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1]))
+            watch(
+                self.task.engine,
+                "gradients",
+                lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]),
+            )
+        watch(
+            self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1])
+        )
         inner = RawSamples.inputs
 
         def inputs(samples: RawSamples, places: torch.Tensor) -> torch.Tensor:
@@ -81,7 +95,9 @@ ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 
 
 @ENGINES
-def test_a_round_of_dac_trains_each_client_once_and_scores_each_peer_once_on_its_data(engine, monkeypatch):
+def test_a_round_of_dac_trains_each_client_once_and_scores_each_peer_once_on_its_data(
+    engine, monkeypatch
+):
     """40 samples trained on; two peers' models on them, 80; validation, 6 x 4 = 24. The warm-up scores nobody."""
     run = Counted(monkeypatch, engine, "dac", {"num_peers": 2})
     assert run.step() == (40, 24)
@@ -140,7 +156,9 @@ def test_ifca_measures_each_model_on_each_clients_data_once_a_round(engine, monk
 
 
 @ENGINES
-def test_a_server_costs_absent_clients_their_validation_in_the_rounds_that_have_one(engine, monkeypatch):
+def test_a_server_costs_absent_clients_their_validation_in_the_rounds_that_have_one(
+    engine, monkeypatch
+):
     """Half of the clients, validation in every second round: else the two models on the cohort's samples alone."""
     run = Counted(monkeypatch, engine, "ifca", {"clusters": 2}, participation=3, validate_every=2)
     run.step()
@@ -153,18 +171,28 @@ def test_a_server_costs_absent_clients_their_validation_in_the_rounds_that_have_
 @ENGINES
 def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
     """FedAvg: six clients have one model, and there are two test sets of 30 samples."""
-    run = Counted(monkeypatch, engine, "fedavg", {}, evaluate="final", extra_metrics=["balanced_accuracy"])
+    run = Counted(
+        monkeypatch, engine, "fedavg", {}, evaluate="final", extra_metrics=["balanced_accuracy"]
+    )
     run.step()
     run.step()
     params, _ = run.loop._served(0)
     alike, apart = params.clone(), torch.cat([params[:1], params[1:2] + 1]).repeat(3, 1)
-    for rows, samples in ((params, 60), (alike, 60), (apart, 60), (apart.roll(1, 0)[[0, 0, 1, 1, 2, 2]], 120)):
+    for rows, samples in (
+        (params, 60),
+        (alike, 60),
+        (apart, 60),
+        (apart.roll(1, 0)[[0, 0, 1, 1, 2, 2]], 120),
+    ):
         run.passed = 0
         run.task.evaluate(rows)
         assert run.passed == samples
         values, recall, _ = run.task.evaluate_by_class(rows)
         assert run.passed == 2 * samples
-        alone = [run.task.rows(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0] for i in range(6)]
+        alone = [
+            run.task.rows(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0]
+            for i in range(6)
+        ]
         assert torch.equal(recall, torch.stack(alone))
         apiece = run.task.evaluate(rows)
         assert torch.equal(values["accuracy"], apiece["accuracy"])
@@ -172,7 +200,9 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
 
 
 @ENGINES
-@pytest.mark.parametrize("extra", [[], ["balanced_accuracy"], ["balanced_accuracy", "train_prior_accuracy"]])
+@pytest.mark.parametrize(
+    "extra", [[], ["balanced_accuracy"], ["balanced_accuracy", "train_prior_accuracy"]]
+)
 def test_test_sets_are_passed_once_whatever_is_asked_of_them(engine, extra, monkeypatch):
     """Six clients with models of their own on 30 samples each, and 4 for validation: in a round, and in the end."""
     run = Counted(monkeypatch, engine, "local", {}, eval_every=1, extra_metrics=extra)
@@ -184,7 +214,9 @@ def test_test_sets_are_passed_once_whatever_is_asked_of_them(engine, extra, monk
 
 
 def test_rows_that_are_equal_are_found_also_where_their_sums_agree():
-    rows = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [torch.nan, 0.0], [torch.nan, 0.0], [2.0, 1.0]])
+    rows = torch.tensor(
+        [[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [torch.nan, 0.0], [torch.nan, 0.0], [2.0, 1.0]]
+    )
     assert distinct(rows).tolist() == [0, 1, 0, 3, 4, 1]
     assert distinct(torch.zeros(0, 3)).tolist() == []
     assert distinct(torch.ones(1, 3).expand(4, 3)).tolist() == [0, 0, 0, 0]

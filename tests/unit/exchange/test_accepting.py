@@ -43,7 +43,9 @@ def reputation(first: float = 1e9, step: float = 0.0) -> Reputation:
     return dataclasses.replace(start, step=torch.full((4,), step, dtype=torch.float64))
 
 
-def door(known: Reputation, rules: Acceptance | None = None, round: int = 0, judge: Judge | None = None) -> Accepting:
+def door(
+    known: Reputation, rules: Acceptance | None = None, round: int = 0, judge: Judge | None = None
+) -> Accepting:
     exchange = Accepting(InMemory(IDS, 4), rules or Acceptance(), judge or Judge(), known, round)
     exchange.begin(Rng(0).at(round))
     exchange.enter(IDS)
@@ -59,15 +61,31 @@ def pulled(exchange: Accepting, own, others, samples=None):
 def test_a_model_is_refused_when_it_is_worse_than_the_own_by_half_and_than_one_that_learned_nothing():
     """The reader's loss is 4, so 6 is the bound; and where the first model's loss was 9, 9 is."""
     others = [[math.sqrt(5.9), 0.0], [math.sqrt(6.1), 0.0], [math.sqrt(9.1), 0.0]]
-    assert pulled(door(reputation(first=1.0)), [2.0, 0.0], others).mask[0].tolist() == [True, False, False]
-    assert pulled(door(reputation(first=9.0)), [2.0, 0.0], others).mask[0].tolist() == [True, True, False]
+    assert pulled(door(reputation(first=1.0)), [2.0, 0.0], others).mask[0].tolist() == [
+        True,
+        False,
+        False,
+    ]
+    assert pulled(door(reputation(first=9.0)), [2.0, 0.0], others).mask[0].tolist() == [
+        True,
+        True,
+        False,
+    ]
     wider = Acceptance(worse=2.5)
-    assert pulled(door(reputation(first=1.0), wider), [2.0, 0.0], others).mask[0].tolist() == [True, True, True]
+    assert pulled(door(reputation(first=1.0), wider), [2.0, 0.0], others).mask[0].tolist() == [
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_client_whose_own_model_is_broken_holds_others_against_its_first():
     others = [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]
-    assert pulled(door(reputation(first=4.0)), [math.nan, 0.0], others).mask[0].tolist() == [True, True, False]
+    assert pulled(door(reputation(first=4.0)), [math.nan, 0.0], others).mask[0].tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_what_is_no_number_is_refused_and_never_measured():
@@ -77,7 +95,9 @@ def test_what_is_no_number_is_refused_and_never_measured():
     assert inbox.mask[0].tolist() == [False, False, True]
     assert judge.scored == 1
     assert bool(inbox.bytes[0].all()), "what was refused was received all the same"
-    claimed = pulled(door(reputation()), [0.0, 0.0], [[1.0, 0.0]] * 3, samples=[10.0, -1.0, math.nan, 3.0])
+    claimed = pulled(
+        door(reputation()), [0.0, 0.0], [[1.0, 0.0]] * 3, samples=[10.0, -1.0, math.nan, 3.0]
+    )
     assert claimed.mask[0].tolist() == [False, False, True]
 
 
@@ -90,10 +110,13 @@ def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
     weights = torch.zeros(4, 3, dtype=torch.float64)
     weights[:, 0] = 0.5
     assert torch.allclose(
-        inbox.mix(weights, own=own, own_weight=half)[0], torch.tensor([4.5, 6.0], dtype=torch.float64)
+        inbox.mix(weights, own=own, own_weight=half)[0],
+        torch.tensor([4.5, 6.0], dtype=torch.float64),
     )
     near = weights.roll(1, 1)
-    assert torch.equal(inbox.mix(near, own=own, own_weight=half)[0], torch.tensor([1.5, 2.0], dtype=torch.float64))
+    assert torch.equal(
+        inbox.mix(near, own=own, own_weight=half)[0], torch.tensor([1.5, 2.0], dtype=torch.float64)
+    )
     models = inbox.received(0, torch.tensor([0, 1]))
     assert torch.allclose(models, torch.tensor([[9.0, 12.0], [3.0, 4.0]], dtype=torch.float64))
     info = {
@@ -126,13 +149,19 @@ def test_only_what_is_shared_is_far():
     """The second column stays at home: the distance is 3, not 5."""
     first, second = Columns(((0, 1),), 2), Columns(((1, 2),), 2)
     known = reputation(step=1.0)
-    inbox = pulled(door(known, judge=Judge(part=Part(first, second, first, first))), [0.0, 0.0], [[3.0, 4.0]] * 3)
+    inbox = pulled(
+        door(known, judge=Judge(part=Part(first, second, first, first))),
+        [0.0, 0.0],
+        [[3.0, 4.0]] * 3,
+    )
     assert inbox.limits is not None
     assert inbox.limits.scale[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_peer_counts_for_at_most_four_times_the_own_samples():
-    inbox = pulled(door(reputation()), [0.0, 0.0], [[0.0, 0.0]] * 3, samples=[10.0, 2.0**62, 7.0, 41.0])
+    inbox = pulled(
+        door(reputation()), [0.0, 0.0], [[0.0, 0.0]] * 3, samples=[10.0, 2.0**62, 7.0, 41.0]
+    )
     assert inbox.field("samples")[0].tolist() == [40.0, 7.0, 40.0]
 
 
@@ -155,7 +184,9 @@ def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
     assert known.readable(16)[0].tolist() == [True] * 4
     endless = reputation()
     for _ in range(100):
-        endless = endless.judged(0, torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4, dtype=torch.bool))
+        endless = endless.judged(
+            0, torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4, dtype=torch.bool)
+        )
     assert int(endless.until.max()) == 1 + 2**15
 
 
@@ -166,7 +197,9 @@ def test_a_peer_in_quarantine_is_not_mixed_when_a_method_reads_it_all_the_same_n
     exchange = door(known, round=1, judge=judge)
     assert pulled(exchange, [0.0, 0.0], [[0.0, 0.0]] * 3).mask[0].tolist() == [False, True, True]
     assert judge.scored == 2
-    assert torch.equal(exchange.judged({})[0].strikes, known.strikes), "it was neither refused nor accepted"
+    assert torch.equal(exchange.judged({})[0].strikes, known.strikes), (
+        "it was neither refused nor accepted"
+    )
     without = door(known, Acceptance(quarantine=False), round=1)
     assert bool(pulled(without, [0.0, 0.0], [[0.0, 0.0]] * 3).mask[0].all())
 
@@ -196,7 +229,9 @@ def test_messages_without_models_are_checked_for_numbers_only():
     assert not exchange.passes.any()
 
 
-@pytest.mark.parametrize(("rules", "told"), [({"worse": 0.5}, "1 or more"), ({"clip": 0.0}, "above 0")])
+@pytest.mark.parametrize(
+    ("rules", "told"), [({"worse": 0.5}, "1 or more"), ({"clip": 0.0}, "above 0")]
+)
 def test_rules_have_ranges(rules, told):
     with pytest.raises(ConfigError, match=told):
         Acceptance(**rules)

@@ -11,13 +11,17 @@ from coterie.rng import Rng
 
 IDS = torch.arange(5)
 EVERYBODY = torch.tensor([[j for j in range(5) if j != i] for i in range(5)])
-MODELS = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 6.0], [4.0, 6.0], [7.0, 8.0]], dtype=torch.float64)
+MODELS = torch.tensor(
+    [[1.0, 0.0], [2.0, 0.0], [3.0, 6.0], [4.0, 6.0], [7.0, 8.0]], dtype=torch.float64
+)
 """Clients 3 and 4 attack. Of the honest, the means are 2 and 2, the deviations sqrt(2/3) and sqrt(8)."""
 
 
 def attacking(kind, **more) -> Attacking:
     first = torch.full((5, 2), 0.5, dtype=torch.float64)
-    return Attacking(InMemory(IDS, 5), [(Attack(kind, clients=2, **more), torch.tensor([3, 4]))], first, 5)
+    return Attacking(
+        InMemory(IDS, 5), [(Attack(kind, clients=2, **more), torch.tensor([3, 4]))], first, 5
+    )
 
 
 def published(exchange: Attacking, round: int = 0, models=MODELS):
@@ -37,7 +41,11 @@ def published(exchange: Attacking, round: int = 0, models=MODELS):
         ("scale", {}, 10 * MODELS[3:]),
         ("label-flip", {}, MODELS[3:]),
         ("copy", {}, torch.full((2, 2), 0.5, dtype=torch.float64)),
-        ("a-little-is-enough", {"strength": 2.0}, 2 - 2 * torch.tensor([[2 / 3, 8.0]] * 2).double().sqrt()),
+        (
+            "a-little-is-enough",
+            {"strength": 2.0},
+            2 - 2 * torch.tensor([[2 / 3, 8.0]] * 2).double().sqrt(),
+        ),
     ],
 )
 def test_what_attackers_publish(kind, more, expected):
@@ -115,7 +123,9 @@ def test_an_attack_of_ones_own_is_found_by_its_import_path():
     for kind in (negative_mean, f"{__name__}:negative_mean"):
         read, _ = published(attacking(kind, strength=3.0))
         assert torch.equal(read[2:], torch.tensor([[-6.0, -6.0]] * 2, dtype=torch.float64))
-    with pytest.raises(ConfigError, match=r"returned \(2, 1\); expected a tensor of shape \(2, 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"returned \(2, 1\); expected a tensor of shape \(2, 2\)"
+    ):
         published(attacking(short))
 
 

@@ -41,7 +41,9 @@ def test_models_are_added_in_the_order_of_ids_whatever_their_slots(width):
 
 def test_a_message_is_counted_with_its_extras_where_it_arrives():
     """Two numbers of 4 bytes and one of 8; a peer that published nothing costs nothing."""
-    board = Message(torch.zeros(2, 2), {"samples": torch.zeros(2, dtype=torch.float64)}, torch.tensor([0, 1]))
+    board = Message(
+        torch.zeros(2, 2), {"samples": torch.zeros(2, dtype=torch.float64)}, torch.tensor([0, 1])
+    )
     assert board.row_bytes == 16
     found = read(board, torch.tensor([0]), torch.tensor([[1, 2, -1]]), 3)
     assert found.mask.tolist() == [[True, False, False]]
@@ -50,6 +52,10 @@ def test_a_message_is_counted_with_its_extras_where_it_arrives():
 
 def test_a_servers_answer_is_counted_with_its_extras():
     """Three numbers of 4 bytes and two of 8."""
-    reply = Reply(torch.zeros(2, 3), torch.tensor([[1], [0]]), {"center": torch.zeros(2, 2, dtype=torch.float64)})
+    reply = Reply(
+        torch.zeros(2, 3),
+        torch.tensor([[1], [0]]),
+        {"center": torch.zeros(2, 2, dtype=torch.float64)},
+    )
     assert reply.inbox().bytes.tolist() == [[28], [28]]
     assert reply.inbox(torch.tensor([1])).index.tolist() == [[0]]

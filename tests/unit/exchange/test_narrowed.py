@@ -45,7 +45,9 @@ def test_a_mix_keeps_what_is_at_home():
     inbox = door().pull(Message(ROWS), PEERS)
     mixed = inbox.mix(torch.full((3, 2), 0.25), own=ROWS, own_weight=torch.full((3,), 0.5))
     assert torch.equal(mixed[:, 4:], ROWS[:, 4:])
-    assert mixed[0, :4].tolist() == pytest.approx((ROWS[0] / 2 + ROWS[1] / 4 + ROWS[2] / 4)[:4].tolist())
+    assert mixed[0, :4].tolist() == pytest.approx(
+        (ROWS[0] / 2 + ROWS[1] / 4 + ROWS[2] / 4)[:4].tolist()
+    )
 
 
 def test_a_servers_rule_sees_zeros_and_answers_with_shared_columns():
@@ -68,12 +70,16 @@ def test_a_message_without_models_has_none_on_the_other_side_either():
 
 
 def test_models_that_answer_a_message_without_any_are_completed_with_the_readers_own():
-    _, offer = door().serve(Message(ROWS[:, :0]), lambda shared, m: (shared, Reply.everything(ROWS[:1], 3)), None)
+    _, offer = door().serve(
+        Message(ROWS[:, :0]), lambda shared, m: (shared, Reply.everything(ROWS[:1], 3)), None
+    )
     assert torch.equal(offer.own, ROWS)
 
 
 def test_rows_of_another_width_are_refused_on_both_sides():
-    with pytest.raises(ExchangeError, match="rows of 5 numbers; expected none, or whole models, 6, of which 4"):
+    with pytest.raises(
+        ExchangeError, match="rows of 5 numbers; expected none, or whole models, 6, of which 4"
+    ):
         door().pull(Message(ROWS[:, :5]), PEERS)
     with pytest.raises(ExchangeError, match="a model of 3 numbers was received; expected 4"):
         Narrowed(_Wrong(torch.arange(3), 3), PART, ROWS).pull(Message(ROWS), PEERS)
@@ -90,8 +96,16 @@ class _Wrong(InMemory):
 def test_a_received_part_is_measured_with_the_home_part_of_its_reader():
     """As the joined model is, one by one; with many pairs they are joined a few at a time."""
     federation = tiny_federation(num_clients=3)
-    task = Task(federation.host(federation.ids), "linear", dtype=torch.float64, shared=["1.weight"], engine="loop")
-    rows = task.init(Rng(0)).repeat(1, 1) + torch.from_numpy(Rng(1).generator("rows").normal(size=(3, 15)))
+    task = Task(
+        federation.host(federation.ids),
+        "linear",
+        dtype=torch.float64,
+        shared=["1.weight"],
+        engine="loop",
+    )
+    rows = task.init(Rng(0)).repeat(1, 1) + torch.from_numpy(
+        Rng(1).generator("rows").normal(size=(3, 15))
+    )
     inbox = Narrowed(InMemory(torch.arange(3), 3), task.part, rows).pull(Message(rows), PEERS)
     losses = task.score(inbox)
     for reader, slot in [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]:

@@ -11,7 +11,10 @@ from coterie.testing import check_exchange, tiny_federation, tiny_settings
 
 
 def test_it_is_an_exchange():
-    check_exchange(lambda groups, population: [Overheard(torch.tensor(groups[0]), population)], groups=((0, 1, 2, 3),))
+    check_exchange(
+        lambda groups, population: [Overheard(torch.tensor(groups[0]), population)],
+        groups=((0, 1, 2, 3),),
+    )
 
 
 def test_the_newest_model_of_each_client_is_kept():
@@ -21,7 +24,11 @@ def test_the_newest_model_of_each_client_is_kept():
     ear.enter(torch.tensor([2, 0]))
     ear.pull(Message(torch.tensor([[2.0, 2.0], [3.0, 3.0]])), torch.full((2, 1), -1))
     ear.pull(Message(torch.ones(2, 0)), torch.full((2, 1), -1))  # no model
-    assert {client: row.tolist() for client, row in ear.heard.items()} == {0: [3, 3], 1: [1, 1], 2: [2, 2]}
+    assert {client: row.tolist() for client, row in ear.heard.items()} == {
+        0: [3, 3],
+        1: [1, 1],
+        2: [2, 2],
+    }
 
 
 def test_runs_are_as_without_it():
@@ -30,7 +37,9 @@ def test_runs_are_as_without_it():
     for kind in ("random", "fedavg"):
         ear = Overheard(federation.ids, 6)
         runs = [
-            simulate(federation, METHODS[kind](), model="linear", settings=settings, exchange=exchange)
+            simulate(
+                federation, METHODS[kind](), model="linear", settings=settings, exchange=exchange
+            )
             for exchange in (None, ear)
         ]
         assert torch.equal(runs[0].params, runs[1].params)

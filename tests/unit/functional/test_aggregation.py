@@ -29,7 +29,9 @@ def test_fedsim_with_equal_similarities_is_the_plain_mean():
     torch.testing.assert_close(own, torch.tensor([0.25]))
     equal = aggregation.fedavg(torch.full((1, 3), 9.0), torch.tensor([9.0]), HERE)
     torch.testing.assert_close((weights, own), equal)
-    assert not torch.equal(aggregation.fedavg(torch.full((1, 3), 9.0), torch.tensor([1.0]), HERE)[1], own)
+    assert not torch.equal(
+        aggregation.fedavg(torch.full((1, 3), 9.0), torch.tensor([1.0]), HERE)[1], own
+    )
 
 
 def test_fedsim_does_not_depend_on_the_scale():

@@ -22,7 +22,9 @@ def test_the_mean_of_identical_models_is_that_model():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_mean_has_the_type_of_the_models(dtype: torch.dtype):
     """It is summed in float64 and cast back."""
-    mean = aggregation.weighted_mean(torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1, 3]))
+    mean = aggregation.weighted_mean(
+        torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1, 3])
+    )
     assert mean.dtype == dtype
     assert mean.tolist() == [1.75]
 
@@ -32,7 +34,9 @@ def test_wide_models_are_averaged_in_pieces(monkeypatch: pytest.MonkeyPatch):
     params = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole = aggregation.weighted_mean(params, torch.tensor([1, 2, 3]))
     monkeypatch.setattr(aggregation, "_CHUNK", 6)
-    torch.testing.assert_close(aggregation.weighted_mean(params, torch.tensor([1, 2, 3])), whole, rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        aggregation.weighted_mean(params, torch.tensor([1, 2, 3])), whole, rtol=0, atol=1e-15
+    )
 
 
 def test_groups_are_averaged_apart_and_empty_ones_keep_their_model():
@@ -40,8 +44,16 @@ def test_groups_are_averaged_apart_and_empty_ones_keep_their_model():
     params, label = torch.tensor([[2.0], [6.0], [9.0]]), torch.tensor([0, 0, 2])
     empty = torch.tensor([[-1.0], [-2.0], [-3.0]])
     weights = torch.tensor([1.0, 3.0, 1.0])
-    assert aggregation.grouped_mean(params, label, weights, empty).tolist() == [[5.0], [-2.0], [9.0]]
-    assert aggregation.grouped_mean(params, label, weights, empty, least=2).tolist() == [[5.0], [-2.0], [-3.0]]
+    assert aggregation.grouped_mean(params, label, weights, empty).tolist() == [
+        [5.0],
+        [-2.0],
+        [9.0],
+    ]
+    assert aggregation.grouped_mean(params, label, weights, empty, least=2).tolist() == [
+        [5.0],
+        [-2.0],
+        [-3.0],
+    ]
 
 
 def step(beta: float, lr: float, rounds: int, *, nesterov: bool = False) -> list[float]:
@@ -50,7 +62,9 @@ def step(beta: float, lr: float, rounds: int, *, nesterov: bool = False) -> list
     path = []
     for _ in range(rounds):
         mean = torch.cat([model[:, :1] - 1, torch.full((1, 1), 7.0, dtype=torch.float64)], dim=1)
-        model, velocity = aggregation.server_step(model, mean, velocity, momentum=beta, lr=lr, nesterov=nesterov)
+        model, velocity = aggregation.server_step(
+            model, mean, velocity, momentum=beta, lr=lr, nesterov=nesterov
+        )
         path.append(float(model[0, 0]))
     assert float(model[0, 1]) == 7.0
     return path

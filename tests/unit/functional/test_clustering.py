@@ -129,7 +129,9 @@ def test_affinity_can_scale_first_and_leave_the_diagonal_empty():
     assert scaled.diagonal().tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize(("space", "labels"), [("rows", "cluster_qr"), ("embedding", "cluster_qr"), ("rows", "kmeans")])
+@pytest.mark.parametrize(
+    ("space", "labels"), [("rows", "cluster_qr"), ("embedding", "cluster_qr"), ("rows", "kmeans")]
+)
 def test_two_planted_blocks_are_found(space: str, labels: str):
     """A block matrix splits in two, exactly as planted; with tiny parts refused."""
     truth = torch.tensor([0, 1] * 6)
@@ -144,7 +146,9 @@ def test_two_planted_blocks_are_found(space: str, labels: str):
 def test_constant_rows_of_two_levels_are_two_groups():
     """Rows of P that are constant, at 0.2 and 0.8, split by level when rows are compared."""
     level = torch.tensor([0.2] * 5 + [0.8] * 4, dtype=torch.float64)
-    label = clustering.propose_split(clustering.affinity(level[:, None].expand(9, 9), 1.0, axis="row"))
+    label = clustering.propose_split(
+        clustering.affinity(level[:, None].expand(9, 9), 1.0, axis="row")
+    )
     assert label is not None
     assert label.tolist() == [0] * 5 + [1] * 4
 
@@ -163,7 +167,10 @@ def test_coinciding_centroids_are_no_clusters():
     points = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     assert clustering.davies_bouldin(points, torch.tensor([0, 0, 1, 1])) == math.inf
     assert (
-        clustering.davies_bouldin(points + torch.tensor([[0.0], [0.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])) < 1
+        clustering.davies_bouldin(
+            points + torch.tensor([[0.0], [0.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])
+        )
+        < 1
     )
 
 
@@ -180,7 +187,10 @@ def test_single_linkage_beats_every_other_bipartition(seed: int):
     similarity = (similarity + similarity.T) / 2
     part = clustering.bipartition(similarity)
     ways = [c for size in (1, 2, 3) for c in itertools.combinations(range(6), size)]
-    assert clustering.cross_similarity(similarity, part) <= min(cut(similarity, c) for c in ways) + 1e-12
+    assert (
+        clustering.cross_similarity(similarity, part)
+        <= min(cut(similarity, c) for c in ways) + 1e-12
+    )
 
 
 def test_antipodal_groups_are_cut_exactly():
@@ -206,7 +216,10 @@ def test_ties_still_give_two_parts():
 
 def test_an_update_of_zero_is_similar_to_nobody():
     """The denominator is floored."""
-    assert clustering.update_cosines(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))[0].tolist() == [0.0, 0.0]
+    assert clustering.update_cosines(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))[0].tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_nearest_center_and_its_ties():

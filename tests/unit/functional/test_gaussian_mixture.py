@@ -34,13 +34,16 @@ def test_the_split_does_not_depend_on_scale_or_offset(em, a, b):
     for _ in range(5):
         scores = draws.normal(size=8) + (draws.random(8) < 0.5) * 3
         first = ([True] * 4) + ([False] * 4)
-        assert split(scores.tolist(), first, em=em) == split((a * scores + b).tolist(), first, em=em)
+        assert split(scores.tolist(), first, em=em) == split(
+            (a * scores + b).tolist(), first, em=em
+        )
 
 
 def test_labels_are_switched_when_the_bag_was_wrong():
     """Invariant 36: all of the bag are low and all candidates high: the neighbors are the candidates.
 
-    With component = "first" the bag's component stays the neighbors' one, which here is the low group.
+    With component = "first" the bag's component stays the neighbors' one, which here is the low
+    group.
     """
     scores, first = [*LOW, *HIGH], [True] * 3 + [False] * 3
     assert split(scores, first) == [3, 4, 5]
@@ -85,7 +88,10 @@ def test_monotone_takes_everybody_above_the_mean():
 
 def test_monotone_takes_those_at_the_mean_too():
     """The first component holds 0 and 10 around 5; the scores of 5 are the other's, which is much narrower."""
-    scores, first = torch.tensor([[0.0, 10.0, 5.0, 5.0]]), torch.tensor([[True, True, False, False]])
+    scores, first = (
+        torch.tensor([[0.0, 10.0, 5.0, 5.0]]),
+        torch.tensor([[True, True, False, False]]),
+    )
     here = torch.ones(1, 4, dtype=torch.bool)
     found, _ = neighbors(scores, first, here, Split(component="first"))
     assert found.tolist() == [[True, True, False, False]]

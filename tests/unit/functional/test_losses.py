@@ -57,7 +57,11 @@ CASES = {
     "tokens, smoothed": (losses.Tokens(7, 0.1), numbers(5, 4), with_gaps(integers(4, 5), 7)),
     "segmentation": (losses.Segmentation(255), numbers(3, 4, 2), with_gaps(integers(3, 4, 2), 255)),
     "dice": (losses.Dice(), numbers(3, 4, 2), with_gaps(integers(3, 4, 2))),
-    "dice, with cross-entropy": (losses.Dice(cross_entropy=0.5), numbers(3, 4, 2), with_gaps(integers(3, 4, 2))),
+    "dice, with cross-entropy": (
+        losses.Dice(cross_entropy=0.5),
+        numbers(3, 4, 2),
+        with_gaps(integers(3, 4, 2)),
+    ),
     "mse": (losses.SquaredError(), numbers(2), numbers(2)),
     "mae": (losses.AbsoluteError(), numbers(2), numbers(2)),
     "huber": (losses.Huber(0.3), numbers(2), numbers(2)),
@@ -77,8 +81,14 @@ def test_every_bundled_loss_is_tried():
 
 def test_cross_entropy_is_pytorchs_and_a_plain_one_is_recognized():
     loss, outputs, targets = CASES["cross-entropy"]
-    assert torch.equal(loss(outputs, targets), functional.cross_entropy(outputs, targets, reduction="none"))
-    assert read_loss("cross-entropy") == losses.CrossEntropy() != losses.CrossEntropy(label_smoothing=0.1)
+    assert torch.equal(
+        loss(outputs, targets), functional.cross_entropy(outputs, targets, reduction="none")
+    )
+    assert (
+        read_loss("cross-entropy")
+        == losses.CrossEntropy()
+        != losses.CrossEntropy(label_smoothing=0.1)
+    )
 
 
 def test_weights_and_smoothing_are_those_of_the_formula():
@@ -93,7 +103,9 @@ def test_weights_and_smoothing_are_those_of_the_formula():
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_binary_and_multi_label_are_pytorchs(weight):
     def expected(z, y):
-        return functional.binary_cross_entropy(z.sigmoid(), y, weight=1 + (weight - 1) * y, reduction="none")
+        return functional.binary_cross_entropy(
+            z.sigmoid(), y, weight=1 + (weight - 1) * y, reduction="none"
+        )
 
     _, z, y = CASES["binary, numbers"]
     torch.testing.assert_close(losses.Binary(weight)(z, y), expected(z, y[:, 0]))
@@ -127,23 +139,31 @@ def test_dice_by_hand():
     found = losses.Dice()(share.log(), targets)
     torch.testing.assert_close(found, torch.tensor([1 - (first + second) / 2]).double())
     entropy = -(math.log(0.75) + math.log(0.5)) / 2
-    torch.testing.assert_close(losses.Dice(cross_entropy=2.0)(share.log(), targets), found + 2 * entropy)
+    torch.testing.assert_close(
+        losses.Dice(cross_entropy=2.0)(share.log(), targets), found + 2 * entropy
+    )
 
 
 def test_losses_of_numbers_are_pytorchs():
     for name, function in {
         "mse": functional.mse_loss,
         "mae": functional.l1_loss,
-        "huber": lambda o, y, reduction: functional.huber_loss(o, y, delta=0.3, reduction=reduction),
+        "huber": lambda o, y, reduction: functional.huber_loss(
+            o, y, delta=0.3, reduction=reduction
+        ),
         "poisson": functional.poisson_nll_loss,
     }.items():
         loss, outputs, targets = CASES[name]
-        torch.testing.assert_close(loss(outputs, targets), function(outputs, targets, reduction="none").mean(1))
+        torch.testing.assert_close(
+            loss(outputs, targets), function(outputs, targets, reduction="none").mean(1)
+        )
 
 
 def test_quantiles_are_those_of_scikit_learn():
     loss, outputs, targets = CASES["quantile"]
-    each = [mean_pinball_loss(targets, outputs[..., i], alpha=q) for i, q in enumerate(loss.quantiles)]
+    each = [
+        mean_pinball_loss(targets, outputs[..., i], alpha=q) for i, q in enumerate(loss.quantiles)
+    ]
     assert float(loss(outputs, targets).mean()) == pytest.approx(sum(each) / 3)
     assert torch.equal(loss(outputs.flatten(1), targets), loss(outputs, targets))
 
@@ -154,7 +174,9 @@ def test_cox_worked_by_hand():
     equal = losses.Cox()(torch.zeros(4, 1).double(), targets)
     torch.testing.assert_close(equal, torch.tensor([3, 4, 1, 3]).double().log())
     z = torch.tensor([2, 3, 5, 7]).double().log()
-    expected = torch.tensor([(2 + 5 + 7) / 2, (2 + 3 + 5 + 7) / 3, 1, (2 + 5 + 7) / 7]).double().log()
+    expected = (
+        torch.tensor([(2 + 5 + 7) / 2, (2 + 3 + 5 + 7) / 3, 1, (2 + 5 + 7) / 7]).double().log()
+    )
     torch.testing.assert_close(losses.Cox()(z, targets), expected)
 
 
@@ -185,7 +207,9 @@ def test_many_models_at_once_give_what_one_after_another_gives(name):
     found, slopes = vmap(loss)(many, labels), vmap(grad(mean))(many, labels)
     for i in range(3):
         torch.testing.assert_close(found[i], loss(many[i].contiguous(), labels[i].contiguous()))
-        torch.testing.assert_close(slopes[i], grad(mean)(many[i].contiguous(), labels[i].contiguous()))
+        torch.testing.assert_close(
+            slopes[i], grad(mean)(many[i].contiguous(), labels[i].contiguous())
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,7 +242,15 @@ def test_single_precision_and_bf16_products_give_losses_in_single_precision(name
 
 
 @pytest.mark.parametrize(
-    "name", ["weighted", "multi-label, weighted", "tokens, smoothed", "dice, with cross-entropy", "poisson", "quantile"]
+    "name",
+    [
+        "weighted",
+        "multi-label, weighted",
+        "tokens, smoothed",
+        "dice, with cross-entropy",
+        "poisson",
+        "quantile",
+    ],
 )
 def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
     loss, outputs, targets = CASES[name]
@@ -228,15 +260,23 @@ def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
     data = RawSamples(numbers(7), targets, torch.float64)
     rows = layout.flatten_copy(layout.train_module)[None]
     places = torch.arange(SAMPLES).reshape(1, 2, 6)
-    work = Training(data, places, torch.full((1, 2), 6), LocalTraining(optimizer="sgd", lr=0.5, batch_size=6))
+    work = Training(
+        data, places, torch.full((1, 2), 6), LocalTraining(optimizer="sgd", lr=0.5, batch_size=6)
+    )
     few = torch.arange(2)
-    program, loop = TracedProgram(layout, loss, data.inputs(few), data.targets(few)), LoopEngine(layout, loss)
+    program, loop = (
+        TracedProgram(layout, loss, data.inputs(few), data.targets(few)),
+        LoopEngine(layout, loss),
+    )
     ours, theirs = rows.clone(), rows.clone()
     found, expected = program.train(ours, work), loop.train(theirs, work, 1)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(ours, rows, atol=1e-3)
-    sets, nothing = Pairs(data, places[0], torch.tensor([6, 5]), few * 0, few), layout.zero_inputs(1)
+    sets, nothing = (
+        Pairs(data, places[0], torch.tensor([6, 5]), few * 0, few),
+        layout.zero_inputs(1),
+    )
     measured = loop.measure(theirs, sets, nothing, 1)
     for mine, value in zip(program.measure(ours, sets, nothing), measured.values(), strict=True):
         torch.testing.assert_close(mine, value, rtol=1e-10, atol=1e-12)
@@ -267,26 +307,38 @@ def test_each_names_the_metric_by_which_methods_are_compared(name):
 
 def test_metrics_see_counts_medians_and_what_counts():
     poisson, outputs, targets = CASES["poisson"]
-    torch.testing.assert_close(poisson.score(outputs, targets), (outputs.exp() - targets).abs().mean(1))
+    torch.testing.assert_close(
+        poisson.score(outputs, targets), (outputs.exp() - targets).abs().mean(1)
+    )
     quantile, outputs, targets = CASES["quantile"]
-    torch.testing.assert_close(quantile.score(outputs, targets), (outputs[..., 1] - targets).abs().mean(1))
+    torch.testing.assert_close(
+        quantile.score(outputs, targets), (outputs[..., 1] - targets).abs().mean(1)
+    )
     binary, outputs, targets = CASES["binary"]
-    assert torch.equal(binary.score(outputs, targets), ((outputs[:, 0] > 0).long() == targets).double())
+    assert torch.equal(
+        binary.score(outputs, targets), ((outputs[:, 0] > 0).long() == targets).double()
+    )
     pixels, outputs, targets = CASES["segmentation"]
     right = ((outputs.argmax(1) == targets) & (targets != 255)).flatten(1).sum(1)
     torch.testing.assert_close(
-        pixels.score(outputs, targets), right / (targets != 255).flatten(1).sum(1).clamp(min=1).double()
+        pixels.score(outputs, targets),
+        right / (targets != 255).flatten(1).sum(1).clamp(min=1).double(),
     )
 
 
 def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
-    with pytest.raises(ConfigError, match="'auroc' is of one class a sample, or yes or no in each column; loss 'mse'"):
+    with pytest.raises(
+        ConfigError,
+        match="'auroc' is of one class a sample, or yes or no in each column; loss 'mse'",
+    ):
         losses.SquaredError().require(MEASURES["auroc"], numbers(2))
     with pytest.raises(ConfigError, match="take one of mse, mae, r2, or a function of yours"):
         losses.SquaredError().require(MEASURES["auroc"], numbers(2))
     own = losses.Own(f"{__name__}:focal")
     own.require(MEASURES["auroc"], integers(2))
-    with pytest.raises(ConfigError, match=r"'mae' is of numbers; loss 'own' trains outputs for one class a sample"):
+    with pytest.raises(
+        ConfigError, match=r"'mae' is of numbers; loss 'own' trains outputs for one class a sample"
+    ):
         own.require(MEASURES["mae"], integers(2))
 
 
@@ -325,12 +377,32 @@ def test_shapes_that_do_not_fit_are_refused(loss, outputs, targets, said):
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "said"),
     [
-        ("cross-entropy", (3,), torch.tensor([0, 3]), "a target is 3; expected a class from 0 to 2"),
+        (
+            "cross-entropy",
+            (3,),
+            torch.tensor([0, 3]),
+            "a target is 3; expected a class from 0 to 2",
+        ),
         ("cross-entropy", (3,), torch.tensor([0.5, 1]), "a target is 0.5; expected whole numbers"),
         ("binary", (), torch.tensor([0.0, 2.0]), "a target is 2.0; expected 0 or 1"),
-        ("multi-label", (2,), torch.tensor([[0, 1], [1, -1]]), "a target is -1; expected 0 or 1 in each column"),
-        ("tokens", (2, 3), torch.tensor([[0, -1]]), r"a target is -1; expected a class from 0 to 2, or -100 where"),
-        ("dice", (3, 1, 1), torch.tensor([[[255]]]), "a target is 255; .* does not count .ignore_index"),
+        (
+            "multi-label",
+            (2,),
+            torch.tensor([[0, 1], [1, -1]]),
+            "a target is -1; expected 0 or 1 in each column",
+        ),
+        (
+            "tokens",
+            (2, 3),
+            torch.tensor([[0, -1]]),
+            r"a target is -1; expected a class from 0 to 2, or -100 where",
+        ),
+        (
+            "dice",
+            (3, 1, 1),
+            torch.tensor([[[255]]]),
+            "a target is 255; .* does not count .ignore_index",
+        ),
         ("poisson", (1,), torch.tensor([[-2.0]]), "a target is -2.0; expected a count"),
         ("cox", (1,), torch.tensor([[1.0, 2.0]]), "a target is 2.0; expected 1 for an event or 0"),
     ],
@@ -398,7 +470,9 @@ class Scaled(Loss):
         return self.factor * focal(outputs, targets)
 
 
-@pytest.mark.parametrize("loss", [*(case[0] for case in CASES.values()), Scaled(2.0), losses.Own(f"{__name__}:focal")])
+@pytest.mark.parametrize(
+    "loss", [*(case[0] for case in CASES.values()), Scaled(2.0), losses.Own(f"{__name__}:focal")]
+)
 def test_a_stored_loss_is_read_again(loss):
     assert read_loss(stored_loss(loss)) == loss
 
@@ -419,7 +493,11 @@ def test_a_function_and_a_class_are_found_by_their_path():
     [
         (forgotten, ConfigError, "returned None for 12 samples; expected one loss a sample"),
         (mean_of_all, ConfigError, r"returned a tensor of shape \(\) for 12 samples"),
-        (fails, ModelError, r"fails on outputs \(12, 4\) and targets \(12,\): RuntimeError: Size does not match"),
+        (
+            fails,
+            ModelError,
+            r"fails on outputs \(12, 4\) and targets \(12,\): RuntimeError: Size does not match",
+        ),
     ],
 )
 def test_a_function_that_returns_something_else_is_refused_at_the_door(function, error, said):
@@ -440,10 +518,19 @@ def test_the_usual_loss():
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (integers(2, 3).double(), "0 and 1 in 3 columns: set loss = 'multi-label' .* or loss = 'mse'"),
-        (integers(2, 3), "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens', or to a function"),
+        (
+            integers(2, 3).double(),
+            "0 and 1 in 3 columns: set loss = 'multi-label' .* or loss = 'mse'",
+        ),
+        (
+            integers(2, 3),
+            "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens', or to a function",
+        ),
         (integers(9, 3) + 1, "3 whole numbers a sample, .* set loss to 'tokens', or"),
-        (integers(9, 4, 4) + 1, "16 whole numbers a sample, .* set loss to 'segmentation' or 'dice', or"),
+        (
+            integers(9, 4, 4) + 1,
+            "16 whole numbers a sample, .* set loss to 'segmentation' or 'dice', or",
+        ),
         (integers(9) + 1, "a whole number a sample, .* set loss to 'poisson' or 'mse', or"),
     ],
 )

@@ -32,8 +32,13 @@ def test_confidence_is_the_logit_of_the_probability():
 
 def test_auc_is_that_of_the_roc_curve_with_ties():
     stream = Rng(0).generator("test")
-    scores, member = torch.from_numpy(stream.integers(7, size=500)).double(), torch.from_numpy(stream.random(500) < 0.3)
-    assert membership.auc(scores, member) == pytest.approx(roc_auc_score(member.numpy(), scores.numpy()))
+    scores, member = (
+        torch.from_numpy(stream.integers(7, size=500)).double(),
+        torch.from_numpy(stream.random(500) < 0.3),
+    )
+    assert membership.auc(scores, member) == pytest.approx(
+        roc_auc_score(member.numpy(), scores.numpy())
+    )
 
 
 def test_members_are_found_at_one_per_cent_of_false_alarms():
@@ -53,9 +58,14 @@ def test_the_likelihood_ratio_is_that_of_normal_distributions():
     others = [0, 1, 4, 5, 6, 7]  # run 3 is attacked; run 2 is its pair
     fits = {}
     for inside in (True, False):
-        chosen = [[float(values[r, s]) for r in others if bool(member[r, s]) == inside] for s in range(50)]
+        chosen = [
+            [float(values[r, s]) for r in others if bool(member[r, s]) == inside] for s in range(50)
+        ]
         assert {len(one) for one in chosen} == {3}
-        fits[inside] = np.mean(chosen[7]), math.sqrt(np.mean([np.var(one, ddof=1) for one in chosen]))
+        fits[inside] = (
+            np.mean(chosen[7]),
+            math.sqrt(np.mean([np.var(one, ddof=1) for one in chosen])),
+        )
     value = float(values[3, 7])
     expected = stats.norm.logpdf(value, *fits[True]) - stats.norm.logpdf(value, *fits[False])
     assert float(found[3, 7]) == pytest.approx(expected)

@@ -28,7 +28,9 @@ def test_federated_reductions():
     label = torch.tensor([0, 0, 1])
     assert metrics.federated(values, samples) == 0.5
     assert metrics.federated(values, samples, how="sample_weighted") == 0.375
-    assert metrics.federated(values, samples, label, how="cluster_then_client") == pytest.approx(1 / 3)
+    assert metrics.federated(values, samples, label, how="cluster_then_client") == pytest.approx(
+        1 / 3
+    )
     equal = torch.full((3,), 7)
     assert metrics.federated(values, equal, label, how="cluster_then_client") == pytest.approx(0.5)
 
@@ -76,7 +78,9 @@ def test_scores_need_between_two_clusters_and_all_but_one(label: list[int]):
     """One cluster, or one a client: NaN with the reason."""
     counts = torch.tensor([[1, 2], [3, 4], [9, 1]])
     for metric in (metrics.was, metrics.wadb):
-        with pytest.warns(metrics.Undefined, match=rf"at least 2 clusters .* found {len(set(label))}"):
+        with pytest.warns(
+            metrics.Undefined, match=rf"at least 2 clusters .* found {len(set(label))}"
+        ):
             assert math.isnan(metric(counts, torch.tensor(label)))
 
 
@@ -101,7 +105,10 @@ def test_rand_of_two_clusters_over_fifty_fifty(a: int, b: int):
 
 def test_rand_of_one_cluster():
     """Pairs of one planted group are kept together, the others are not: 0.4949 for 50/50, 1/3 for 40/30/30."""
-    halves, thirds = (torch.arange(100) >= 50).long(), torch.bucketize(torch.arange(100), torch.tensor([39, 69]))
+    halves, thirds = (
+        (torch.arange(100) >= 50).long(),
+        torch.bucketize(torch.arange(100), torch.tensor([39, 69])),
+    )
     one = torch.zeros(100, dtype=torch.int64)
     assert metrics.rand(halves, one) == pytest.approx(2450 / 4950)
     assert metrics.rand(thirds, one) == pytest.approx((780 + 435 + 435) / 4950)
@@ -171,7 +178,9 @@ def literals(path: Path) -> set[str]:
     text = path.read_text("utf-8")
     if path.suffix == ".js":
         return set(re.findall(r"[\"'`](\w+)[\"'`]", text)) | set(re.findall(r"\.(\w+)\b", text))
-    return {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)} - {None}
+    return {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)} - {
+        None
+    }
 
 
 def test_nothing_but_the_registry_and_methods_knows_a_metric_by_name():
@@ -181,7 +190,8 @@ def test_nothing_but_the_registry_and_methods_knows_a_metric_by_name():
     found = {
         f"{place}: {name}"
         for path in files
-        if (place := path.relative_to(SOURCES).as_posix()) not in PLACES and not place.startswith("methods/")
+        if (place := path.relative_to(SOURCES).as_posix()) not in PLACES
+        and not place.startswith("methods/")
         for name in literals(path) & (set(metrics.REGISTRY) - set(WORDS))
     }
     assert not found
@@ -201,7 +211,12 @@ def test_every_entry_says_what_it_is():
 def test_derived_metrics_are_shown_as_what_they_are_made_from():
     """A largest accuracy is an accuracy: in %, higher is better. Shown once and the same everywhere."""
     for base, largest in metrics.MAXIMA.items():
-        assert (largest.unit, largest.scale, largest.digits, largest.sign) == (base.unit, base.scale, base.digits, 1)
+        assert (largest.unit, largest.scale, largest.digits, largest.sign) == (
+            base.unit,
+            base.scale,
+            base.digits,
+            1,
+        )
         assert largest.show(0.5) == "50.00"
         assert largest.show(0.5, brief=True) == "50.0"
     assert {entry.name for entry in metrics.REDUCTIONS.values()} == {
@@ -244,14 +259,21 @@ def loss(outputs, targets):
     return 0.0
 
 
-WORST = metrics.SampleMetric("worst", "the largest error", better="lower", function=spread, least=0.0)
+WORST = metrics.SampleMetric(
+    "worst", "the largest error", better="lower", function=spread, least=0.0
+)
 OTHER_ACCURACY = metrics.SampleMetric("accuracy", function=spread)
 
 
 def test_a_function_is_a_metric_of_its_name():
     own = metrics.read_metric(spread)
     assert own == metrics.read_metric(f"{__name__}:spread")
-    assert (own.name, own.text, own.sign, own.shown) == ("spread", "How far apart outputs are.", 0, "further")
+    assert (own.name, own.text, own.sign, own.shown) == (
+        "spread",
+        "How far apart outputs are.",
+        0,
+        "further",
+    )
     assert own(torch.tensor([[1.0], [3.0]]), torch.zeros(2)) == pytest.approx(math.sqrt(2))
     assert metrics.stored_metric(own) == f"{__name__}:spread"
     stored = metrics.stored([own])
@@ -265,7 +287,9 @@ def test_a_metric_is_found_by_its_path_and_stored_by_it():
     assert metrics.stored_metric(found) == metrics.stored_metric(WORST) == f"{__name__}:WORST"
     assert metrics.read_metric(WORST) is WORST
     nowhere = metrics.SampleMetric("nowhere", function=spread)
-    with pytest.raises(ConfigError, match="'nowhere' has no import path; define it at the top of a module"):
+    with pytest.raises(
+        ConfigError, match="'nowhere' has no import path; define it at the top of a module"
+    ):
         metrics.stored_metric(nowhere)
 
 
@@ -278,7 +302,10 @@ def test_a_metric_is_found_by_its_path_and_stored_by_it():
         ("math:no", "expected package.module:name"),
         ("torch.nn:Linear", "expected a function"),
         (lambda outputs, targets: 0, "at the top of a module"),
-        (f"{__name__}:loss", "the name of metric .* is 'loss'; expected one that no built-in metric has"),
+        (
+            f"{__name__}:loss",
+            "the name of metric .* is 'loss'; expected one that no built-in metric has",
+        ),
         (f"{__name__}:OTHER_ACCURACY", "is 'accuracy'; expected one that no built-in metric has"),
         (OTHER_ACCURACY, "the name of a metric is 'accuracy'; expected one that"),
     ],
@@ -290,10 +317,13 @@ def test_a_metric_of_samples_that_is_none_is_refused(given, said):
 
 def test_what_a_function_returns_must_be_a_number():
     outputs, targets = torch.zeros(3, 2), torch.zeros(3)
-    with pytest.raises(ConfigError, match="forgotten' returned None; expected one number for all samples"):
+    with pytest.raises(
+        ConfigError, match="forgotten' returned None; expected one number for all samples"
+    ):
         metrics.read_metric(forgotten)(outputs, targets)
     with pytest.raises(
-        ConfigError, match=r"returned a tensor of shape \(3,\); .* needs SampleMetric\(..., each=True\)"
+        ConfigError,
+        match=r"returned a tensor of shape \(3,\); .* needs SampleMetric\(..., each=True\)",
     ):
         metrics.read_metric(each_of_them)(outputs, targets)
     every = metrics.SampleMetric("every", function=each_of_them, each=True)
@@ -303,7 +333,9 @@ def test_what_a_function_returns_must_be_a_number():
 
 
 def test_a_set_without_samples_has_no_value():
-    with pytest.warns(metrics.Undefined, match="the mean squared error is undefined: there are no samples"):
+    with pytest.warns(
+        metrics.Undefined, match="the mean squared error is undefined: there are no samples"
+    ):
         assert math.isnan(metrics.MEASURES["mse"](torch.zeros(0), torch.zeros(0)))
 
 
@@ -323,7 +355,8 @@ def test_what_compares_methods_is_the_first_that_is_there():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"name": "Trust Me"}, "small letters"), ({"name": "t", "over": "moon"}, "over is .moon")]
+    ("fields", "said"),
+    [({"name": "Trust Me"}, "small letters"), ({"name": "t", "over": "moon"}, "over is .moon")],
 )
 def test_a_metric_that_is_none_is_refused(fields, said):
     with pytest.raises(ConfigError, match=said):
@@ -334,7 +367,9 @@ def test_stored_metrics_come_back_and_built_in_ones_are_not_stored():
     own = metrics.Metric("trust", "a line", better="lower", unit="s", scale=2.0, digits=0)
     stored = metrics.stored([metrics.LOSS, own])
     assert list(stored) == ["trust"]
-    known = metrics.REGISTRY.with_stored(json.loads(json.dumps(stored)) | {"x": {"name": "x", "of_later_versions": 1}})
+    known = metrics.REGISTRY.with_stored(
+        json.loads(json.dumps(stored)) | {"x": {"name": "x", "of_later_versions": 1}}
+    )
     assert known["trust"] == own
     assert known["x"] == metrics.Metric("x")
     assert known["loss"] is metrics.LOSS

@@ -14,16 +14,26 @@ DRAWS = 2000
 def studies(seeds, *, difference=0.02, clients=8, methods=2, tails=None):
     """Simulated final metrics: draws x methods x seeds x clients; method 0 is better by a difference.
 
-    Seeds have a level of their own (the split, the initial models), clients too, fixed over seeds as those of named
-    hospitals are; a method has better and worse seeds, in which all its clients share, and clients that it suits.
+    Seeds have a level of their own (the split, the initial models), clients too, fixed over seeds
+    as those of named hospitals are; a method has better and worse seeds, in which all its clients
+    share, and clients that it suits.
     """
     rng = np.random.default_rng([seeds, clients, methods, tails or 0])
     shared = rng.standard_normal if tails is None else lambda size: rng.standard_t(tails, size)
     shape = (DRAWS, methods, seeds, clients)
-    values = 0.8 + 0.05 * rng.standard_normal((DRAWS, 1, seeds, 1)) + 0.1 * rng.standard_normal((1, 1, 1, clients))
+    values = (
+        0.8
+        + 0.05 * rng.standard_normal((DRAWS, 1, seeds, 1))
+        + 0.1 * rng.standard_normal((1, 1, 1, clients))
+    )
     suits = 0.02 * rng.standard_normal((1, methods, 1, clients))
     suits -= suits.mean(-1, keepdims=True)  # so that the mean over these clients is as given
-    values = values + suits + 0.02 * shared((DRAWS, methods, seeds, 1)) + 0.03 * rng.standard_normal(shape)
+    values = (
+        values
+        + suits
+        + 0.02 * shared((DRAWS, methods, seeds, 1))
+        + 0.03 * rng.standard_normal(shape)
+    )
     values[:, 0] += difference
     return values
 
@@ -86,7 +96,9 @@ def test_with_one_true_difference_the_others_are_called_established_as_rarely():
     first, second = np.triu_indices(4, 1)
     corrected = holm(mean_difference(values[:, first] - values[:, second]).p)
     assert (corrected[:, first == 0] <= 0.05).all()
-    assert (corrected[:, first > 0] <= 0.05).any(-1).mean() <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / DRAWS)
+    assert (corrected[:, first > 0] <= 0.05).any(-1).mean() <= 0.05 + 2 * math.sqrt(
+        0.05 * 0.95 / DRAWS
+    )
 
 
 @pytest.mark.parametrize("seeds", [5, 20])
@@ -96,7 +108,9 @@ def test_seeds_that_share_training_data_are_corrected_for(seeds):
     common, own = rng.standard_normal((DRAWS, 1)), rng.standard_normal((DRAWS, seeds))
     differences = 1.0 + math.sqrt(share) * common + math.sqrt(1 - share) * own
     assert 0.93 <= covered(differences, 1.0, overlap=overlap_of(share)) <= 0.97
-    narrow = stats.t.ppf(0.975, seeds - 1) * math.sqrt((1 / seeds) / (1 / seeds + overlap_of(share)))
+    narrow = stats.t.ppf(0.975, seeds - 1) * math.sqrt(
+        (1 / seeds) / (1 / seeds + overlap_of(share))
+    )
     expected = 1 - 2 * stats.t.sf(narrow, seeds - 1)  # 86 % with 5 seeds, 64 % with 20
     assert covered(differences, 1.0) == pytest.approx(expected, abs=0.025)
 
@@ -124,11 +138,15 @@ def test_holm_by_hand():
 
 
 def test_a_pair_without_a_test_does_not_count():
-    np.testing.assert_allclose(holm(np.array([np.nan, 0.02, 0.03, np.nan])), [np.nan, 0.04, 0.04, np.nan])
+    np.testing.assert_allclose(
+        holm(np.array([np.nan, 0.02, 0.03, np.nan])), [np.nan, 0.04, 0.04, np.nan]
+    )
     assert np.isnan(holm(np.array([np.nan, np.nan]))).all()
 
 
-@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (2.0, 5)])
+@pytest.mark.parametrize(
+    ("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (2.0, 5)]
+)
 def test_seeds_needed_are_those_of_tables_of_power(effect, seeds):
     """Of the paired t test, two-sided, 5 %, 80 % power, as G*Power prints them."""
     assert seeds_needed(effect) == seeds_needed(-effect) == seeds

@@ -74,7 +74,9 @@ def test_classes_that_a_client_lacks_do_not_count():
     assert scores.auroc(outputs, classes) == pytest.approx(sum(each) / 2)
     labels = torch.stack([LABELS[:, 0], torch.zeros_like(YES), torch.ones_like(YES)], 1)
     assert scores.auroc(LOGITS, labels) == pytest.approx(scores.auroc(LOGITS[:, :1], labels[:, :1]))
-    with pytest.warns(Undefined, match="AUROC is undefined: there is no class that only some samples have"):
+    with pytest.warns(
+        Undefined, match="AUROC is undefined: there is no class that only some samples have"
+    ):
         assert math.isnan(scores.auroc(OUTPUTS, torch.zeros_like(CLASSES)))
     with pytest.warns(Undefined, match="average precision is undefined: no sample is a yes"):
         assert math.isnan(scores.average_precision(TWO, torch.zeros_like(YES)))
@@ -99,7 +101,9 @@ def test_calibration_by_hand():
     share = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]]).double()
     found = scores.calibration_error(share.log(), torch.tensor([0, 1, 1]))
     assert found == pytest.approx(2 / 3 * 0.4 + 1 / 3 * 0.4)
-    assert scores.calibration_error(share.log(), torch.tensor([0, 1, 1]), bins=1) == pytest.approx(abs(2 / 3 - 0.8))
+    assert scores.calibration_error(share.log(), torch.tensor([0, 1, 1]), bins=1) == pytest.approx(
+        abs(2 / 3 - 0.8)
+    )
 
 
 def test_calibration_is_the_sum_over_bins():
@@ -120,7 +124,9 @@ def test_brier_is_that_of_scikit_learn():
     wanted = functional.one_hot(CLASSES, 4)
     expected = (OUTPUTS.softmax(1) - wanted).square().sum(1).mean()
     assert float(scores.brier(OUTPUTS, CLASSES).mean()) == pytest.approx(float(expected))
-    each = [sklearn.metrics.brier_score_loss(LABELS[:, c], LOGITS[:, c].sigmoid()) for c in range(3)]
+    each = [
+        sklearn.metrics.brier_score_loss(LABELS[:, c], LOGITS[:, c].sigmoid()) for c in range(3)
+    ]
     assert float(scores.brier(LOGITS, LABELS).mean()) == pytest.approx(sum(each) / 3)
 
 
@@ -133,7 +139,9 @@ COUNTED = POSITIONS != UNCOUNTED
 def test_positions_that_do_not_count_do_not():
     found = OF_POSITIONS.argmax(2)
     right = [
-        float((found[i][COUNTED[i]] == POSITIONS[i][COUNTED[i]]).double().mean()) if COUNTED[i].any() else 0.0
+        float((found[i][COUNTED[i]] == POSITIONS[i][COUNTED[i]]).double().mean())
+        if COUNTED[i].any()
+        else 0.0
         for i in range(20)
     ]
     assert scores.position_accuracy(OF_POSITIONS, POSITIONS).tolist() == pytest.approx(right)

@@ -41,7 +41,9 @@ def test_large_tau_gives_all_but_the_floor_to_the_most_similar():
     s = torch.tensor([[9.0, 0.1, 0.3, 0.2]])
     p = selection.probabilities(s, 1e9, EVERYBODY[:1], IDS[:1], floor=1e-6)
     total = 1 + 3e-6
-    torch.testing.assert_close(p, torch.tensor([[0.0, 1e-6 / total, (1 + 1e-6) / total, 1e-6 / total]]).double())
+    torch.testing.assert_close(
+        p, torch.tensor([[0.0, 1e-6 / total, (1 + 1e-6) / total, 1e-6 / total]]).double()
+    )
 
 
 def test_adding_a_constant_changes_nothing():
@@ -61,7 +63,9 @@ def test_extreme_similarities_stay_finite(scale, tau):
 
 def test_a_draw_succeeds_when_one_entry_has_all_the_probability():
     """Invariant 14: three of four others have probability 0 in floating point and three peers are wanted."""
-    p = selection.probabilities(torch.tensor([[0.0, 0, 1, 0, 0]]), 1e9, torch.ones(1, 5) > 0, IDS[:1], floor=0.0)
+    p = selection.probabilities(
+        torch.tensor([[0.0, 0, 1, 0, 0]]), 1e9, torch.ones(1, 5) > 0, IDS[:1], floor=0.0
+    )
     noise = Rng(0).gumbel("peers", IDS[:1], 5)
     peers = selection.sample(p.log(), noise, 3, selection.others(IDS[:1], 5))
     assert peers[0, 0] == 2
@@ -118,18 +122,26 @@ def test_a_loss_that_is_no_number_is_the_highest():
 
 def test_the_best_are_those_that_arrived_then_those_that_stay():
     """9 has the highest score, 3 follows; 4 sent nothing but stays; 5 sent nothing and goes; NaN is the lowest."""
-    slots, scores = torch.tensor([[3, 9, 4, 5, 6, -1]]), torch.tensor([[0.5, 0.8, 7.0, 8.0, torch.nan, 9.0]])
+    slots, scores = (
+        torch.tensor([[3, 9, 4, 5, 6, -1]]),
+        torch.tensor([[0.5, 0.8, 7.0, 8.0, torch.nan, 9.0]]),
+    )
     mask = torch.tensor([[True, True, False, False, True, False]])
     stays = torch.tensor([[False, False, True, False, False, True]])
     assert selection.best(scores, slots, 2, mask, stays).tolist() == [[9, 3]]
     assert selection.best(scores, slots, 5, mask, stays).tolist() == [[9, 3, 6, 4, -1]]
-    assert selection.best(scores[:, :2], slots[:, :2], 4, mask[:, :2], stays[:, :2]).tolist() == [[9, 3, -1, -1]]
+    assert selection.best(scores[:, :2], slots[:, :2], 4, mask[:, :2], stays[:, :2]).tolist() == [
+        [9, 3, -1, -1]
+    ]
 
 
 def test_within_and_others():
     allowed = torch.tensor([[True, True, False]])
     assert selection.within(torch.tensor([[2, 1, -1]]), allowed).tolist() == [[-1, 1, -1]]
-    assert selection.others(torch.tensor([2, 0]), 3).tolist() == [[True, True, False], [False, True, True]]
+    assert selection.others(torch.tensor([2, 0]), 3).tolist() == [
+        [True, True, False],
+        [False, True, True],
+    ]
 
 
 def test_entropy_tau_finds_the_entropy():
@@ -143,7 +155,9 @@ def test_entropy_tau_finds_the_entropy():
 
 def test_entropy_tau_is_zero_when_too_few_are_known():
     """Two others can have 1 bit at most; wanted are 2."""
-    tau = selection.entropy_tau(similarities(size=3)[:1], torch.ones(1, 3) > 0, torch.tensor([0]), 2.0)
+    tau = selection.entropy_tau(
+        similarities(size=3)[:1], torch.ones(1, 3) > 0, torch.tensor([0]), 2.0
+    )
     assert float(tau) < 1e-12
 
 
@@ -155,7 +169,8 @@ def test_min_max_scales_those_considered():
 
 # ---------------------------------------------------------------- two hops
 
-# Four clients; client 0 hears from 1 (similarity 0.9) and 2 (similarity 0.4). Both know 3: 1 says 0.7, 2 says 0.2.
+# Four clients; client 0 hears from 1 (similarity 0.9) and 2 (similarity 0.4). Both know 3: 1 says
+# 0.7, 2 says 0.2.
 VECTORS = torch.tensor([[0.0, 0, 0, 0], [0.3, 0, 0.5, 0.7], [0.1, 0.6, 0, 0.2], [0, 0, 0, 0]])
 KNOWS = VECTORS > 0
 HEARD = torch.tensor([[2, 1]])
@@ -163,7 +178,9 @@ KNOWN = torch.tensor([[True, True, True, False]])
 
 
 def hops(preference, known=KNOWN, knows=KNOWS, peers=HEARD):
-    return selection.two_hop(known, peers, torch.tensor([preference]).double(), peers.clamp(min=0), VECTORS, knows)
+    return selection.two_hop(
+        known, peers, torch.tensor([preference]).double(), peers.clamp(min=0), VECTORS, knows
+    )
 
 
 def test_an_estimate_comes_from_the_preferred_relay():
@@ -202,8 +219,12 @@ def test_a_silent_relay_says_nothing():
 def test_a_race_chooses_what_gumbel_top_m_chooses(tau: float):
     """The same ids in the same order for the same keyed streams, flat and peaked; most clients need no logarithm."""
     ids, population = torch.arange(40), 300
-    similarity = torch.rand(40, population, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    mass = selection.probabilities(similarity, tau, torch.ones(40, population, dtype=torch.bool), ids)
+    similarity = torch.rand(
+        40, population, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    mass = selection.probabilities(
+        similarity, tau, torch.ones(40, population, dtype=torch.bool), ids
+    )
     allowed = selection.others(ids, population)
     certain = torch.zeros(0, dtype=torch.bool)
     for round in range(5):
@@ -231,6 +252,9 @@ def test_equal_scores_go_to_the_lowest_id():
 
 def test_a_race_is_not_certain_where_too_few_are_allowed():
     """One may be read and two are wanted: `sample` leaves the second slot empty."""
-    mass, draws = torch.full((1, 3), 0.5, dtype=torch.float64), torch.full((1, 3), 0.5, dtype=torch.float64)
+    mass, draws = (
+        torch.full((1, 3), 0.5, dtype=torch.float64),
+        torch.full((1, 3), 0.5, dtype=torch.float64),
+    )
     _, certain = selection.race(mass, draws, 2, torch.tensor([[False, True, False]]))
     assert certain.tolist() == [False]

@@ -35,7 +35,9 @@ def test_cohort_weights_are_probabilities():
     """With odds 3 to 1 for the first of two clients it is drawn 3/4 of the time (4 standard errors of 4000 draws)."""
     odds = torch.tensor([3.0, 1.0]).double().log()
     draws = Rng(1).generator("cohort").gumbel(size=(4000, 2))
-    hits = sum(int(selection.cohort(torch.from_numpy(d), 1, log_weights=odds)[0] == 0) for d in draws)
+    hits = sum(
+        int(selection.cohort(torch.from_numpy(d), 1, log_weights=odds)[0] == 0) for d in draws
+    )
     assert abs(hits / 4000 - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
 
 
@@ -47,14 +49,20 @@ def test_a_cohort_in_memory_is_computed():
 def test_processes_learn_the_cohort_from_the_server():
     """The process without the server role never computes, and a second choice in a round is another address."""
     office = PostOffice(4, timeout=10.0)
-    boxes = [Mailbox(office, torch.tensor([0, 1]), server=True), Mailbox(office, torch.tensor([2, 3]))]
+    boxes = [
+        Mailbox(office, torch.tensor([0, 1]), server=True),
+        Mailbox(office, torch.tensor([2, 3])),
+    ]
     seen: dict[int, list[list[int]]] = {}
 
     def work(which: int) -> None:
         box = boxes[which]
         box.begin(Rng(0).at(0))
         choices = [torch.tensor([1, 2]), torch.tensor([0, 1, 2, 3])]
-        seen[which] = [box.cohort(lambda c=c: c if which == 0 else torch.tensor([-5])).tolist() for c in choices]
+        seen[which] = [
+            box.cohort(lambda c=c: c if which == 0 else torch.tensor([-5])).tolist()
+            for c in choices
+        ]
 
     threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
     for thread in threads:

@@ -39,7 +39,9 @@ def test_cosine_and_distance_are_symmetric_and_the_cosine_is_bounded():
 def test_cosine_ignores_scale_and_distance_does_not():
     """Invariant 19: cos(w, 2v) = cos(w, v); the distance from 0 to 2v is twice that to v."""
     w = normal(3, 20)
-    torch.testing.assert_close(similarity.cosine(w, 2 * w, EVERY, ALL), similarity.cosine(w, w, EVERY, ALL))
+    torch.testing.assert_close(
+        similarity.cosine(w, 2 * w, EVERY, ALL), similarity.cosine(w, w, EVERY, ALL)
+    )
     zero = torch.zeros_like(w)
     torch.testing.assert_close(
         similarity.distance(zero, 2 * w, EVERY, ALL), 2 * similarity.distance(zero, w, EVERY, ALL)
@@ -56,8 +58,12 @@ def test_cosine_of_gradients_from_zero_is_that_of_weights():
 def test_identical_models_have_cosine_one_and_the_largest_inverse_distance():
     """Invariant 19: cos = 1 and inverse L2 = 1 / eps."""
     w = normal(1, 30).expand(3, 30)
-    torch.testing.assert_close(similarity.cosine(w, w, EVERY, ALL), torch.ones(3, 3, dtype=torch.float64))
-    assert torch.equal(similarity.inverse(similarity.distance(w, w, EVERY, ALL)), torch.full((3, 3), 1e6).double())
+    torch.testing.assert_close(
+        similarity.cosine(w, w, EVERY, ALL), torch.ones(3, 3, dtype=torch.float64)
+    )
+    assert torch.equal(
+        similarity.inverse(similarity.distance(w, w, EVERY, ALL)), torch.full((3, 3), 1e6).double()
+    )
 
 
 def test_a_zero_update_has_cosine_zero():
@@ -83,7 +89,9 @@ def test_cosine_of_gradients_subtracts_each_sides_own_origin():
     origin, origins = torch.tensor([[2.0, 0.0]]), torch.tensor([[5.0, 4.0]])
     slot, here = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
     assert float(similarity.cosine(own, table, slot, here, origin=origin, origins=origins)) == 0
-    assert float(similarity.cosine(own, table, slot, here)) == pytest.approx(math.sqrt(0.5), abs=1e-15)
+    assert float(similarity.cosine(own, table, slot, here)) == pytest.approx(
+        math.sqrt(0.5), abs=1e-15
+    )
 
 
 def test_nearly_parallel_vectors_of_a_million_entries_are_told_apart():
@@ -94,7 +102,9 @@ def test_nearly_parallel_vectors_of_a_million_entries_are_told_apart():
     dot = math.fsum(p * q for p, q in zip(x, y, strict=True))
     norms = math.sqrt(math.fsum(p * p for p in x) * math.fsum(q * q for q in y))
     slot, here = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
-    assert float(similarity.cosine(a[None], b[None], slot, here)) == pytest.approx(dot / norms, abs=1e-9)
+    assert float(similarity.cosine(a[None], b[None], slot, here)) == pytest.approx(
+        dot / norms, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("params", [1, 2, 7, 8192, 8193, 20_011])
@@ -136,13 +146,18 @@ def test_sums_are_added_in_a_documented_order(params):
     mask[0, 0] = mask[4, 3] = False
     cosines = similarity.cosine(own, table, index, mask, origin=origin, origins=origins)
     distances = similarity.distance(own, table, index, mask)
-    left, right = (own.double() - origin.double()).numpy(), (table.double() - origins.double()).numpy()
+    left, right = (
+        (own.double() - origin.double()).numpy(),
+        (table.double() - origins.double()).numpy(),
+    )
     for i, k in mask.nonzero().tolist():
         a, b = left[i], right[index[i, k]]
         true = _halved(a * b) / (math.sqrt(_halved(a * a)) * math.sqrt(_halved(b * b)))
         assert cosines[i, k].item() == pytest.approx(max(-1.0, min(1.0, true)), rel=1e-15, abs=0)
         gap = own[i].double().numpy() - table[index[i, k]].double().numpy()
-        assert distances[i, k].item() == pytest.approx(math.sqrt(_halved(gap * gap)), rel=1e-15, abs=0)
+        assert distances[i, k].item() == pytest.approx(
+            math.sqrt(_halved(gap * gap)), rel=1e-15, abs=0
+        )
 
 
 def test_inverse_handles_lost_and_diverged_models():

@@ -76,7 +76,9 @@ def test_the_released_sampler_leaves_the_simplex():
     length = steps.abs().sum(1)
     assert float(length.max()) <= 0.5, "the radius bounds the L1 length"
     assert float(length.mean()) == pytest.approx(0.25, abs=0.03), "lengths are uniform"
-    assert float((steps < 0).double().mean()) == pytest.approx(0.5, abs=0.05), "directions are of both signs"
+    assert float((steps < 0).double().mean()) == pytest.approx(0.5, abs=0.05), (
+        "directions are of both signs"
+    )
 
 
 @pytest.mark.parametrize("center", [*CENTERS.values(), [0.25] * 4])
@@ -97,9 +99,9 @@ def test_mean_distance_at_a_vertex_and_the_barycenter():
     assert float(simplex.mean_distance(middle)) == pytest.approx(2 * 0.75**4)
     grid = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     by_grid = float((2 * (grid - 0.8).abs()).mean())
-    assert float(simplex.mean_distance(torch.tensor([0.8, 0.2], dtype=torch.float64))) == pytest.approx(
-        by_grid, abs=1e-6
-    )
+    assert float(
+        simplex.mean_distance(torch.tensor([0.8, 0.2], dtype=torch.float64))
+    ) == pytest.approx(by_grid, abs=1e-6)
 
 
 def fold_counts(folds: int, clients: int = 20, classes: int = 10) -> Tensor:
@@ -157,7 +159,10 @@ def test_the_best_of_several_restarts_is_kept():
     for seed in range(8):
         points = torch.from_numpy(Rng(seed).generator("points").dirichlet(np.ones(4), 15))
         single = Rng(seed).generator("starts")
-        costs = [cost(points, simplex.cluster_points(points, 4, single, restarts=1)[1]) for _ in range(10)]
+        costs = [
+            cost(points, simplex.cluster_points(points, 4, single, restarts=1)[1])
+            for _ in range(10)
+        ]
         kept = simplex.cluster_points(points, 4, Rng(seed).generator("starts"), restarts=10)[1]
         assert cost(points, kept) == pytest.approx(min(costs), abs=1e-9)
         lower += min(costs) < costs[-1] - 1e-6
@@ -171,7 +176,9 @@ def test_seeds_are_drawn_by_squared_distances():
     drawn = [simplex._far_apart(points, 2, stream, simplex.l1_distances) for _ in range(3000)]
     far = [float(seeds[1, 1]) for seeds in drawn if float(seeds[0, 0]) == 1]
     assert len(far) > 900
-    assert sum(value == 1 for value in far) / len(far) == pytest.approx(0.8, abs=4 * (0.16 / len(far)) ** 0.5)
+    assert sum(value == 1 for value in far) / len(far) == pytest.approx(
+        0.8, abs=4 * (0.16 / len(far)) ** 0.5
+    )
 
 
 def test_fewer_points_than_groups_is_refused_and_twins_are_not():
@@ -221,7 +228,9 @@ def test_riesz_energy_by_hand():
 def test_gradients_place_groups_apart():
     """Three groups of updates take three places; points are on the simplex; the sign of the updates matters."""
     directions = torch.from_numpy(stream().normal(size=(3, 20)))
-    updates = directions[torch.arange(12) % 3] + 0.01 * torch.from_numpy(stream(1).normal(size=(12, 20)))
+    updates = directions[torch.arange(12) % 3] + 0.01 * torch.from_numpy(
+        stream(1).normal(size=(12, 20))
+    )
     points = simplex.gradient_points(updates, 3)
     assert points.sum(1).tolist() == pytest.approx([1.0] * 12)
     within = float((points[:3] - points[3:6]).abs().sum(1).max())

@@ -97,7 +97,9 @@ class Disturbed(InMemory):
         deaf: ids of the clients that receive none.
     """
 
-    def __init__(self, federation: Federation, number: int, *, late: bool = False, deaf: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, federation: Federation, number: int, *, late: bool = False, deaf: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(federation.ids, federation.population)
         self.number, self.late, self.deaf = number, late, deaf
 
@@ -108,7 +110,9 @@ class Disturbed(InMemory):
             return inbox
         if self.late and before is not None:
             return read(before, self.active, peers, self.population)
-        return dataclasses.replace(inbox, mask=inbox.mask & ~torch.isin(self.active, torch.tensor(self.deaf))[:, None])
+        return dataclasses.replace(
+            inbox, mask=inbox.mask & ~torch.isin(self.active, torch.tensor(self.deaf))[:, None]
+        )
 
 
 @pytest.fixture
@@ -125,7 +129,9 @@ def planted():
         cluster = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
         federation = tiny_federation(len(cluster), len(sizes), train=4, validation=2)
         assert federation.truth is not None
-        return dataclasses.replace(federation, truth=dataclasses.replace(federation.truth, cluster=cluster))
+        return dataclasses.replace(
+            federation, truth=dataclasses.replace(federation.truth, cluster=cluster)
+        )
 
     return make
 

@@ -39,7 +39,9 @@ def test_an_exchange_treats_running_statistics_as_the_run_says(play, buffers):
     assert float((before[:, 53:63] - mean[:, 53:63]).abs().min()) > 0
 
 
-def a_round(clients: int, ids: list[int], index: int = 0, reachable: torch.Tensor | None = None) -> Round:
+def a_round(
+    clients: int, ids: list[int], index: int = 0, reachable: torch.Tensor | None = None
+) -> Round:
     """A round in which some clients of a population are hosted."""
     task = Task(tiny_federation(clients).host(ids), "linear", engine="loop", dtype=torch.float64)
     everybody = torch.ones(clients, dtype=torch.bool) if reachable is None else reachable
@@ -72,7 +74,9 @@ def test_uniform_draws_are_candidates_and_no_one_twice(many):
 def test_uniform_draws_do_not_depend_on_who_else_is_hosted(many):
     whole = drawn_uniformly(a_round(40, list(range(40))), 5)
     assert torch.equal(drawn_uniformly(a_round(40, [2, 30, 39]), 5), whole[[2, 30, 39]])
-    assert not torch.equal(drawn_uniformly(a_round(40, [2, 30, 39], index=1), 5), whole[[2, 30, 39]])
+    assert not torch.equal(
+        drawn_uniformly(a_round(40, [2, 30, 39], index=1), 5), whole[[2, 30, 39]]
+    )
 
 
 def test_uniform_draws_take_every_candidate_equally_often(many):
@@ -85,4 +89,6 @@ def test_uniform_draws_take_every_candidate_equally_often(many):
 
 def test_as_many_peers_as_there_are_are_all_of_them(many):
     peers = drawn_uniformly(a_round(6, list(range(6))), 9)
-    assert [sorted(row) for row in peers.tolist()] == [[j for j in range(6) if j != i] for i in range(6)]
+    assert [sorted(row) for row in peers.tolist()] == [
+        [j for j in range(6) if j != i] for i in range(6)
+    ]

@@ -20,14 +20,18 @@ DEGREES = [0, 30, 63, 97, 140]
 def start(clients: int) -> Updates:
     """One cluster, at the origin, of which nothing is known."""
     models, label = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(clients, dtype=torch.int64)
-    return Updates(models, models[:, :0], label, models.expand(clients, -1).clone(), torch.full_like(label, -1))
+    return Updates(
+        models, models[:, :0], label, models.expand(clients, -1).clone(), torch.full_like(label, -1)
+    )
 
 
 def merged(method: Cfl, shared: Updates, ids: list[int], index: int = 0) -> Updates:
     """A round in which some clients return unit vectors."""
     radians = torch.tensor([DEGREES[i] for i in ids], dtype=torch.float64) * math.pi / 180
     params = torch.stack([radians.cos(), radians.sin()], dim=1)
-    message = Message(params, {"samples": torch.ones(len(ids), dtype=torch.float64)}, torch.tensor(ids))
+    message = Message(
+        params, {"samples": torch.ones(len(ids), dtype=torch.float64)}, torch.tensor(ids)
+    )
     return method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, 5), shared, message)
 
 
@@ -40,16 +44,25 @@ def always(**options) -> Cfl:
 def test_the_cut_is_at_the_widest_gap_or_between_compact_parts():
     """Directions 0, 30, 63, 97 and 140: the widest gap is the last.
 
-    Complete linkage joins 0 with 30 and 63 with 97 (apart by 33 and less), 140 with the latter (77 apart, to 97 for
-    the other two), and so cuts between 30 and 63.
+    Complete linkage joins 0 with 30 and 63 with 97 (apart by 33 and less), 140 with the latter (77
+    apart, to 97 for the other two), and so cuts between 30 and 63.
     """
     assert merged(always(), start(5), [0, 1, 2, 3, 4]).label.tolist() == [0, 0, 0, 0, 1]
-    assert merged(always(linkage="complete"), start(5), [0, 1, 2, 3, 4]).label.tolist() == [0, 0, 1, 1, 1]
+    assert merged(always(linkage="complete"), start(5), [0, 1, 2, 3, 4]).label.tolist() == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_split_must_be_clearer_than_gamma_max():
     """The nearest directions across the cut are 43 degrees apart: sqrt((1 - cos 43) / 2) = sin 21.5 = 0.3665."""
-    split = {gamma: len(merged(always(gamma_max=gamma), start(5), [0, 1, 2, 3, 4]).models) for gamma in (0.366, 0.367)}
+    split = {
+        gamma: len(merged(always(gamma_max=gamma), start(5), [0, 1, 2, 3, 4]).models)
+        for gamma in (0.366, 0.367)
+    }
     assert split == {0.366: 2, 0.367: 1}
 
 
@@ -70,7 +83,9 @@ def test_a_cluster_is_judged_by_the_last_update_of_each_member():
         method = always(participation=participation)
         shared = merged(method, start(5), [0, 1, 2], index=0)
         assert len(shared.models) == 1
-        still = shared.__class__(**{**vars(shared), "models": torch.zeros(1, 2, dtype=torch.float64)})
+        still = shared.__class__(
+            **{**vars(shared), "models": torch.zeros(1, 2, dtype=torch.float64)}
+        )
         assert len(merged(method, still, [3, 4], index=1).models) == clusters
 
 

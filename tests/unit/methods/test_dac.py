@@ -20,7 +20,12 @@ IDS = torch.arange(4)
 
 def acquaintance(similarities, status):
     status = torch.tensor(status, dtype=torch.int8)
-    return Acquaintance(torch.tensor(similarities).double(), status, (status == 2).long(), torch.zeros(len(status), 0))
+    return Acquaintance(
+        torch.tensor(similarities).double(),
+        status,
+        (status == 2).long(),
+        torch.zeros(len(status), 0),
+    )
 
 
 def test_measured_is_read_and_counts_add_up(play):
@@ -36,7 +41,10 @@ def test_measured_is_read_and_counts_add_up(play):
 @pytest.mark.option("DacNoTwoHop.two_hop", False)
 def test_without_two_hop_nothing_is_estimated(play):
     """Invariant 16: the status is 0 or 2 only; with two hops some similarities are estimates."""
-    alone, told = play(DacNoTwoHop(num_peers=1)).steps(2).memory, play(Dac(num_peers=1)).steps(2).memory
+    alone, told = (
+        play(DacNoTwoHop(num_peers=1)).steps(2).memory,
+        play(Dac(num_peers=1)).steps(2).memory,
+    )
     assert set(alone.status.unique().tolist()) == {0, 2}
     assert set(told.status.unique().tolist()) == {0, 1, 2}
     assert not alone.similarity[alone.status == 0].any()
@@ -69,7 +77,9 @@ def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
 def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, known, pick, drop):
     """s_ij is what the most (or least) similar of the peers that answered says, if it may say anything of j."""
     method = Dac(num_peers=2, two_hop_relay=relay, two_hop_pick=pick)
-    run = play(method, tiny_federation(9), exchange=Faulty(InMemory(torch.arange(9), 9), drop=drop)).steps(3)
+    run = play(
+        method, tiny_federation(9), exchange=Faulty(InMemory(torch.arange(9), 9), drop=drop)
+    ).steps(3)
     before, (state, info) = run.memory, run.exchange()
     after, estimated, choices = state.memory, 0, 0
     for i in range(9):
@@ -77,8 +87,15 @@ def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, 
         for j in range(9):
             if j == i or before.status[i, j] == 2 or j in heard:
                 continue
-            relays = sorted((k for k in heard if before.status[k, j] >= known), key=lambda k: after.similarity[i, k])
-            chosen = before.similarity[relays[-1 if pick == "most" else 0]] if relays else before.similarity[i]
+            relays = sorted(
+                (k for k in heard if before.status[k, j] >= known),
+                key=lambda k: after.similarity[i, k],
+            )
+            chosen = (
+                before.similarity[relays[-1 if pick == "most" else 0]]
+                if relays
+                else before.similarity[i]
+            )
             assert after.similarity[i, j] == chosen[j], (i, j)
             assert after.status[i, j] == max(int(bool(relays)), int(before.status[i, j]))
             estimated, choices = estimated + bool(relays), choices + (len(relays) > 1)
@@ -89,9 +106,9 @@ def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, 
 def test_relays_do_not_vouch_for_dropped_similarities():
     """Option D7: a similarity of -0.2 counts as unknown."""
     memory = acquaintance([[0.0, -0.2, 0.7, 0.0]], [[0, 2, 2, 0]])
-    assert memory.shared_scores("direct", drop_nonpositive=True, dtype=torch.float64)["known"].tolist() == [
-        [False, False, True, False]
-    ]
+    assert memory.shared_scores("direct", drop_nonpositive=True, dtype=torch.float64)[
+        "known"
+    ].tolist() == [[False, False, True, False]]
 
 
 @pytest.mark.option("Dac.unknown", "zero", "floor")
@@ -113,7 +130,9 @@ def test_nonpositive_similarities_can_count_as_unknown():
     torch.testing.assert_close(kept[0, 1] / kept[0, 2], torch.tensor(0.25).double())
     zero = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True).probability(IDS[:1], memory, 0)
     torch.testing.assert_close(zero[0, 1] / zero[0, 2], torch.tensor(0.5).double())
-    floor = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor").probability(IDS[:1], memory, 0)
+    floor = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor").probability(
+        IDS[:1], memory, 0
+    )
     assert float(floor[0, 1]) == 0
 
 
@@ -131,7 +150,9 @@ def test_min_max_scaling_uses_what_is_known():
 @pytest.mark.option("Dac.tau_schedule", "entropy")
 def test_entropy_schedule_gives_every_client_its_own_temperature():
     """Wanted is 1 bit; similarities of very different scale give the same spread of probabilities."""
-    memory = acquaintance([[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 200.0, 300.0]], [[0, 2, 2, 2], [2, 0, 2, 2]])
+    memory = acquaintance(
+        [[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 200.0, 300.0]], [[0, 2, 2, 2], [2, 0, 2, 2]]
+    )
     p = Dac(tau_schedule="entropy", entropy=1.0, eps_p=0.0).probability(IDS[:2], memory, 5)
     entropy = -torch.special.xlogy(p, p).sum(1) / math.log(2)
     torch.testing.assert_close(entropy, torch.ones(2).double())
@@ -162,7 +183,9 @@ def test_the_temperature_of_a_round_shapes_the_draws_of_the_next(play, monkeypat
     """p_i is formed with tau(t) and used in round t + 1."""
     asked = []
     real = Dac.probability
-    monkeypatch.setattr(Dac, "probability", lambda self, ids, m, r: asked.append(r) or real(self, ids, m, r))
+    monkeypatch.setattr(
+        Dac, "probability", lambda self, ids, m, r: asked.append(r) or real(self, ids, m, r)
+    )
     play(DacVar(num_peers=2)).steps(4)
     assert asked == [0, 0, 1, 2]
 
@@ -187,7 +210,9 @@ def test_push_asks_for_the_loss_of_the_own_model_on_the_peers_data(play):
     pushed = play(Dac(num_peers=1, loss_direction="push"), federation)
     state, _ = pushed.exchange()
     on_the_peers_data = pushed.loop.task.loss(pushed.state.params.flip(0), "train").flip(0)
-    torch.testing.assert_close(state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1e-6)).flip(1))
+    torch.testing.assert_close(
+        state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1e-6)).flip(1)
+    )
     pulled, _ = play(Dac(num_peers=1), federation).exchange()
     assert not torch.allclose(pulled.memory.similarity, state.memory.similarity)
 
@@ -197,7 +222,9 @@ def test_eps_is_added_to_the_loss_that_a_peer_measures(play):
     run = play(Dac(num_peers=1, loss_direction="push", eps=1.0), tiny_federation(2, 2))
     state, _ = run.exchange()
     on_the_peers_data = run.loop.task.loss(run.state.params.flip(0), "train").flip(0)
-    torch.testing.assert_close(state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1)).flip(1))
+    torch.testing.assert_close(
+        state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1)).flip(1)
+    )
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -260,7 +287,9 @@ def test_history_asks_everyone_ever_read(play):
     run = play(Dac(num_peers=1, two_hop_scope="history")).steps(3)
     read = (run.memory.count > 0).sum(1)
     _, info = run.exchange()
-    new = torch.tensor([bool(run.memory.count[i, j] == 0) for i, (j,) in enumerate(info["peers"].tolist())])
+    new = torch.tensor(
+        [bool(run.memory.count[i, j] == 0) for i, (j,) in enumerate(info["peers"].tolist())]
+    )
     assert info["extra_floats"].tolist() == (6 * (read + new)).tolist()
     assert info["extra_bytes"].tolist() == ((6 * 8 + 6) * (read + new)).tolist()
     many = tiny_federation(12)
@@ -268,7 +297,9 @@ def test_history_asks_everyone_ever_read(play):
         play(Dac(num_peers=1, tau=0.0, two_hop_scope=scope), many).steps(4).memory.status > 0
         for scope in ("current", "history")
     ]
-    assert bool((told[1] | ~told[0]).all()), "who asks more peers knows everybody that the others know"
+    assert bool((told[1] | ~told[0]).all()), (
+        "who asks more peers knows everybody that the others know"
+    )
     assert int(told[1].sum()) > int(told[0].sum())
 
 
@@ -285,11 +316,16 @@ def test_a_silent_peer_leaves_no_trace(play):
 
 def test_weights_are_shared_among_those_that_arrived(play):
     """About half of the messages are lost: every row of weights still sums to 1."""
-    run = play(Dac(num_peers=4, aggregation="fedsim"), exchange=Faulty(InMemory(torch.arange(6), 6), drop=0.5)).steps(3)
+    run = play(
+        Dac(num_peers=4, aggregation="fedsim"),
+        exchange=Faulty(InMemory(torch.arange(6), 6), drop=0.5),
+    ).steps(3)
     arrived = torch.cat([info["arrived"] for info in run.infos])
     assert 0.2 < float(arrived.double().mean()) < 0.8, "some came and some did not"
     for info in run.infos:
-        torch.testing.assert_close(info["weights"].sum(1) + info["own_weight"], torch.ones(6).double())
+        torch.testing.assert_close(
+            info["weights"].sum(1) + info["own_weight"], torch.ones(6).double()
+        )
         assert not info["weights"][~info["arrived"]].any()
 
 
@@ -312,7 +348,9 @@ def test_cosine_of_gradients_measures_from_the_common_start(play):
     run = play(Dac(num_peers=5, similarity="cos_grad"))
     state, _ = run.exchange()
     updates = run.state.params - run.loop.task.origin(run.loop.rng)
-    expected = torch.nn.functional.cosine_similarity(updates[:, None], updates[None], dim=2).fill_diagonal_(0)
+    expected = torch.nn.functional.cosine_similarity(
+        updates[:, None], updates[None], dim=2
+    ).fill_diagonal_(0)
     torch.testing.assert_close(state.memory.similarity, expected)
 
 
@@ -323,7 +361,9 @@ def test_clients_that_start_apart_tell_where_they_started(play):
         run = play(method, init="per_client")
     state, info = run.exchange()
     updates = run.state.params - run.loop.task.origin(run.loop.rng)
-    expected = torch.nn.functional.cosine_similarity(updates[:, None], updates[None], dim=2).fill_diagonal_(0)
+    expected = torch.nn.functional.cosine_similarity(
+        updates[:, None], updates[None], dim=2
+    ).fill_diagonal_(0)
     torch.testing.assert_close(state.memory.similarity, expected)
     assert info["extra_models"].tolist() == [5] * 6
     assert int(info["bytes"][0, 0]) == 2 * 15 * 8 + 8 + 6 * 8 + 6
@@ -360,7 +400,9 @@ def test_running_statistics_have_no_part_in_a_similarity(play, metric):
         expected = 1 / ((w[:, None] - w[None]).norm(dim=2) + 1e-6)
     else:
         start = run.loop.task.origin(run.loop.rng)[:, :53] if metric == "cos_grad" else 0
-        expected = torch.nn.functional.cosine_similarity((w - start)[:, None], (w - start)[None], dim=2)
+        expected = torch.nn.functional.cosine_similarity(
+            (w - start)[:, None], (w - start)[None], dim=2
+        )
     torch.testing.assert_close(state.memory.similarity, expected.fill_diagonal_(0))
 
 
@@ -370,7 +412,10 @@ def test_running_statistics_have_no_part_in_a_similarity(play, metric):
         ({"num_peers": 0}, r"dac: num_peers is 0; expected a whole number, 1 or more"),
         ({"tau": -1.0}, r"dac: tau is -1.0; expected a number, 0 or more"),
         ({"tau": math.nan}, r"dac: tau is nan"),
-        ({"loss_direction": "push", "similarity": "inv_l2"}, r"loss_direction is 'push'; expected 'pull' unless"),
+        (
+            {"loss_direction": "push", "similarity": "inv_l2"},
+            r"loss_direction is 'push'; expected 'pull' unless",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(fields, message):
@@ -379,7 +424,10 @@ def test_impossible_settings_are_refused(fields, message):
 
 
 def test_an_unknown_word_is_refused():
-    with pytest.raises(ConfigError, match=r"dac: similarity is 'loss'; expected 'inv_loss', 'inv_l2', 'cos_weight' or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dac: similarity is 'loss'; expected 'inv_loss', 'inv_l2', 'cos_weight' or",
+    ):
         Dac(similarity="loss")  # type: ignore[arg-type]
 
 
@@ -417,17 +465,23 @@ def estimated(before, read, measured, *, pick, relay, scope):
         relay: None for no estimates.
         scope: whose word counts.
     """
-    told, vouched = before.similarity.numpy(), before.status.numpy() >= {"direct": 2, "any": 1, None: 3}[relay]
+    told, vouched = (
+        before.similarity.numpy(),
+        before.status.numpy() >= {"direct": 2, "any": 1, None: 3}[relay],
+    )
     similarity, status = told.copy(), before.status.numpy().copy()
     for i, peers in enumerate(read):
         for j, value in zip(peers, measured[i], strict=True):
             similarity[i, j], status[i, j] = value, 2
-        met = set(peers) | set(before.count[i].nonzero().flatten().tolist() if scope == "history" else [])
+        met = set(peers) | set(
+            before.count[i].nonzero().flatten().tolist() if scope == "history" else []
+        )
         liking = dict(sorted((k, similarity[i, k]) for k in met))
         for j in range(len(told)):
             relays = [k for k in liking if k != j and vouched[k, j]]
             if j != i and status[i, j] != 2 and relays:
-                best = (max if pick == "most" else min)(relays, key=liking.__getitem__)  # ties: the lowest id
+                # ties: the lowest id
+                best = (max if pick == "most" else min)(relays, key=liking.__getitem__)
                 similarity[i, j], status[i, j] = told[best, j], 1
     return torch.from_numpy(similarity), torch.from_numpy(status)
 
@@ -456,7 +510,9 @@ def test_estimates_are_those_of_the_relay_that_the_options_name(play, loss_table
     for _ in range(3):
         read = run.exchange()[1]["peers"].tolist()
         losses = loss_table(run.loop.task, run.state.params)
-        measured = [[1 / (float(losses[i, j]) + 1e-6) for j in peers] for i, peers in enumerate(read)]
+        measured = [
+            [1 / (float(losses[i, j]) + 1e-6) for j in peers] for i, peers in enumerate(read)
+        ]
         similarity, status = estimated(run.memory, read, measured, **rule)
         run.steps(1)
         assert torch.equal(run.memory.status.long(), status.long())
@@ -509,7 +565,9 @@ def test_epsilon_is_added_to_the_loss(play):
     torch.testing.assert_close(state.memory.similarity, torch.diag(expected).flip(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_direction": "push"}, {"similarity": "cos_weight", "two_hop": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_direction": "push"}, {"similarity": "cos_weight", "two_hop": False}]
+)
 def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, options):
     """What was measured of the peers, and p_ij of the round before, uniform in the first."""
     method = Dac(num_peers=2, **options)

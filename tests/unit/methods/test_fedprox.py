@@ -20,7 +20,11 @@ def test_clients_are_drawn_uniformly_or_by_samples(uneven):
             found = method.cohort(shared, rng, 6, 3)
             plain = FedAvg().cohort(None, rng, 6, 3)
             noise = torch.from_numpy(rng.generator("cohort").gumbel(size=6))
-            weight = torch.arange(12.0, 6, -1).double().log() if sampling == "samples" else torch.zeros(6)
+            weight = (
+                torch.arange(12.0, 6, -1).double().log()
+                if sampling == "samples"
+                else torch.zeros(6)
+            )
             assert found.tolist() == sorted((noise + weight).argsort(descending=True)[:3].tolist())
             differs += not torch.equal(found, plain)
         assert (differs > 0) == (sampling == "samples")

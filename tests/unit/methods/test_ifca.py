@@ -17,7 +17,8 @@ from coterie.testing import follow, tiny_settings
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [[2.5, 25.0], [6.0, 60.0]]),  # (1 + 3 x 3) / 4 of the first cluster; the second has one client
+        # (1 + 3 x 3) / 4 of the first cluster; the second has one client
+        ({}, [[2.5, 25.0], [6.0, 60.0]]),
         # updates from (2, 4): -1 and 1 in the first cluster, 4 in the second, each a third
         ({"averaging_of": "gradients"}, [[2.0, 4 + (6 + 26) / 3], [2 + 4 / 3, 4 + 56 / 3]]),
         ({"share_representation": True}, [[(1 + 9 + 12) / 6, 25.0], [(1 + 9 + 12) / 6, 60.0]]),
@@ -25,9 +26,14 @@ from coterie.testing import follow, tiny_settings
 )
 def test_clusters_are_averaged_as_the_options_say(options, expected):
     """Two layers of one weight; 1, 3 and 2 samples; the first two clients chose the first cluster."""
-    layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64)
+    layout = Layout(
+        nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64
+    )
     params = torch.tensor([[1.0, 10.0], [3.0, 30.0], [6.0, 60.0]], dtype=torch.float64)
-    fields = {"label": torch.tensor([0, 0, 1]), "samples": torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)}
+    fields = {
+        "label": torch.tensor([0, 0, 1]),
+        "samples": torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64),
+    }
     old = Models(torch.tensor([[2.0, 4.0], [2.0, 4.0]], dtype=torch.float64))
     method = Ifca(clusters=2, **options)
     context = ServerContext(0, Rng(0).at(0), layout, 3)
@@ -53,5 +59,7 @@ def test_the_first_models_are_drawn_or_chosen_by_the_clients(loss_table):
         assert fair[0] > 0, "otherwise both would be one"
         assert torch.equal(loop.state.shared.models, models.reshape(sets, 2, -1)[chosen])
         context = ServerContext(0, Rng(3).at(0), loop.task.layout, 6)
-        _, offer = method.offer(context, loop.state.shared, Message(torch.zeros(6, 0), {}, torch.arange(6)))
+        _, offer = method.offer(
+            context, loop.state.shared, Message(torch.zeros(6, 0), {}, torch.arange(6))
+        )
         assert offer.index.tolist() == [[0, 1]] * 6

@@ -35,7 +35,8 @@ def test_oracle_alone_in_its_cluster_is_local(play, planted):
 def test_oracle_keeps_vehicles_and_animals_apart(play, planted):
     """Invariant 29: 40 and 60 clients, as in the label shift of the papers; nobody reads across or itself.
 
-    The published code excluded the leftover index of a loop instead of the client, and gossiped with 40 .. 98.
+    The published code excluded the leftover index of a loop instead of the client, and gossiped
+    with 40 .. 98.
     """
     run = play(Oracle(num_peers=5), planted([40, 60]))
     _, info = run.exchange()

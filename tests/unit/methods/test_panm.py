@@ -40,12 +40,15 @@ def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbors(play):
         before = now
 
 
-def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(play, loss_table):
+def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(
+    play, loss_table
+):
     """Invariant 33: lr = 0; the least similar neighbor never gets worse, and at last all are of the own cluster."""
     federation = tiny_federation(9, 3, train=40)
     run = play(PanmLoss(num_peers=2, num_candidates=2), federation)
     run.loop.state = dataclasses.replace(
-        run.state, params=run.loop.task.train(run.state.params, run.loop.rng, run.loop.settings.local)[0]
+        run.state,
+        params=run.loop.task.train(run.state.params, run.loop.rng, run.loop.settings.local)[0],
     )
     params = run.state.params
     scores = 1 / (loss_table(run.loop.task, params) + 1e-6)
@@ -91,7 +94,9 @@ def test_stage_two_averages_with_members_of_the_bag_and_reads_nobody_twice(play)
             bag = set(run.memory.bag[i].nonzero().flatten().tolist())
             assert weighed <= bag
             assert len(weighed) == min(2, len(bag))
-        torch.testing.assert_close(info["weights"].sum(1) + info["own_weight"], torch.ones(9).double())
+        torch.testing.assert_close(
+            info["weights"].sum(1) + info["own_weight"], torch.ones(9).double()
+        )
 
 
 def test_a_neighbor_whose_first_message_was_lost_is_read_again(play, disturbed):
@@ -105,13 +110,17 @@ def test_a_neighbor_whose_first_message_was_lost_is_read_again(play, disturbed):
     assert not info["arrived"][:, :6].any()
     assert bool(info["arrived"][:, 6:].all())
     assert torch.equal(state.memory.bag, run.memory.bag)
-    expected = (run.state.params + run.state.params[info["peers"][:, 6:]].sum(1)) / 3  # all have as many samples
+    # all have as many samples
+    expected = (run.state.params + run.state.params[info["peers"][:, 6:]].sum(1)) / 3
     torch.testing.assert_close(state.params, expected)
 
 
 def test_candidates_are_none_of_the_bag(play):
     """In stage one they are no neighbors, in stage two no members of the bag."""
-    run = play(PanmLoss(num_peers=2, num_candidates=4, stage_one_rounds=2, interval=1), tiny_federation(9, 3))
+    run = play(
+        PanmLoss(num_peers=2, num_candidates=4, stage_one_rounds=2, interval=1),
+        tiny_federation(9, 3),
+    )
     for number in range(1, 5):
         bag = run.memory.bag
         run.steps(1)
@@ -134,7 +143,8 @@ def test_the_average_over_two_exchanges_is_one_weighted_mean(play):
 def test_loss_transforms_rank_alike(play):
     """1 / loss and -loss choose the same neighbors in stage one."""
     chosen = [
-        play(PanmLoss(**SHORT, transform=name)).exchange()[0].memory.neighbors for name in ("inverse", "negative")
+        play(PanmLoss(**SHORT, transform=name)).exchange()[0].memory.neighbors
+        for name in ("inverse", "negative")
     ]
     assert torch.equal(*chosen)
 
@@ -161,12 +171,20 @@ def peers_by(values):
 def test_gradient_similarity_weighs_last_update_and_whole_way(play, alpha):
     """Invariant 38: alpha = 0 is the cosine since the start, alpha = 1 ignores the past."""
     run = play(
-        PanmGrad(num_peers=3, num_candidates=5, alpha=alpha), tiny_federation(6, 2), order="exchange_first"
+        PanmGrad(num_peers=3, num_candidates=5, alpha=alpha),
+        tiny_federation(6, 2),
+        order="exchange_first",
     ).steps(1)
-    w, every, here = run.state.params, torch.arange(6).expand(6, 6), torch.ones(6, 6, dtype=torch.bool)
+    w, every, here = (
+        run.state.params,
+        torch.arange(6).expand(6, 6),
+        torch.ones(6, 6, dtype=torch.bool),
+    )
     way = w - run.loop.task.origin(run.loop.rng)
     last = run.memory.update if alpha else torch.zeros_like(way)
-    total = alpha * similarity.cosine(last, last, every, here) + (1 - alpha) * similarity.cosine(way, way, every, here)
+    total = alpha * similarity.cosine(last, last, every, here) + (1 - alpha) * similarity.cosine(
+        way, way, every, here
+    )
     state, _ = run.exchange()
     assert torch.equal(state.memory.neighbors.sort(1).values, peers_by(total))
 
@@ -207,9 +225,13 @@ def test_training_comes_first_by_default(play):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"panm-grad: alpha is 1.5; expected a number, from 0 to 1"):
+    with pytest.raises(
+        ConfigError, match=r"panm-grad: alpha is 1.5; expected a number, from 0 to 1"
+    ):
         PanmGrad(alpha=1.5)
-    with pytest.raises(ConfigError, match=r"panm-loss: interval is 0; expected a whole number, 1 or more"):
+    with pytest.raises(
+        ConfigError, match=r"panm-loss: interval is 0; expected a whole number, 1 or more"
+    ):
         PanmLoss(interval=0)
     with pytest.raises(ConfigError, match=r"panm-loss: eps is -1.0"):
         PanmLoss(eps=-1.0)
@@ -220,13 +242,17 @@ def test_the_loss_becomes_a_similarity(play, loss_table, monkeypatch):
     """1 / (l + eps) with eps = 0.5, or -l, of each model on each client's training data."""
     asked = []
     real = PanmLoss.score
-    spy = lambda self, rnd, state, inbox: asked.append((inbox, real(self, rnd, state, inbox))) or asked[-1][1]  # noqa: E731
+    spy = lambda self, rnd, state, inbox: (  # noqa: E731
+        asked.append((inbox, real(self, rnd, state, inbox))) or asked[-1][1]
+    )
     monkeypatch.setattr(PanmLoss, "score", spy)
     for transform in ("inverse", "negative"):
         run = play(PanmLoss(**SHORT, transform=transform, eps=0.5))
         run.exchange()
         (inbox, (scores, _)), loss = asked[-1], loss_table(run.loop.task, run.state.params)
-        expected = (1 / (loss + 0.5) if transform == "inverse" else -loss).gather(1, inbox.peers.clamp(min=0))
+        expected = (1 / (loss + 0.5) if transform == "inverse" else -loss).gather(
+            1, inbox.peers.clamp(min=0)
+        )
         assert int(inbox.mask.sum()) == 6 * 3
         torch.testing.assert_close(scores[inbox.mask], expected[inbox.mask])
 
@@ -240,8 +266,14 @@ def em(scores, bag, *, soft):
         for part in (share, 1 - share):
             mean = (part * scores).sum() / part.sum()
             deviation = max(math.sqrt((part * (scores - mean) ** 2).sum() / part.sum()), floor)
-            log.append(np.log(part.mean()) - np.log(deviation) - ((scores - mean) / deviation) ** 2 / 2)
-        new = 1 / (1 + np.exp(np.clip(log[1] - log[0], -700, 700))) if soft else (log[0] > log[1]).astype(float)
+            log.append(
+                np.log(part.mean()) - np.log(deviation) - ((scores - mean) / deviation) ** 2 / 2
+            )
+        new = (
+            1 / (1 + np.exp(np.clip(log[1] - log[0], -700, 700)))
+            if soft
+            else (log[0] > log[1]).astype(float)
+        )
         if np.abs(new - share).max() < 1e-9:
             break
         share = new
@@ -258,7 +290,8 @@ OVERLAP = [0.0, 1.5, 0.6, 1.4, 1.1, 0.1, 0.3, 0.0, 0.7]
 @pytest.mark.parametrize(
     ("options", "scores", "bag", "expected"),
     [
-        # the bag's own scores are the low ones: the neighbors are those with high ones, or whom the bag began with
+        # the bag's own scores are the low ones: the neighbors are those with high ones, or whom the
+        # bag began with
         ({}, [0, 0.1, 0.11, 0.9, 0.91, 0.92, 0.93], [1, 2], [3, 4, 5, 6]),
         ({"component": "first"}, [0, 0.1, 0.11, 0.9, 0.91, 0.92, 0.93], [1, 2], [1, 2]),
         # around 0.91 and narrow; 1.5 is nearer to the wide ones, whose mean is 0.425
@@ -272,12 +305,17 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     """Everybody is scored: the bag becomes the neighbors that are found, of scores that are the same for all."""
     scores = np.array(scores, dtype=float)
     if expected is None:
-        found = {soft: [1 + j for j in em(scores[1:], np.array(bag) - 1, soft=soft)] for soft in (False, True)}
+        found = {
+            soft: [1 + j for j in em(scores[1:], np.array(bag) - 1, soft=soft)]
+            for soft in (False, True)
+        }
         assert found[False] != found[True]
         expected = found[options["em"] == "soft"]
     method = PanmLoss(num_peers=2, num_candidates=9, stage_one_rounds=1, interval=2, **options)
     known = torch.from_numpy(scores)
-    monkeypatch.setattr(PanmLoss, "score", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {}))
+    monkeypatch.setattr(
+        PanmLoss, "score", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {})
+    )
     run = play(method, tiny_federation(len(scores)))
     start = torch.zeros(len(scores), len(scores), dtype=torch.bool)
     start[0, bag] = True
@@ -289,7 +327,9 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
 
 @pytest.mark.option("Settings.record_similarities", False, True)
 @pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
-def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, monkeypatch, kind):
+def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
+    play, monkeypatch, kind
+):
     """Of scored slots what was scored; 1 for neighbors kept, 1 over the number of others or of the bag for draws."""
     scored = []
     real = kind.score
@@ -312,7 +352,9 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
             kept = 1.0 if number <= 3 else 1 / int(bag[i])
             outside = 1 / max(1, 8 - int(bag[i]))
             parts = [(kept, believed), (outside, candidates), (1 / int(after[i]), 9)]
-            expected = torch.tensor([value for value, many in parts for _ in range(many)][: values.shape[1]]).double()
+            expected = torch.tensor(
+                [value for value, many in parts for _ in range(many)][: values.shape[1]]
+            ).double()
             torch.testing.assert_close(drawn[i][asked[i]], expected[asked[i]])
         silent.steps(1)
         assert not {"similarities", "probabilities"} & set(silent.infos[-1])

@@ -78,7 +78,9 @@ def test_thresholds_differ_where_counts_lie_between():
 
 
 def test_peers_that_do_not_answer_are_neither_kept_nor_counted(play):
-    run = play(Pens(num_sampled=5, num_kept=3), exchange=Faulty(InMemory(torch.arange(6), 6), drop=0.7)).steps(2)
+    run = play(
+        Pens(num_sampled=5, num_kept=3), exchange=Faulty(InMemory(torch.arange(6), 6), drop=0.7)
+    ).steps(2)
     for info in run.infos:
         assert not info["weights"][~info["arrived"]].any()
         assert bool(((info["weights"] > 0).sum(1) == info["arrived"].sum(1).clamp(max=3)).all())
@@ -87,9 +89,13 @@ def test_peers_that_do_not_answer_are_neither_kept_nor_counted(play):
 
 
 def test_impossible_settings_are_refused(play):
-    with pytest.raises(ConfigError, match=r"pens: num_sampled is 1; expected at least num_kept = 2"):
+    with pytest.raises(
+        ConfigError, match=r"pens: num_sampled is 1; expected at least num_kept = 2"
+    ):
         Pens(num_sampled=1)
-    with pytest.raises(ConfigError, match=r"pens: stage_one_rounds is -1; expected a whole number, 0 or more"):
+    with pytest.raises(
+        ConfigError, match=r"pens: stage_one_rounds is -1; expected a whole number, 0 or more"
+    ):
         Pens(stage_one_rounds=-1)
     _, info = play(Pens(num_sampled=50, num_kept=50), tiny_federation(3)).exchange()
     assert info["peers"].shape == (3, 2)

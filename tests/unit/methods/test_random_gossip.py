@@ -10,7 +10,8 @@ from coterie.testing import tiny_federation
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share"), [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192)]
+    ("sizes", "share"),
+    [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192)],
 )
 def test_random_reads_within_clusters_as_often_as_the_formula_says(play, planted, sizes, share):
     """Invariant 31: sum of n_c (n_c - 1) / (K (K - 1)) within 4 binomial errors of 100 x 10 x 4 pulls."""
@@ -28,7 +29,9 @@ def test_every_client_draws_its_own_peers_in_however_many_blocks(play):
 
     No two clients drew the same five: the chance is 3,160 pairs over 24 million sets.
     """
-    peers = play(Random(num_peers=5), tiny_federation(80, train=2, validation=1)).exchange()[1]["peers"]
+    peers = play(Random(num_peers=5), tiny_federation(80, train=2, validation=1)).exchange()[1][
+        "peers"
+    ]
     assert int(torch.bincount(peers.flatten(), minlength=80).max()) < 17
     assert len({frozenset(row) for row in peers.tolist()}) == 80
 

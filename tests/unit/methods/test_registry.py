@@ -29,13 +29,17 @@ def offers(monkeypatch):
 
     def offer(*points):
         found = [EntryPoint(name, value, registry.GROUP) for name, value in points]
-        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
+        monkeypatch.setattr(
+            registry, "entry_points", lambda group: found if group == registry.GROUP else []
+        )
 
     return offer
 
 
 def test_methods_are_the_concrete_classes_that_the_package_imports():
-    assert all(issubclass(method, Method) and method.kind == kind for kind, method in METHODS.items())
+    assert all(
+        issubclass(method, Method) and method.kind == kind for kind, method in METHODS.items()
+    )
     assert {"dac", "fedavg", "local"} <= set(METHODS)
 
 
@@ -48,7 +52,10 @@ def test_a_method_is_found_by_name_by_entry_point_and_by_import_path(offers):
     ("kind", "said"),
     [
         ("dca", "did you mean 'dac'"),
-        ("no_such_package.ring:Ring", "no module 'no_such_package'; install the package that has it"),
+        (
+            "no_such_package.ring:Ring",
+            "no module 'no_such_package'; install the package that has it",
+        ),
         ("coterie.methods.local:Ring", "no attribute 'Ring'"),
         ("coterie.errors:ConfigError", "expected a subclass of coterie.Method"),
         ("coterie.methods.base:PeerMethod", "lacks exchange"),
@@ -64,7 +71,9 @@ def test_what_is_no_method_is_said_in_a_line(kind, said):
 
 def test_a_name_that_two_packages_offer_has_to_be_said_by_its_path(offers):
     offers(("ring", "one.ring:Ring"), ("ring", "two.ring:Ring"))
-    with pytest.raises(ConfigError, match=r"'ring' is offered by .*one\.ring:Ring and by two\.ring:Ring; say which"):
+    with pytest.raises(
+        ConfigError, match=r"'ring' is offered by .*one\.ring:Ring and by two\.ring:Ring; say which"
+    ):
         registry.find("ring")
 
 
@@ -90,12 +99,17 @@ def test_a_method_made_in_python_is_read_from_its_file_without_its_class_and_tol
     assert config.table(read) == config.table(study)
     assert config.difference(read, study) == ""
     with pytest.raises(ConfigError, match="load its study to run it"):
-        simulate(tiny_federation(), read.methods[0].method, model="linear", settings=tiny_settings())
+        simulate(
+            tiny_federation(), read.methods[0].method, model="linear", settings=tiny_settings()
+        )
 
 
 def test_settings_of_a_stored_method_are_its_own_unless_the_study_has_them():
     """`rounds` is the study's; `participation` is not: the study's is a number, so here it is the method's own."""
-    text = STUDY.replace("coterie.methods.local:Local", "gone") + 'rounds = 7\nparticipation = "partial"\ntau = 3\n'
+    text = (
+        STUDY.replace("coterie.methods.local:Local", "gone")
+        + 'rounds = 7\nparticipation = "partial"\ntau = 3\n'
+    )
     (entry,) = config.loads(text, to_run=False).methods
     assert entry.settings.rounds == 7
     assert entry.settings.participation == 1

@@ -21,7 +21,10 @@ from coterie.testing import follow, tiny_settings
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
 ANSWERS = Message(
     torch.tensor([[1.0], [2.0], [6.0]], dtype=torch.float64),
-    {"samples": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), "losses": torch.zeros(3, 1, dtype=torch.float64)},
+    {
+        "samples": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
+        "losses": torch.zeros(3, 1, dtype=torch.float64),
+    },
     torch.arange(3),
 )
 """Three clients with 1, 2 and 3 samples return the models 1, 2 and 6."""
@@ -42,7 +45,9 @@ def averaged(method: ServerMethod, rounds: int = 1) -> float:
 @pytest.mark.option("FedProx.weights", "samples", "uniform")
 @pytest.mark.option("Ditto.weights", "samples", "uniform")
 @pytest.mark.option("FeSem.weights", "samples", "uniform")
-@pytest.mark.parametrize("method", [FedAvg, FedProx, Ditto, lambda weights: FeSem(clusters=1, weights=weights)])
+@pytest.mark.parametrize(
+    "method", [FedAvg, FedProx, Ditto, lambda weights: FeSem(clusters=1, weights=weights)]
+)
 def test_clients_weigh_by_samples_or_alike(method):
     """(1 + 2 x 2 + 3 x 6) / 6 = 23/6, or (1 + 2 + 6) / 3 = 3."""
     assert averaged(method(weights="samples")) == pytest.approx(23 / 6)
@@ -59,14 +64,19 @@ def test_methods_that_fix_the_weights():
 
 @pytest.mark.option("FedAvgM.nesterov", False, True)
 @pytest.mark.option("FedGwc.nesterov", False, True)
-@pytest.mark.parametrize("method", [FedAvgM, lambda **options: FedGwc(aggregator="fedavgm", **options)])
+@pytest.mark.parametrize(
+    "method", [FedAvgM, lambda **options: FedGwc(aggregator="fedavgm", **options)]
+)
 def test_momentum_can_look_ahead(method):
     """beta = 1/2, a step of 1/5, mean 23/6.
 
-    First d = v = 10 - 23/6 = 37/6: the model moves by v / 5, or by (d + v / 2) / 5. Then d is that much smaller.
+    First d = v = 10 - 23/6 = 37/6: the model moves by v / 5, or by (d + v / 2) / 5. Then d is that
+    much smaller.
     """
     first = 37 / 6
-    plain, ahead = (dict(momentum=0.5, server_lr=0.2, nesterov=nesterov) for nesterov in (False, True))
+    plain, ahead = (
+        dict(momentum=0.5, server_lr=0.2, nesterov=nesterov) for nesterov in (False, True)
+    )
     model = 10 - first / 5
     velocity = first / 2 + (model - 23 / 6)
     assert averaged(method(**plain)) == pytest.approx(model)
@@ -96,7 +106,9 @@ def test_fedgwc_hands_its_penalty_to_fedprox():
 
 def test_the_personal_model_of_ditto_has_steps_of_its_own():
     """Twelve samples in batches of 5, 5 and 2 for the global model; five steps are 5, 5, 2, 5 and 5 more."""
-    assert follow(Ditto(personal_steps=5), settings=tiny_settings(rounds=1)).train_samples == 6 * (12 + 22)
+    assert follow(Ditto(personal_steps=5), settings=tiny_settings(rounds=1)).train_samples == 6 * (
+        12 + 22
+    )
 
 
 def median(received):
@@ -119,5 +131,7 @@ class Forgetful(FedAvg):  # type: ignore[misc]
 
 
 def test_a_forgotten_return_of_a_server_is_one_line():
-    with pytest.raises(ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"):
+    with pytest.raises(
+        ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"
+    ):
         follow(Forgetful())

@@ -19,7 +19,9 @@ from coterie.rng import Rng
         ("linear", (10,), 1, 11),
     ],
 )
-def test_reference_networks_have_the_published_number_of_parameters(kind, features, outputs, params):
+def test_reference_networks_have_the_published_number_of_parameters(
+    kind, features, outputs, params
+):
     assert Layout(build(kind, features, outputs)).trainable == params
 
 
@@ -28,7 +30,8 @@ def test_net_a_takes_the_dropout_that_the_code_of_dac_defines_and_leaves_out():
     assert not [part for part in plain if isinstance(part, nn.Dropout)]
     net = build("coterie.models.layout:cnn_a", (3, 32, 32), 10, {"dropout": 0.5})
     assert isinstance(net, nn.Sequential)
-    assert [i for i, part in enumerate(net) if isinstance(part, nn.Dropout)] == [9]  # after the first hidden layer
+    # after the first hidden layer
+    assert [i for i, part in enumerate(net) if isinstance(part, nn.Dropout)] == [9]
     assert Layout(net).trainable == 62_006
 
 
@@ -49,12 +52,15 @@ def test_a_row_is_the_module_and_back():
     layout = Layout(module, torch.float64)
     row = layout.flatten(module)
     assert layout.trainable == 12 + 4 + 8 + 8 + 2
-    assert layout.size == layout.trainable + 4 + 4 + 1  # running mean, running variance, number of batches
+    # running mean, running variance, number of batches
+    assert layout.size == layout.trainable + 4 + 4 + 1
     again = layout.module(row, dtype=torch.float64)
     x = torch.randn(5, 3, dtype=torch.float64)
     assert torch.allclose(again(x), module.double().eval()(x), atol=1e-12)
     views = layout.views(row.expand(2, -1))
-    assert torch.equal(layout.concat(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1))
+    assert torch.equal(
+        layout.concat(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1)
+    )
 
 
 def test_returned_batch_norm_computes_what_batch_norm_does():
@@ -72,7 +78,10 @@ def test_returned_batch_norm_computes_what_batch_norm_does():
 
 
 def test_cumulative_batch_norm_and_batch_norm_without_statistics():
-    for norm in (nn.BatchNorm1d(2, momentum=None).double(), nn.BatchNorm1d(2, track_running_stats=False).double()):
+    for norm in (
+        nn.BatchNorm1d(2, momentum=None).double(),
+        nn.BatchNorm1d(2, track_running_stats=False).double(),
+    ):
         layout = Layout(norm, torch.float64)
         tensors = layout.views(layout.flatten(norm))
         for scale in (1.0, 3.0, 9.0):
@@ -102,7 +111,9 @@ def test_channel_dropout_drops_whole_channels():
     assert 400 < int((out[:, 0] == 0).sum()) < 600
 
 
-@pytest.mark.parametrize(("kind", "axes"), [(nn.Dropout1d, 1), (nn.Dropout2d, 2), (nn.Dropout3d, 3)])
+@pytest.mark.parametrize(
+    ("kind", "axes"), [(nn.Dropout1d, 1), (nn.Dropout2d, 2), (nn.Dropout3d, 3)]
+)
 def test_layers_that_drop_channels_go_on_dropping_channels(kind, axes):
     """In a layout, too, of each channel of ones all entries are 2 or all are 0."""
     layout = Layout(nn.Sequential(kind(0.5), nn.Flatten(), nn.Linear(20 * 3**axes, 1)))
@@ -181,7 +192,9 @@ def test_a_model_is_made_by_its_import_path():
     """With `features` and `outputs` where they are taken, and its own arguments; a given one wins."""
     path = f"{__name__}:Own"
     assert {tuple(t.shape) for t in layout.build(path, (4,), 3).parameters()} == {(3, 4), (3,)}
-    assert [tuple(t.shape) for t in layout.build(path, (4,), 3, {"bias": False}).parameters()] == [(3, 4)]
+    assert [tuple(t.shape) for t in layout.build(path, (4,), 3, {"bias": False}).parameters()] == [
+        (3, 4)
+    ]
     assert layout.build(path, (4,), 3, {"outputs": 5}).out_features == 5
     assert layout.build(f"{__name__}:anything", (4,), 3, {"inputs": 2}).in_features == 2
     made = layout.source(layout.NamedModel(path, {"bias": False}), (4,), 3)
@@ -197,11 +210,27 @@ def test_a_model_is_made_by_its_import_path():
             {"bais": False},
             "model.options: unknown argument of {}:Own 'bais'; did you mean 'bias'?",
         ),
-        ("failing", {}, "model '{}:failing' takes 'width', which is not given; set model.options.width"),
+        (
+            "failing",
+            {},
+            "model '{}:failing' takes 'width', which is not given; set model.options.width",
+        ),
         ("failing", {"width": 3}, "model '{}:failing' cannot be made with (width=3): "),
-        ("without_a_return", {}, "returned NoneType; expected a torch.nn.Module: is a `return` missing?"),
-        ("Nowhere", {}, "has no attribute 'Nowhere'; expected package.module:name, importable from here"),
-        ("__name__", {}, "is a str; expected a subclass of torch.nn.Module, or a function that makes one"),
+        (
+            "without_a_return",
+            {},
+            "returned NoneType; expected a torch.nn.Module: is a `return` missing?",
+        ),
+        (
+            "Nowhere",
+            {},
+            "has no attribute 'Nowhere'; expected package.module:name, importable from here",
+        ),
+        (
+            "__name__",
+            {},
+            "is a str; expected a subclass of torch.nn.Module, or a function that makes one",
+        ),
     ],
 )
 def test_what_makes_no_model_is_one_line(name, options, said):
@@ -220,4 +249,7 @@ def test_an_own_model_is_told_apart_by_its_arguments():
     assert layout.own_name("linear") == layout.own_name(nn.Linear(1, 1)) == ""
     assert layout.own_name("a.b:Net") == "a.b:Net"
     named = [layout.NamedModel("a.b:Net", {"width": width}) for width in (1, 2)]
-    assert [layout.own_name(one) for one in named] == ['a.b:Net {"width": 1}', 'a.b:Net {"width": 2}']
+    assert [layout.own_name(one) for one in named] == [
+        'a.b:Net {"width": 1}',
+        'a.b:Net {"width": 2}',
+    ]

@@ -25,7 +25,9 @@ class Backbone(nn.Module):
 
     def __init__(self, inputs: int = 5, width: int = 8, outputs: int = 3):
         super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width))
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width)
+        )
         self.head = nn.Linear(width, outputs)
         self.body.requires_grad_(False)
         self.body[3].bias.requires_grad_(True)
@@ -39,7 +41,9 @@ class Images(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3))
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3)
+        )
         self.head = nn.Linear(3 * 4 * 4, 3)
         self.body.requires_grad_(False)
 
@@ -56,7 +60,13 @@ def test_a_row_holds_what_is_trained_and_what_a_client_counts_itself():
     layout = Layout(drawn(Images))
     assert list(layout.frozen) == ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "body.3.weight",
                                    "body.3.bias"]  # fmt: skip
-    names = ["head.weight", "head.bias", "body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"]
+    names = [
+        "head.weight",
+        "head.bias",
+        "body.1.running_mean",
+        "body.1.running_var",
+        "body.1.num_batches_tracked",
+    ]
     assert [slot.name for slot in layout.slots] == names
     assert (layout.trainable, layout.size) == (3 * 48 + 3, 3 * 48 + 3 + 4 + 4 + 1)
 
@@ -66,7 +76,8 @@ def test_a_module_of_a_row_has_the_frozen_weights_of_the_layout():
     layout = Layout(module)
     again = layout.module(layout.flatten(module))
     assert all(
-        torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
     )
     with torch.no_grad():
         again.body[1].weight.add_(1)  # a user's change of it changes nothing here
@@ -111,7 +122,9 @@ def test_engines_agree(make, features):
         settings = tiny_settings(engine=engine, init="given", rounds=2)
         task = Task(federation.host(federation.ids), module, engine=engine, dtype=torch.float64)
         assert task.engine.name == engine
-        found[engine] = simulate(federation, METHODS["fedavg"](), model=module, settings=settings).params
+        found[engine] = simulate(
+            federation, METHODS["fedavg"](), model=module, settings=settings
+        ).params
     start = Layout(module, torch.float64).flatten(module)
     assert not torch.equal(found["loop"][0], start)
     assert torch.allclose(found["vmap"], found["loop"], rtol=0, atol=1e-10)
@@ -132,17 +145,25 @@ def test_the_result_of_a_client_depends_on_nobody_beside_it(engine):
 def test_a_program_made_for_one_backbone_computes_with_the_next_one():
     """The text of the program is that of the first, so that it is not compiled again; the weights are not in it."""
     programs, losses = [], []
-    x, y = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([0, 1, 2, 0])
+    x, y = (
+        torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double(),
+        torch.tensor([0, 1, 2, 0]),
+    )
     for seed in (0, 1):
         layout = Layout(drawn(Backbone, seed), torch.float64)
         engine = CompiledEngine(layout, cross_entropy, x, y)
         programs.append(engine.program)
         row = torch.linspace(-1, 1, layout.size, dtype=torch.float64)[None]
         sets = Pairs(
-            RawSamples(x, y, torch.float64), torch.arange(4)[None], torch.tensor([4]), *[torch.zeros(1).long()] * 2
+            RawSamples(x, y, torch.float64),
+            torch.arange(4)[None],
+            torch.tensor([4]),
+            *[torch.zeros(1).long()] * 2,
         )
         losses.append(engine.measure(row, sets, {}, 1)["loss"])
-        expected = torch.nn.functional.cross_entropy(layout.module(row[0], dtype=torch.float64)(x), y).detach()
+        expected = torch.nn.functional.cross_entropy(
+            layout.module(row[0], dtype=torch.float64)(x), y
+        ).detach()
         assert torch.allclose(losses[-1], expected[None], atol=1e-12)
     assert programs[0].text == programs[1].text
     assert not torch.equal(*losses)
@@ -172,6 +193,11 @@ def test_a_checkpoint_belongs_to_the_frozen_weights_of_its_run():
     federation, settings = tiny_federation(features=(5,)), tiny_settings()
     found = set()
     for seed in (0, 0, 1):
-        task = Task(federation.host(federation.ids), drawn(Backbone, seed), engine="loop", dtype=torch.float64)
+        task = Task(
+            federation.host(federation.ids),
+            drawn(Backbone, seed),
+            engine="loop",
+            dtype=torch.float64,
+        )
         found.add(identity(METHODS["local"](), settings, 0, federation, task))
     assert len(found) == 2

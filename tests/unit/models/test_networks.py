@@ -31,7 +31,9 @@ VISION = {"squeezenet": 727_626, "mobilenet-v2": 2_236_682, "resnet-18": 11_181_
         ("cnn-y", (1, 28, 28), 10, 0),
     ],
 )
-def test_networks_have_the_papers_sizes(kind: str, features: tuple[int, ...], outputs: int, size: int):
+def test_networks_have_the_papers_sizes(
+    kind: str, features: tuple[int, ...], outputs: int, size: int
+):
     """The number of parameters where it is known, and an output for each class, for other images too."""
     module = build(kind, features, outputs)
     assert module(torch.zeros(2, *features)).shape == (2, outputs)
@@ -93,7 +95,12 @@ def test_a_simplex_of_squeezenets_last_convolution_trains():
     """One round of SosicFL and one of FedAvg with running statistics, on tiny images."""
     federation = tiny_federation(3, 1, train=4, validation=2, features=(3, 32, 32))
     settings = tiny_settings(rounds=1, engine="loop", dtype="float32")
-    loop = follow(SosicFl(endpoints=2, regions=1), federation=federation, model="squeezenet", settings=settings)
+    loop = follow(
+        SosicFl(endpoints=2, regions=1),
+        federation=federation,
+        model="squeezenet",
+        settings=settings,
+    )
     assert bool(torch.isfinite(loop.state.shared.models).all())
     slots = {slot.name: slot.shape for slot in loop.task.layout.slots}
     assert slots["classifier.1.weight"] == (2, 3, 512, 1, 1)
@@ -123,7 +130,9 @@ def test_a_torchvision_built_for_another_pytorch_is_explained(
     """Its operators are missing on import, as with a registry's build beside a CPU build: the fix is named."""
     package = tmp_path / "torchvision"
     package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (package / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)

@@ -75,19 +75,32 @@ def test_tied_and_parametrized_tensors_answer_to_all_of_their_names():
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_names_that_are_near():
-    with pytest.raises(ConfigError, match=r"^shared: 'bodi\.\*' matches no tensor of the model; near names are body"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^shared: 'bodi\.\*' matches no tensor of the model; near names are body",
+    ):
         chosen(LAYOUT, ["bodi.*"], "shared")
-    with pytest.raises(ConfigError, match=r"matches no tensor of the model; it has body.0.weight, "):
+    with pytest.raises(
+        ConfigError, match=r"matches no tensor of the model; it has body.0.weight, "
+    ):
         chosen(LAYOUT, ["!zzzzz"], "shared")
     net = Net()
     net.body[0].requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"'body\.0' matches frozen weights alone, which all clients have"):
+    with pytest.raises(
+        ConfigError, match=r"'body\.0' matches frozen weights alone, which all clients have"
+    ):
         chosen(Layout(net), ["body.0"], "shared")
 
 
 def test_layers_and_normalizations_are_named():
     assert list(LAYOUT.layers()) == ["body.0", "body.1", "body.3", "head"]
-    norm = ("body.1.weight", "body.1.bias", "body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked")
+    norm = (
+        "body.1.weight",
+        "body.1.bias",
+        "body.1.running_mean",
+        "body.1.running_var",
+        "body.1.num_batches_tracked",
+    )
     assert LAYOUT.layers()["body.1"] == LAYOUT.normalizations() == norm
 
 
@@ -111,7 +124,9 @@ def test_what_a_method_keeps_at_home_and_what_the_setting_leaves_out_stay_at_hom
 
 
 def test_nothing_to_share_or_to_compare_is_refused():
-    with pytest.raises(ConfigError, match=r"nothing is left to share: shared is \['!\*'\]; share a layer at least"):
+    with pytest.raises(
+        ConfigError, match=r"nothing is left to share: shared is \['!\*'\]; share a layer at least"
+    ):
         Part.of(LAYOUT, ["!*"])
     with pytest.raises(ConfigError, match=r"shared is \['head'\], and fedper keeps head at home"):
         Part.of(LAYOUT, ["head"], home=["head"], owner="fedper")

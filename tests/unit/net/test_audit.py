@@ -26,11 +26,15 @@ AT = Address(3, 0, 1)
 
 
 def log(folder: Path, **options) -> Audit:
-    return Audit(folder, "n0", "local", public_text(KEYS[0].public_key()), local.signer(KEYS[0]), **options)
+    return Audit(
+        folder, "n0", "local", public_text(KEYS[0].public_key()), local.signer(KEYS[0]), **options
+    )
 
 
 def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for path in audit.files(folder) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line) for path in audit.files(folder) for line in path.read_text().splitlines()
+    ]
 
 
 def parcel(sender: int = 0, values: int = 5, at: Address = AT):
@@ -67,7 +71,17 @@ def test_every_line_names_the_hash_of_the_one_before(tmp_path):
         own.mark(3)
     chain(tmp_path)
     events = [line["event"] for line in lines(tmp_path)]
-    assert events == ["file", "start", "roster", "joined", "sent", "received", "head", "stop", "head"]
+    assert events == [
+        "file",
+        "start",
+        "roster",
+        "joined",
+        "sent",
+        "received",
+        "head",
+        "stop",
+        "head",
+    ]
     assert (tmp_path / audit.FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -80,17 +94,31 @@ def test_it_says_what_was_sent_and_received_and_holds_no_payload(tmp_path):
     assert told["sent"]["bytes"] == len(sent.payload)
     assert told["sent"]["sha256"] == hashlib.sha256(sent.payload).hexdigest()
     assert told["sent"]["tensors"] == told["received"]["tensors"] == ["field.count", "params"]
-    assert [told["sent"][name] for name in ("inc", "round", "exchange", "client", "kind")] == [9, 3, 0, 1, "model"]
+    assert [told["sent"][name] for name in ("inc", "round", "exchange", "client", "kind")] == [
+        9,
+        3,
+        0,
+        1,
+        "model",
+    ]
     assert told["received"]["from"] == "n1"
-    assert bytes.fromhex(told["received"]["signature"]) + told["received"]["manifest"].encode() == got.sealed
-    assert json.loads(told["received"]["manifest"])["sha256"] == hashlib.sha256(parcel(1).payload).hexdigest()
+    assert (
+        bytes.fromhex(told["received"]["signature"]) + told["received"]["manifest"].encode()
+        == got.sealed
+    )
+    assert (
+        json.loads(told["received"]["manifest"])["sha256"]
+        == hashlib.sha256(parcel(1).payload).hexdigest()
+    )
 
 
 def test_the_end_of_a_round_is_signed_with_the_nodes_key(tmp_path):
     """Checked as somebody would who has the public key and the page about it alone."""
     with log(tmp_path) as own:
         own.mark(7)
-    (line,) = [line for line in (tmp_path / audit.FILE).read_bytes().split(b"\n") if b'"round":7' in line][:1]
+    (line,) = [
+        line for line in (tmp_path / audit.FILE).read_bytes().split(b"\n") if b'"round":7' in line
+    ][:1]
     text, _, signed = line.partition(b',"signature":"')
     assert signed.endswith(b'"}')
     signature = bytes.fromhex(signed[:-2].decode())
@@ -106,11 +134,23 @@ def test_what_happens_again_in_a_round_is_counted(tmp_path):
         for number in range(2000):
             own.answered("n1", Address(number, 0, 0), Missing("gone"))
             own.received("n1", AT, Missing("refused:signature", None, f"no {number}"))
-            own.heard("turned_away", "warning", {"reason": "certificate", "text": "x" * 5000, "times": 10})
+            own.heard(
+                "turned_away", "warning", {"reason": "certificate", "text": "x" * 5000, "times": 10}
+            )
         own.mark(3)
         own.answered("n1", AT, Missing("gone"))
-    found = [line for line in lines(tmp_path) if line["event"] in ("declined", "refused", "turned_away", "again")]
-    assert [line["event"] for line in found] == ["declined", "refused", "turned_away", *["again"] * 3, "declined"]
+    found = [
+        line
+        for line in lines(tmp_path)
+        if line["event"] in ("declined", "refused", "turned_away", "again")
+    ]
+    assert [line["event"] for line in found] == [
+        "declined",
+        "refused",
+        "turned_away",
+        *["again"] * 3,
+        "declined",
+    ]
     assert [line["times"] for line in found if line["event"] == "again"] == [1999, 1999, 19990]
     assert len(found[2]["text"]) == 300
     assert sum(len(json.dumps(line)) for line in found) < 3000
@@ -123,7 +163,14 @@ def test_events_of_the_log_are_written_down_whatever_its_level(tmp_path):
         said("peer_up", peer="n1")
         said("round", seconds=1.0)
         said("pull", level="warning", missing={"1": "timeout"})
-        said("refused", level="warning", peer="n1", code="shape", text="a model", about="of a message")
+        said(
+            "refused",
+            level="warning",
+            peer="n1",
+            code="shape",
+            text="a model",
+            about="of a message",
+        )
         said("refused", level="warning", peer="n1", code="head", text="a head")
         said.stream.close()
     assert [(line["event"], line.get("code")) for line in lines(tmp_path)][1:3] == [
@@ -152,7 +199,11 @@ def test_half_a_line_of_a_killed_node_is_removed_and_that_is_a_line(tmp_path):
     chain(tmp_path)
     assert path.read_bytes().startswith(whole)
     repaired = lines(tmp_path)[len(whole.splitlines())]
-    assert (repaired["event"], repaired["bytes"], repaired["cut"]) == ("repaired", 15, '{"n":5,"time"\\0\\0')
+    assert (repaired["event"], repaired["bytes"], repaired["cut"]) == (
+        "repaired",
+        15,
+        '{"n":5,"time"\\0\\0',
+    )
     assert repaired["sha256"] == hashlib.sha256(b'{"n":5,"time"\0\0').hexdigest()
 
 
@@ -181,7 +232,10 @@ def test_a_large_file_is_put_aside_and_the_chain_goes_on_in_the_next(tmp_path):
     assert names == ["audit-000001.log", "audit-000002.log", "audit.log"]
     chain(tmp_path)
     for path in audit.files(tmp_path)[1:]:
-        assert [json.loads(line)["event"] for line in path.read_text().splitlines()[:2]] == ["file", "roster"]
+        assert [json.loads(line)["event"] for line in path.read_text().splitlines()[:2]] == [
+            "file",
+            "roster",
+        ]
 
 
 def test_a_kill_between_two_files_loses_nothing(tmp_path):
@@ -200,7 +254,9 @@ def test_what_cannot_be_written_down_is_not_sent_and_the_round_does_not_end(tmp_
     outbox.publish(AT, parcel())
     outbox.ask("n1", AT, 0, given.append)
     before = (tmp_path / audit.FILE).read_bytes()
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(
+        os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+    )
     outbox.ask("n2", AT, 0, given.append)
     monkeypatch.undo()
     outbox.ask("n3", AT, 0, given.append)  # there is room again, but the log lacks a line
@@ -217,7 +273,11 @@ def test_what_cannot_be_written_down_is_not_sent_and_the_round_does_not_end(tmp_
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(None, "in order"), (SystemExit(143), "a signal"), (ValueError("no\nroom"), "ValueError: no\nroom")],
+    [
+        (None, "in order"),
+        (SystemExit(143), "a signal"),
+        (ValueError("no\nroom"), "ValueError: no\nroom"),
+    ],
 )
 def test_its_last_line_says_why_the_node_ended(tmp_path, error, why):
     try:

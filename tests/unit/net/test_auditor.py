@@ -35,15 +35,21 @@ def parcel(sender: int, round: int) -> Parcel:
 def delivered(sent: Parcel, sender: int, round: int) -> Delivery:
     template = Template({"params": (torch.float32, (4,))})
     at = Address(round, 0, sender)
-    expect = Expectation("local", f"n{sender}", f"n{1 - sender}", at, "", template, lambda signature, data: True)
+    expect = Expectation(
+        "local", f"n{sender}", f"n{1 - sender}", at, "", template, lambda signature, data: True
+    )
     found = assemble(expect, [(a, bytes(chunk)) for a, chunk in sent.chunks()], 0.1)
     assert isinstance(found, Delivery)
     return found
 
 
-def opened(folder: Path, node: int, key: ec.EllipticCurvePrivateKey | None = None, **options) -> Audit:
+def opened(
+    folder: Path, node: int, key: ec.EllipticCurvePrivateKey | None = None, **options
+) -> Audit:
     key = key or KEYS[node]
-    return Audit(folder, f"n{node}", "local", public_text(key.public_key()), local.signer(key), **options)
+    return Audit(
+        folder, f"n{node}", "local", public_text(key.public_key()), local.signer(key), **options
+    )
 
 
 def written(folder: Path, rounds: int = 3, **options) -> list[Path]:
@@ -57,7 +63,9 @@ def written(folder: Path, rounds: int = 3, **options) -> list[Path]:
             for node, other, sender in ((a, b, 0), (b, a, 1)):
                 message = parcel(sender, round)
                 assert node.answered(f"n{1 - sender}", Address(round, 0, sender), message)
-                other.received(f"n{sender}", Address(round, 0, sender), delivered(message, sender, round))
+                other.received(
+                    f"n{sender}", Address(round, 0, sender), delivered(message, sender, round)
+                )
             a.mark(round)
             b.mark(round)
     return folders
@@ -85,7 +93,13 @@ def test_an_honest_log_is_whole_and_summed_up(logs):
     found = auditor.check(logs[0], [ROSTER])
     assert found.problems == []
     assert (found.node, found.run, found.rosters, found.confirmed) == ("n0", "local", [1], {1})
-    assert (found.lines, found.heads, found.unsigned, found.starts, found.unended) == (15, 4, 0, 1, 0)
+    assert (found.lines, found.heads, found.unsigned, found.starts, found.unended) == (
+        15,
+        4,
+        0,
+        1,
+        0,
+    )
     of = found.traffic["n1"]
     assert {key[1]: sha for key, sha in of.sent.items()} == {
         round: hashlib.sha256(parcel(0, round).payload).hexdigest() for round in range(3)
@@ -108,7 +122,11 @@ def test_a_line_that_was_taken_out_is_found_and_named(logs, number):
     path = logs[0] / audit.FILE
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
-    assert auditor.check(logs[0]).problems[0].startswith(f"audit.log line {number + 1}: it does not follow")
+    assert (
+        auditor.check(logs[0])
+        .problems[0]
+        .startswith(f"audit.log line {number + 1}: it does not follow")
+    )
 
 
 def test_a_chain_that_was_made_to_fit_again_lacks_the_nodes_signature(logs):
@@ -116,7 +134,9 @@ def test_a_chain_that_was_made_to_fit_again_lacks_the_nodes_signature(logs):
     whole = (logs[0] / audit.FILE).read_bytes()
     changes: list[Callable[[list[dict]], object]] = [
         lambda lines: lines.pop(4),
-        lambda lines: next(line for line in lines if line["event"] == "sent").update(sha256="0" * 64),
+        lambda lines: next(line for line in lines if line["event"] == "sent").update(
+            sha256="0" * 64
+        ),
         lambda lines: lines.insert(4, {**lines[4], "event": "joined", "peer": "n9", "key": ""}),
     ]
     for change in changes:
@@ -134,10 +154,15 @@ def test_a_chain_written_anew_with_another_key_is_not_that_of_the_organizers_ros
         log.start(forged, inc=1)
         log.mark(0)
     assert auditor.check(tmp_path).problems == []
-    assert "not those of version 1 of the organizer's roster" in auditor.check(tmp_path, [ROSTER]).problems[0]
+    assert (
+        "not those of version 1 of the organizer's roster"
+        in auditor.check(tmp_path, [ROSTER]).problems[0]
+    )
     with opened(tmp_path / "2", 0, other) as log:
         log.start(replace(forged, version=7), inc=1)
-    assert auditor.check(tmp_path / "2", [ROSTER]).problems == ["it has versions 7 of the roster; given was 1"]
+    assert auditor.check(tmp_path / "2", [ROSTER]).problems == [
+        "it has versions 7 of the roster; given was 1"
+    ]
 
 
 def test_the_end_of_a_log_can_be_taken_away_unseen_but_not_from_the_others(logs):
@@ -166,7 +191,11 @@ def test_a_message_that_its_sender_wrote_down_otherwise_is_found(logs):
     with opened(folder, 0) as log:
         log.start(ROSTER, inc=1)
         for round in range(3):
-            log.answered("n1", Address(round, 0, 0), replace(parcel(0, round), manifest=parcel(0, 1).manifest))
+            log.answered(
+                "n1",
+                Address(round, 0, 0),
+                replace(parcel(0, round), manifest=parcel(0, 1).manifest),
+            )
             log.received("n1", Address(round, 0, 1), delivered(parcel(1, round), 1, round))
     found = auditor.compare(auditor.check(folder), auditor.check(logs[1]))
     assert "2 messages that n1 received from n0 have another digest in n0's log" in found[0]
@@ -187,7 +216,9 @@ def test_nobody_can_say_that_a_member_sent_what_it_did_not_sign(tmp_path):
 def test_a_member_with_a_new_key_is_believed_from_its_roster_on(tmp_path):
     new = ec.generate_private_key(ec.SECP256R1())
     second = replace(
-        ROSTER, version=2, members=(ROSTER.members[0], replace(ROSTER.members[1], key=public_text(new.public_key())))
+        ROSTER,
+        version=2,
+        members=(ROSTER.members[0], replace(ROSTER.members[1], key=public_text(new.public_key()))),
     )
     message = seal(
         {"params": torch.zeros(4)}, run="local", peer="n1", inc=2, address=Address(0, 0, 1), schema="",
@@ -266,7 +297,19 @@ def test_what_is_no_log_is_said_to_be_none(tmp_path, content):
     assert auditor.check(tmp_path).problems
 
 
-FIELDS = ("n", "prev", "event", "time", "node", "members", "manifest", "signature", "version", "to", "sha256")
+FIELDS = (
+    "n",
+    "prev",
+    "event",
+    "time",
+    "node",
+    "members",
+    "manifest",
+    "signature",
+    "version",
+    "to",
+    "sha256",
+)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -301,7 +344,9 @@ def test_the_command_says_what_is_in_logs_and_whether_they_agree(logs, tmp_path)
     assert "see --roster" in said
     identity.make_authority(tmp_path, "local")
     rosters.write(tmp_path / "roster.toml", ROSTER, tmp_path / "organizer.key")
-    status, said = run(*logs, "--roster", tmp_path / "roster.toml", "--organizer", tmp_path / "organizer.pub")
+    status, said = run(
+        *logs, "--roster", tmp_path / "roster.toml", "--organizer", tmp_path / "organizer.pub"
+    )
     assert status == 0
     assert said.count("keys are those of the organizer's version 1") == 2
     path = logs[0] / audit.FILE

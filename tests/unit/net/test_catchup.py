@@ -82,7 +82,9 @@ class Honest:
         self.hub, self.folder = Hub(), folder
         method = METHODS[kind](**({"num_peers": 2} if kind == "random" else {}))
         self.plan = RunSpec(method, tiny_settings(rounds=rounds), "linear", "linear", seed=3)
-        self.roster, self.keys = local.members([[0], [1], [2]], server="n2" if method.server else "")
+        self.roster, self.keys = local.members(
+            [[0], [1], [2]], server="n2" if method.server else ""
+        )
         self.federation = tiny_federation(num_clients=3)
         self.nodes: list[Node] = []
 
@@ -182,7 +184,9 @@ def test_the_clock_of_the_run_bounds_a_jump(honest, monkeypatch):
     now = [100.0]
     a.clock = RunClock(0, 99.0, lambda: now[0])
     monkeypatch.setattr(a, "_pace", lambda: 10.0)
-    monkeypatch.setattr(a, "ask_heads", lambda names: {name: replace_head(a, name, 30) for name in ("n1", "n2")})
+    monkeypatch.setattr(
+        a, "ask_heads", lambda names: {name: replace_head(a, name, 30) for name in ("n1", "n2")}
+    )
     a._catch_up()
     assert a.loop.next_round == 0 + KEEP + 1
     assert honest.told(0, "catch_up")[0]["claimed"] == 30

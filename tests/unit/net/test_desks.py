@@ -11,8 +11,12 @@ def test_one_that_never_reads_its_answers_holds_up_only_itself():
     desks.put("slow", lambda: order.append(0) if free.wait(60) else None)
     assert desks.put("other", others.set)
     assert others.wait(60), "the other one's work is done"
-    taken = [desks.put("slow", lambda number=number: order.append(number)) for number in range(1, 6)]
-    assert taken in ([True] * 3 + [False] * 2, [True] * 2 + [False] * 3), "as many wait as there is room for"
+    taken = [
+        desks.put("slow", lambda number=number: order.append(number)) for number in range(1, 6)
+    ]
+    assert taken in ([True] * 3 + [False] * 2, [True] * 2 + [False] * 3), (
+        "as many wait as there is room for"
+    )
     assert order == []
     free.set()
     desks.close()

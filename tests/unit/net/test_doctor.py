@@ -53,7 +53,11 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     file = laid_out(tmp_path, port)
     folder = tmp_path / "keys"
     identity.sign_request(
-        folder, folder / "node-00.csr", "node-00", f"127.0.0.1:{port}", now=datetime.now(UTC) - timedelta(days=31)
+        folder,
+        folder / "node-00.csr",
+        "node-00",
+        f"127.0.0.1:{port}",
+        now=datetime.now(UTC) - timedelta(days=31),
     )
     (only,) = wrong(file)
     assert " is valid from " in only
@@ -72,7 +76,9 @@ def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_pat
         ]
 
 
-def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(tmp_path, port):
+def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(
+    tmp_path, port
+):
     """On which device a node trains is its own affair: the study is the roster's all the same."""
     file = laid_out(tmp_path, port)
     study = tmp_path / "study.toml"
@@ -144,12 +150,20 @@ def test_a_wrong_clock_an_older_roster_and_another_study_are_told(three, monkeyp
     there.transport.serve_head(skewed)
     one, good = next(iter(doctor._others(asking)))
     assert not good
-    for part in ("clock -3600.0 s", "it runs something else: rounds is 99 there and 4 here", "version 0 of the roster"):
+    for part in (
+        "clock -3600.0 s",
+        "it runs something else: rounds is 99 there and 4 here",
+        "version 0 of the roster",
+    ):
         assert part in one
 
 
-@pytest.mark.parametrize(("seconds", "fine"), [(-20.0, True), (20.0, True), (-40.0, False), (40.0, False)])
-def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(three, monkeypatch, seconds, fine):
+@pytest.mark.parametrize(
+    ("seconds", "fine"), [(-20.0, True), (20.0, True), (-40.0, False), (40.0, False)]
+)
+def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(
+    three, monkeypatch, seconds, fine
+):
     """Nothing else is wrong with the member."""
     asking, there, sign = three
     monkeypatch.setattr(doctor, "_LOOK", 0.1)

@@ -90,7 +90,9 @@ def test_the_door_opens_again_after_a_quiet_minute(door):
         door.now += 1
         door.keeper.look()
         assert (door.keeper.closed, door.events) == (False, ["door_closed", "door_open"])
-        assert select.select([door.socket], [], [], 60)[0], "its connection is tried again by the kernel"
+        assert select.select([door.socket], [], [], 60)[0], (
+            "its connection is tried again by the kernel"
+        )
 
 
 def test_a_connection_that_was_there_before_goes_on(door):
@@ -127,7 +129,11 @@ def test_looking_for_the_listening_socket_leaves_no_file_open():
     def opened() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull), tempfile.TemporaryFile():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        open(os.devnull),
+        tempfile.TemporaryFile(),
+    ):
         before = opened()
         assert [found.fileno() for found in doorkeeper._listening(server.getsockname()[1])] != []
         assert opened() == before

@@ -23,9 +23,13 @@ class Heard:
     def __init__(self, **options) -> None:
         self.events: list[tuple] = []
         self.out, self.now = io.StringIO(), 100.0
-        self.log = EngineLog(self.tell, options.pop("out", self.out), clock=lambda: self.now, **options)
+        self.log = EngineLog(
+            self.tell, options.pop("out", self.out), clock=lambda: self.now, **options
+        )
 
-    def tell(self, event: str, *, level: str, reason: str, text: str, times: int, peer: str = "") -> None:
+    def tell(
+        self, event: str, *, level: str, reason: str, text: str, times: int, peer: str = ""
+    ) -> None:
         assert (event, level) == ("turned_away", "warning")
         self.events.append((reason, peer, text, times))
 
@@ -39,14 +43,19 @@ class Heard:
 def test_a_handshake_that_failed_is_told_without_the_engines_hint():
     heard = Heard()
     text = f"zenoh_link_tls::unicast: invalid peer certificate: UnknownIssuer{HINT}"
-    assert heard.hear(line(text, "WARN")) == [("certificate", "", "invalid peer certificate: UnknownIssuer", 1)]
-    assert heard.out.getvalue() == line(text, "WARN"), "what is a warning goes on to standard output"
+    assert heard.hear(line(text, "WARN")) == [
+        ("certificate", "", "invalid peer certificate: UnknownIssuer", 1)
+    ]
+    assert heard.out.getvalue() == line(text, "WARN"), (
+        "what is a warning goes on to standard output"
+    )
 
 
 def test_a_member_that_was_denied_a_key_is_named():
     heard = Heard()
     assert heard.hear(
-        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"), line(DROPPED)
+        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"),
+        line(DROPPED),
     ) == [("not_allowed", "n2", "Query on coterie/1/r/n0/model/n1", 1)]
     cached = "Using cached result: d109 is unauthorized to Liveliness Token (ingress) on coterie/1/r/n1/alive"
     assert heard.hear(line(f"{ACCESS}{cached}"), line(DROPPED)) == [
@@ -61,8 +70,12 @@ def test_rulings_in_advance_and_of_other_threads_are_not_of_a_message():
     assert heard.hear(
         line(f"{ACCESS}ACL (ingress): caching permissions for `coterie/1/r/n2` ..."),
         line(f"{ACCESS}{MEMBER}unauthorized to Put (ingress) on coterie/1/r/n2"),
-        line(f"{ACCESS}Using cached result: d109 is authorized to Reply (ingress) on coterie/1/r/n2"),
-        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1", number=11),
+        line(
+            f"{ACCESS}Using cached result: d109 is authorized to Reply (ingress) on coterie/1/r/n2"
+        ),
+        line(
+            f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1", number=11
+        ),
         line(DROPPED),
     ) == [("too_large", "n2", "a question or an answer is over its cap", 1)]
 
@@ -83,14 +96,19 @@ def test_what_the_own_access_list_keeps_from_going_out_accuses_nobody():
     allowed = f"{ACCESS}{MEMBER}authorized to Query (ingress) on coterie/1/r/n0/head/n2"
     assert heard.hear(line(denied), line(DROPPED)) == []
     assert heard.hear(line(allowed), line(denied), line(DROPPED)) == []
-    assert heard.hear(line(DROPPED)) == [], "an answer for a link that is gone: it has no key any more"
+    assert heard.hear(line(DROPPED)) == [], (
+        "an answer for a link that is gone: it has no key any more"
+    )
     assert heard.log.times.total() == 0
 
 
 def test_a_member_is_named_as_the_roster_does_when_it_is_told():
     """The rulings of a session begin before the node knows the roster's names of its peers."""
     heard = Heard()
-    denied = [line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"), line(DROPPED)]
+    denied = [
+        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"),
+        line(DROPPED),
+    ]
     heard.log.name_of = lambda common: {"n2": "site-2"}[common]
     assert [peer for _, peer, *_ in heard.hear(*denied)] == ["site-2"]
 
@@ -114,9 +132,12 @@ LINK = (
 
 
 @pytest.mark.parametrize(
-    ("after", "who"), [(links(LINK), " (from 127.0.0.1:33900, common name 0bd5)"), (line("zenoh::net: another"), "")]
+    ("after", "who"),
+    [(links(LINK), " (from 127.0.0.1:33900, common name 0bd5)"), (line("zenoh::net: another"), "")],
 )
-def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_drops_ambiguous(after, who):
+def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_drops_ambiguous(
+    after, who
+):
     heard = Heard()
     text = f"its certificate is valid; nothing that it sends is heard{who}"
     assert heard.hear(UNKNOWN, after) == [("not_on_roster", "", text, 1)]
@@ -141,14 +162,19 @@ def test_somebody_of_whom_the_engine_says_no_more_is_told_at_the_end():
 
 def test_what_comes_again_is_counted_and_told_every_ten_seconds_and_at_the_end():
     heard = Heard()
-    expired = [line(f"zenoh_link_tls::unicast: expired: {second} s ago{HINT}", "WARN") for second in range(5)]
+    expired = [
+        line(f"zenoh_link_tls::unicast: expired: {second} s ago{HINT}", "WARN")
+        for second in range(5)
+    ]
     assert [times for *_, times in heard.hear(*expired[:3])] == [1]
     heard.now += 10
     assert heard.hear(expired[3]) == [("certificate", "", "expired: 3 s ago", 3)]
     heard.hear(expired[4])
     heard.log.close()
     assert heard.events == [("certificate", "", "expired: 4 s ago", 1)]
-    assert [(labels, number) for _, _, labels, number in heard.log.samples()] == [({"reason": "certificate"}, 5)]
+    assert [(labels, number) for _, _, labels, number in heard.log.samples()] == [
+        ({"reason": "certificate"}, 5)
+    ]
 
 
 def test_ten_thousand_different_refusals_leave_few_events():
@@ -166,7 +192,11 @@ def test_ten_thousand_different_refusals_leave_few_events():
 @pytest.mark.parametrize("everything", [False, True])
 def test_lines_go_on_to_standard_output_those_for_debugging_only_when_asked_for(everything):
     heard = Heard(everything=everything)
-    lines = ["of another program\n", line("zenoh::net: careful", "WARN"), line("zenoh::net: by the way", "DEBUG")]
+    lines = [
+        "of another program\n",
+        line("zenoh::net: careful", "WARN"),
+        line("zenoh::net: by the way", "DEBUG"),
+    ]
     assert heard.hear(*lines) == []
     assert heard.out.getvalue() == "".join(lines if everything else lines[:2])
 

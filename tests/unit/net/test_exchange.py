@@ -29,7 +29,9 @@ def network() -> Iterator:
     def make(size: int, **terms):
         events: list = []
         terms = {"deadline": 5.0, "redraws": 0, **terms}
-        hub, exchanges = local.in_process([[i] for i in range(size)], terms=Terms(**terms), journal=events.append)
+        hub, exchanges = local.in_process(
+            [[i] for i in range(size)], terms=Terms(**terms), journal=events.append
+        )
         made.extend(exchanges)
         return hub, exchanges, events
 
@@ -113,7 +115,9 @@ def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
 
     post.fetch = fetch
     found = post.gather([Address(0, 0, client) for client in range(23)], Template({}), 60.0)
-    assert [(client, missing.round) for client, missing in found.items()] == [(c, c) for c in range(23)]
+    assert [(client, missing.round) for client, missing in found.items()] == [
+        (c, c) for c in range(23)
+    ]
     assert 1 <= most[0] <= 4
 
 
@@ -143,7 +147,9 @@ def test_missing_peers_are_drawn_again_and_asked_once(network):
     assert a.post.traffic.received == 2, "what came before the new draw is not asked for again"
     assert [e["event"] for e in events if e["readers"] == [0]] == ["redraw", "pull"]
     assert events[-1]["unreachable"] == [2]
-    assert pull(a, 2).mask.tolist() == [[False]], "later exchanges of the round do not ask for a new draw"
+    assert pull(a, 2).mask.tolist() == [[False]], (
+        "later exchanges of the round do not ask for a new draw"
+    )
 
 
 def test_a_round_has_one_deadline_however_often_its_peers_are_drawn_again(network, monkeypatch):
@@ -199,7 +205,9 @@ def test_a_peer_whose_token_went_is_known_to_be_away_at_the_next_round(network):
     assert a.reachable().tolist() == [True, False, True]
     a.away(["n2"])
     begin(a, 3)
-    assert a.reachable().tolist() == [True, False, True], "a token that is seen counts more than the start"
+    assert a.reachable().tolist() == [True, False, True], (
+        "a token that is seen counts more than the start"
+    )
 
 
 def test_a_model_with_nan_is_withheld_at_its_sender(network):
@@ -306,7 +314,9 @@ def test_a_restarted_one_that_had_stopped_stands_again(network):
 
 def double(shared, whole):
     assert whole.ids is not None
-    return shared + 1, Reply(whole.params * 2, torch.arange(len(whole))[:, None], {"seen": whole.ids})
+    return shared + 1, Reply(
+        whole.params * 2, torch.arange(len(whole))[:, None], {"seen": whole.ids}
+    )
 
 
 def test_the_server_goes_on_without_a_client_that_is_missing(network):
@@ -357,14 +367,19 @@ def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
     begin(exchange)
     started = time.monotonic()
     with pytest.raises(OSError, match="no room"):
-        pull(a, 1) if who == "peer" else exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+        pull(a, 1) if who == "peer" else exchange.serve(
+            message(int(exchange.ids[0])), double, torch.zeros(())
+        )
     assert time.monotonic() - started < 20
     assert not events, "no round was exchanged"
 
 
 def test_a_node_that_is_closed_says_so(network):
     _, (a, b), _ = network(2)
-    for exchange, ask in ((a, lambda: pull(a, 1)), (b, lambda: b.serve(message(1), double, torch.zeros(())))):
+    for exchange, ask in (
+        (a, lambda: pull(a, 1)),
+        (b, lambda: b.serve(message(1), double, torch.zeros(()))),
+    ):
         begin(exchange)
         exchange.post.close()
         with pytest.raises(TransportError, match="this node is closed"):
@@ -399,7 +414,10 @@ def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(networ
     _, (a, b), events = network(2)
 
     def serve(exchange, samples=1.0, trace=torch.nan):
-        own = Message(torch.ones(1, 4), {"samples": torch.tensor([samples]), "trace": torch.tensor([[1.0, trace]])})
+        own = Message(
+            torch.ones(1, 4),
+            {"samples": torch.tensor([samples]), "trace": torch.tensor([[1.0, trace]])},
+        )
         return exchange.serve(own, double, torch.zeros(()))
 
     rounds = [(1.0, torch.nan, [0, 1]), (torch.nan, 1.0, [0]), (1.0, torch.inf, [0])]
@@ -413,7 +431,9 @@ def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(networ
     begin(a, 3)
     begin(b, 3)
     publish(b, Message(torch.ones(1, 4), {"trace": torch.tensor([[torch.nan]])}))
-    assert not a.pull(Message(torch.ones(1, 4), {"trace": torch.ones(1, 1)}), torch.tensor([[1]])).mask.any()
+    assert not a.pull(
+        Message(torch.ones(1, 4), {"trace": torch.ones(1, 1)}), torch.tensor([[1]])
+    ).mask.any()
 
 
 def test_everybody_learns_the_cohort_from_the_server(network):
@@ -472,7 +492,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_has_not_come(network, name):
+def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_has_not_come(
+    network, name
+):
     """Signed by the server itself: refused with its name and the reason, and asked for again until the wait is over."""
     _, (a, b), _ = network(2, server_wait=0.0)
     b.width = 4
@@ -497,10 +519,16 @@ def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
     try:
         begin(b)
         for client, size in ((1, 2), (2, 3)):
-            answer = {"table": torch.ones(1, 4), "index": torch.tensor([client]), "field.x": torch.ones(1, size)}
+            answer = {
+                "table": torch.ones(1, 4),
+                "index": torch.tensor([client]),
+                "field.x": torch.ones(1, size),
+            }
             a.post.publish(answer, Address(0, 0, client, "reply"), to="n1")
         own = Message(torch.ones(2, 4), {"samples": torch.ones(2)})
-        with pytest.raises(TransportError, match="answers to two clients of this node differ in form"):
+        with pytest.raises(
+            TransportError, match="answers to two clients of this node differ in form"
+        ):
             b.serve(own, double, torch.zeros(()))
     finally:
         for exchange in exchanges:

@@ -1,6 +1,7 @@
 """Damaged messages between nodes in one program: every field is checked, what is refused changes nothing.
 
-A member signs what it likes, so the damage here is signed by its sender: only the checks behind the signature are left.
+A member signs what it likes, so the damage here is signed by its sender: only the checks behind the
+signature are left.
 """
 
 import hashlib
@@ -40,7 +41,9 @@ class Network:
         exchange.begin(Rng(0).at(round))
         exchange.enter(exchange.ids)
 
-    def damage(self, kind: str, change: Callable[[dict, bytes], tuple[dict, bytes]], client: int = 1) -> None:
+    def damage(
+        self, kind: str, change: Callable[[dict, bytes], tuple[dict, bytes]], client: int = 1
+    ) -> None:
         """Change manifest and payload of every message of a kind that is from or for a client, and sign it anew."""
 
         def tamper(parts: Parts) -> Parts:
@@ -66,7 +69,9 @@ def network() -> Iterator[Network]:
 
 
 def message(client: int) -> Message:
-    return Message(torch.full((1, SIZE), float(client + 1)), {"samples": torch.tensor([client + 1.0])})
+    return Message(
+        torch.full((1, SIZE), float(client + 1)), {"samples": torch.tensor([client + 1.0])}
+    )
 
 
 def publish(exchange: RemoteExchange) -> None:
@@ -76,7 +81,13 @@ def publish(exchange: RemoteExchange) -> None:
 def known(exchange: RemoteExchange) -> tuple:
     """What a node keeps of what it received."""
     traffic = exchange.post.traffic
-    return dict(exchange.post._newest), traffic.received, traffic.bytes, dict(exchange._got), exchange.post.ahead
+    return (
+        dict(exchange.post._newest),
+        traffic.received,
+        traffic.bytes,
+        dict(exchange._got),
+        exchange.post.ahead,
+    )
 
 
 def saying(**changes) -> Callable[[dict, bytes], tuple[dict, bytes]]:
@@ -139,18 +150,27 @@ def test_a_model_with_a_damaged_field_is_refused_and_changes_nothing(network, na
     assert inbox.table[inbox.index[0, 0]].tolist() == [2.0] * SIZE
 
 
-def holding(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[dict, bytes], tuple[dict, bytes]]:
+def holding(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> Callable[[dict, bytes], tuple[dict, bytes]]:
     """Damage to the tensors, with the length and the digest that go with it."""
 
     def damage(manifest: dict, payload: bytes) -> tuple[dict, bytes]:
         payload = save(change(load(payload)))
-        return manifest | {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}, payload
+        return manifest | {
+            "bytes": len(payload),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }, payload
 
     return damage
 
 
-def other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict, bytes], tuple[dict, bytes]]:
-    return holding(lambda tensors: {n: change(t).contiguous() if n == name else t for n, t in tensors.items()})
+def other(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> Callable[[dict, bytes], tuple[dict, bytes]]:
+    return holding(
+        lambda tensors: {n: change(t).contiguous() if n == name else t for n, t in tensors.items()}
+    )
 
 
 TENSORS = {
@@ -167,7 +187,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("kind", ["model", "request"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_differ_from_ones_own_are_refused_by_peers_and_by_the_server(network, name, kind):
+def test_tensors_that_differ_from_ones_own_are_refused_by_peers_and_by_the_server(
+    network, name, kind
+):
     reader, sender, third = network.exchanges
     change, code = TENSORS[name]
     network.damage(kind, change)
@@ -177,7 +199,10 @@ def test_tensors_that_differ_from_ones_own_are_refused_by_peers_and_by_the_serve
     else:
         with ThreadPoolExecutor(3) as pool:
             served = pool.submit(reader.serve, message(0), total, torch.zeros(SIZE))
-            waiting = [pool.submit(one.serve, message(one.ids.item()), total, torch.ones(1)) for one in (sender, third)]
+            waiting = [
+                pool.submit(one.serve, message(one.ids.item()), total, torch.ones(1))
+                for one in (sender, third)
+            ]
             shared, inbox = served.result()
             with pytest.raises(RoundMissed, match="absent"):
                 waiting[0].result()
@@ -190,7 +215,9 @@ def test_tensors_that_differ_from_ones_own_are_refused_by_peers_and_by_the_serve
 def total(shared: Tensor, whole: Message) -> tuple[Tensor, Reply]:
     """Every client gets the sum of all models."""
     summed = whole.params.sum(0)
-    return summed, Reply(summed[None], torch.zeros(len(whole), 1, dtype=torch.int64), {"one": torch.ones(1)})
+    return summed, Reply(
+        summed[None], torch.zeros(len(whole), 1, dtype=torch.int64), {"one": torch.ones(1)}
+    )
 
 
 REPLIES = {

@@ -10,13 +10,21 @@ from coterie.net.head import Head, read
 from coterie.net.payload import Refused
 
 KEY = ec.generate_private_key(ec.SECP256R1())
-HEAD = Head("run", "n1", 7, "nonce", 3, "running", 1, "study", "schema", 2, 12.5, ["n0"], {"rounds": 30})
+HEAD = Head(
+    "run", "n1", 7, "nonce", 3, "running", 1, "study", "schema", 2, 12.5, ["n0"], {"rounds": 30}
+)
 
 
 def answered(head: Head, key: ec.EllipticCurvePrivateKey = KEY) -> Head:
     """Read a sealed head as the member that asked n1 with this nonce."""
     data = head.seal(local.signer(key))
-    return read(data, lambda s, d: identity.verify(KEY.public_key(), s, d), run="run", peer="n1", nonce="nonce")
+    return read(
+        data,
+        lambda s, d: identity.verify(KEY.public_key(), s, d),
+        run="run",
+        peer="n1",
+        nonce="nonce",
+    )
 
 
 def test_a_head_is_read_as_it_was_sealed():

@@ -41,7 +41,9 @@ def test_a_key_that_others_can_read_is_refused(folder, tmp_path, mode):
     copy = tmp_path / "k.key"
     copy.write_bytes((folder / "north.key").read_bytes())
     copy.chmod(mode)
-    with pytest.raises(TransportError, match=f"mode {mode:04o}, so others can read this key; run chmod 600"):
+    with pytest.raises(
+        TransportError, match=f"mode {mode:04o}, so others can read this key; run chmod 600"
+    ):
         identity.load_key(copy)
 
 
@@ -50,10 +52,13 @@ def test_a_certificate_says_who_where_and_for_what(folder):
     own = Identity.load(*files(folder), now=NOW)
     assert own.name == "north"
     get = own.certificate.extensions.get_extension_for_class
-    assert [str(ip) for ip in get(x509.SubjectAlternativeName).value.get_values_for_type(x509.IPAddress)] == [
-        "192.0.2.7"
+    assert [
+        str(ip) for ip in get(x509.SubjectAlternativeName).value.get_values_for_type(x509.IPAddress)
+    ] == ["192.0.2.7"]
+    assert list(get(x509.ExtendedKeyUsage).value) == [
+        ExtendedKeyUsageOID.SERVER_AUTH,
+        ExtendedKeyUsageOID.CLIENT_AUTH,
     ]
-    assert list(get(x509.ExtendedKeyUsage).value) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     assert get(x509.BasicConstraints).value.ca is False
     assert own.certificate.not_valid_after_utc == NOW + timedelta(days=30)
 
@@ -62,7 +67,8 @@ def test_a_certificate_is_bound_to_its_key(folder):
     """Its common name is the SHA-256 of the key as `openssl pkey -pubin -outform der` writes it, not the name."""
     own = Identity.load(*files(folder), now=NOW)
     der = own.key.public_key().public_bytes(
-        identity.serialization.Encoding.DER, identity.serialization.PublicFormat.SubjectPublicKeyInfo
+        identity.serialization.Encoding.DER,
+        identity.serialization.PublicFormat.SubjectPublicKeyInfo,
     )
     assert identity.common_name(own.certificate) == hashlib.sha256(der).hexdigest()
 
@@ -73,16 +79,25 @@ def test_a_request_with_another_members_name_or_key_replaces_nothing(folder, tmp
     request = identity.make_request(tmp_path, "north", "192.0.2.7:7447")
     with pytest.raises(TransportError, match="asks for the name north; agreed was south"):
         identity.sign_request(folder, request, "south", "192.0.2.7:7447", now=NOW)
-    with pytest.raises(TransportError, match=r"north has a certificate of another key; .* coterie net rekey"):
+    with pytest.raises(
+        TransportError, match=r"north has a certificate of another key; .* coterie net rekey"
+    ):
         identity.sign_request(folder, request, "north", "192.0.2.7:7447", now=NOW)
     assert (folder / "members" / "north.pem").read_bytes() == before
-    again = identity.sign_request(folder, folder / "north.csr", "north", "192.0.2.7:7447", now=NOW + timedelta(days=9))
-    assert again.not_valid_after_utc == NOW + timedelta(days=39), "the same key may have a longer certificate"
+    again = identity.sign_request(
+        folder, folder / "north.csr", "north", "192.0.2.7:7447", now=NOW + timedelta(days=9)
+    )
+    assert again.not_valid_after_utc == NOW + timedelta(days=39), (
+        "the same key may have a longer certificate"
+    )
     (folder / "members" / "north.pem").write_bytes(before)
 
 
 def test_a_certificate_that_is_over_is_refused_with_both_dates(folder):
-    with pytest.raises(TransportError, match="valid from 2029-12-31 23:55 to 2030-01-31 00:00 UTC; it is 2030-02-01"):
+    with pytest.raises(
+        TransportError,
+        match="valid from 2029-12-31 23:55 to 2030-01-31 00:00 UTC; it is 2030-02-01",
+    ):
         Identity.load(*files(folder), now=NOW + timedelta(days=31))
 
 
@@ -129,7 +144,18 @@ def test_addresses(address, host):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "host", "host:", ":7447", "host:0", "host:70000", "2001:db8::1:7447", "a b:1", "[x]:1", "h:+1"],
+    [
+        "",
+        "host",
+        "host:",
+        ":7447",
+        "host:0",
+        "host:70000",
+        "2001:db8::1:7447",
+        "a b:1",
+        "[x]:1",
+        "h:+1",
+    ],
 )
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(TransportError, match="expected host:port"):

@@ -25,7 +25,9 @@ from coterie.rng import Rng
 from coterie.testing import tiny_federation, tiny_settings
 
 FEDERATION = tiny_federation(num_clients=4)
-PLAN = RunSpec(METHODS["random"](**{"num_peers": 3}), tiny_settings(rounds=8), "linear", "linear", seed=3)
+PLAN = RunSpec(
+    METHODS["random"](**{"num_peers": 3}), tiny_settings(rounds=8), "linear", "linear", seed=3
+)
 
 
 @pytest.fixture
@@ -48,7 +50,10 @@ def send(organizer: Path, folder: Path) -> Path:
 
 def keeper(organizer: Path, folder: Path, told: list) -> Keeper:
     return Keeper(
-        folder / "roster.toml", organizer / "organizer.pub", folder, lambda event, **rest: told.append((event, rest))
+        folder / "roster.toml",
+        organizer / "organizer.pub",
+        folder,
+        lambda event, **rest: told.append((event, rest)),
     )
 
 
@@ -136,7 +141,11 @@ class Run:
         task.train = then
 
     def told(self, name: str, event: str) -> list[dict]:
-        return [e for e in map(json.loads, self.logs[name].getvalue().splitlines()) if e["event"] == event]
+        return [
+            e
+            for e in map(json.loads, self.logs[name].getvalue().splitlines())
+            if e["event"] == event
+        ]
 
     def close(self) -> None:
         for node in self.nodes.values():
@@ -177,10 +186,14 @@ def test_a_member_that_is_removed_is_read_by_nobody_from_the_next_round_on(run, 
         (told,) = run.told(name, "roster")
         assert (told["version"], told["removed"]) == (2, ["n3"])
         edges = run.nodes[name].loop.record.edges
-        later = edges[(edges["read"] == 3) & (edges["weight"] > 0) & (edges["round"] > told["round"])]
+        later = edges[
+            (edges["read"] == 3) & (edges["weight"] > 0) & (edges["round"] > told["round"])
+        ]
         assert later.empty
     again = run.node("n0")
-    assert again.loop.next_round == 8, "what is stored fits a population of four, one of them removed"
+    assert again.loop.next_round == 8, (
+        "what is stored fits a population of four, one of them removed"
+    )
     assert again.roster.removed == (3,)
 
 
@@ -215,13 +228,18 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
     a.renew()
     (told,) = run.told("n0", "roster")
     assert told["rekeyed"] == ["n2"]
-    old, new = identity.load_key(organizer / "n2.key"), identity.load_key(tmp_path / "new" / "n2.key")
+    old, new = (
+        identity.load_key(organizer / "n2.key"),
+        identity.load_key(tmp_path / "new" / "n2.key"),
+    )
     verify = a.post._verify["n2"]
     assert not verify(identity.sign(old, b"text"), b"text")
     assert verify(identity.sign(new, b"text"), b"text")
     assert "n2" not in a.post._newest, "the new key begins anew"
     assert a.ask_heads(["n2"]) == {}, "nor do its heads count"
-    with pytest.raises(TransportError, match="has another key for n2: put its key and certificate in place"):
+    with pytest.raises(
+        TransportError, match="has another key for n2: put its key and certificate in place"
+    ):
         c.renew()
 
 
@@ -235,7 +253,9 @@ def test_a_member_that_was_removed_ends(run, organizer):
 
 def test_a_removed_name_and_id_are_not_used_again(organizer, tmp_path):
     setup.remove(organizer, "n1")
-    with pytest.raises(ConfigError, match="n1 was removed, and neither names nor ids are used again"):
+    with pytest.raises(
+        ConfigError, match="n1 was removed, and neither names nor ids are used again"
+    ):
         setup.check_member(organizer, "n1")
     with pytest.raises(TransportError, match="'n1' is not on the roster"):
         setup.remove(organizer, "n1")
@@ -274,7 +294,9 @@ def test_a_removed_client_is_not_asked_by_a_server_either():
         exchanges[0].begin(Rng(0).at(0))
         assert exchanges[0].reachable().tolist() == [True, True, False]
         found = post.gather(
-            [replace(exchanges[0]._at(0, 2), kind="request")], Template.of({"params": torch.zeros(4)}), 1.0
+            [replace(exchanges[0]._at(0, 2), kind="request")],
+            Template.of({"params": torch.zeros(4)}),
+            1.0,
         )
         assert found[2] == Missing("removed")
     finally:

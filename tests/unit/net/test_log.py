@@ -33,7 +33,11 @@ def test_lines_that_cannot_be_written_are_counted_and_end_nothing():
     log("four")
     log("five")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert [(line["event"], line.get("lines_lost")) for line in lines] == [("one", None), ("four", 2), ("five", None)]
+    assert [(line["event"], line.get("lines_lost")) for line in lines] == [
+        ("one", None),
+        ("four", 2),
+        ("five", None),
+    ]
 
 
 @pytest.fixture
@@ -60,7 +64,9 @@ def test_metrics_are_read_under_this_machines_name(port, name):
     assert ask(port, "/other", f"{name}:{port}")[0] == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", ""]
+)
 def test_a_page_of_another_site_that_is_rebound_to_this_machine_reads_nothing(port, host):
     """What its browser sends as Host is the site's own name."""
     status, text = ask(port, "/metrics", host.format(port=port))

@@ -55,7 +55,9 @@ class Network:
         self.nodes: dict[int, Node] = {}
         self.logs: dict[int, io.StringIO] = {}
 
-    def node(self, number: int, plan: RunSpec | None = None, start: float = 20.0, federation=FEDERATION) -> Node:
+    def node(
+        self, number: int, plan: RunSpec | None = None, start: float = 20.0, federation=FEDERATION
+    ) -> Node:
         """Start (or restart) a node."""
         name = f"n{number}"
         self.logs[number] = io.StringIO()
@@ -94,7 +96,9 @@ def networks(tmp_path) -> Iterator:
     made = []
 
     def make(kind: str, options: Mapping[str, Any] | None = None, **settings) -> Network:
-        plan = RunSpec(METHODS[kind](**options or {}), tiny_settings(**settings), "linear", "linear", seed=3)
+        plan = RunSpec(
+            METHODS[kind](**options or {}), tiny_settings(**settings), "linear", "linear", seed=3
+        )
         made.append(Network(tmp_path, plan))
         return made[-1]
 
@@ -128,8 +132,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "sosicfl-all": {"endpoints": 3, "regions": 2},
     "sosicfl-plus": {"endpoints": 3, "regions": 2},
 }
-PARITY = [(kind, SMALL.get(kind, {})) for kind in sorted(METHODS) if "pool" not in METHODS[kind].needs]
-PARITY += [("dac", {"num_peers": 2, "loss_direction": "push"}), ("dac", {"num_peers": 2, "similarity": "cos_grad"})]
+PARITY = [
+    (kind, SMALL.get(kind, {})) for kind in sorted(METHODS) if "pool" not in METHODS[kind].needs
+]
+PARITY += [
+    ("dac", {"num_peers": 2, "loss_direction": "push"}),
+    ("dac", {"num_peers": 2, "similarity": "cos_grad"}),
+]
 
 
 def median(received):
@@ -153,7 +162,9 @@ def said(option):
     return getattr(option, "__name__", str(option))
 
 
-@pytest.mark.parametrize(("kind", "options"), PARITY, ids=[" ".join([k, *map(said, o.values())]) for k, o in PARITY])
+@pytest.mark.parametrize(
+    ("kind", "options"), PARITY, ids=[" ".join([k, *map(said, o.values())]) for k, o in PARITY]
+)
 def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The same peers in every round, the same metrics, the same models, whoever hosts whom."""
     network = networks(kind, options)
@@ -176,7 +187,9 @@ def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
     rules = {"worse": 1.0, "clip": 0.5}
     network = networks(kind, {"num_peers": 2}, acceptance=rules)
     network.run()
-    run = simulate(FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3)
+    run = simulate(
+        FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3
+    )
     assert joined(network, "edges").equals(table(run.edges))
     assert joined(network, "metrics").equals(table(run.metrics))
     assert bool((run.edges["purpose"] == "refused").any())
@@ -184,15 +197,25 @@ def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
 
 def test_nobody_is_made_to_attack_between_machines(networks):
     network = networks("random", attacks=[{"kind": "noise", "clients": 1}])
-    with pytest.raises(ConfigError, match="attacks are set; between machines nobody is made to attack"):
+    with pytest.raises(
+        ConfigError, match="attacks are set; between machines nobody is made to attack"
+    ):
         network.node(0)
 
 
-SHARED = [("dac", {"num_peers": 2, "similarity": "cos_grad"}), ("dac", {"num_peers": 2, "loss_direction": "push"})]
-SHARED += [(kind, SMALL.get(kind, {})) for kind in ("dac", "fedavg", "fesem", "ifca", "panm-grad", "pens", "sosicfl")]
+SHARED = [
+    ("dac", {"num_peers": 2, "similarity": "cos_grad"}),
+    ("dac", {"num_peers": 2, "loss_direction": "push"}),
+]
+SHARED += [
+    (kind, SMALL.get(kind, {}))
+    for kind in ("dac", "fedavg", "fesem", "ifca", "panm-grad", "pens", "sosicfl")
+]
 
 
-@pytest.mark.parametrize(("kind", "options"), SHARED, ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED])
+@pytest.mark.parametrize(
+    ("kind", "options"), SHARED, ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED]
+)
 def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The bias stays at home, whoever reads whom."""
     network = networks(kind, options, shared=["1.weight"])
@@ -207,8 +230,14 @@ def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networ
 
 def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     """Two models a client, whose rates fall over rounds and within each training."""
-    schedule = [{"kind": "warmup", "length": 2}, {"kind": "cosine"}, {"kind": "linear", "over": "steps"}]
-    local = replace(tiny_settings().local, optimizer="adamw", momentum=0.0, lr=0.05, lr_schedule=schedule)
+    schedule = [
+        {"kind": "warmup", "length": 2},
+        {"kind": "cosine"},
+        {"kind": "linear", "over": "steps"},
+    ]
+    local = replace(
+        tiny_settings().local, optimizer="adamw", momentum=0.0, lr=0.05, lr_schedule=schedule
+    )
     network = networks("ditto", local=local)
     network.run()
     plan = network.plan
@@ -216,7 +245,9 @@ def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
     assert torch.equal(best, run.params)
     plain = replace(plan.settings, local=replace(local, lr_schedule=None))
-    assert not torch.equal(best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params)
+    assert not torch.equal(
+        best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params
+    )
 
 
 def test_noise_of_private_training_is_of_the_node_alone(networks):
@@ -245,7 +276,9 @@ def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(n
     run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
     rounds = {node.loop.next_round for node in network.nodes.values()}
     assert len(rounds) > 1, "the problem is one in which clients stop at different times"
-    assert torch.equal(torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params)
+    assert torch.equal(
+        torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params
+    )
 
 
 def crash_in(node: Node, round: int) -> None:
@@ -264,7 +297,8 @@ def crash_in(node: Node, round: int) -> None:
 def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
     """It fails in round 1 with its message published, restarts from its checkpoint, catches up and takes part again.
 
-    The others draw replacements. The simulator, given the journals, ends with the same models to the last bit.
+    The others draw replacements. The simulator, given the journals, ends with the same models to
+    the last bit.
     """
     network = networks("random", rounds=8)
     crash_in(network.node(4), 1)
@@ -290,7 +324,8 @@ def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
         assert torch.equal(node.loop.tracker.best[0], loop.tracker.best[number])
     mine = table(again.loop.record.metrics)
     theirs = table(loop.record.metrics)
-    there = theirs[(theirs["client"] == 4) & theirs["round"].isin(mine["round"])]  # the rounds it did not miss
+    # the rounds it did not miss
+    there = theirs[(theirs["client"] == 4) & theirs["round"].isin(mine["round"])]
     assert mine.equals(there.reset_index(drop=True))
 
 
@@ -320,7 +355,9 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
     jumps = [e for e in network.events(5) if e["event"] == "catch_up"]
     assert jumps
     assert jumps[0]["goes_to"] >= 2
-    read = pd.concat([node.loop.record.edges for n, node in network.nodes.items() if n != 5])["read"]
+    read = pd.concat([node.loop.record.edges for n, node in network.nodes.items() if n != 5])[
+        "read"
+    ]
     assert (read == 5).any(), "the others read it"
     loop = network.replayed()
     for number, node in network.nodes.items():
@@ -390,11 +427,15 @@ def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     assert everybody[~rnd.reachable].tolist() == away
 
 
-def test_a_node_that_fell_behind_goes_to_the_round_in_the_middle_of_the_others(networks, monkeypatch):
+def test_a_node_that_fell_behind_goes_to_the_round_in_the_middle_of_the_others(
+    networks, monkeypatch
+):
     """Others are in rounds 3, 5 and 9, and one is done: to 5. It never goes back, and never before its warm-up."""
     node = networks("random", rounds=20).node(0)
     rounds = {"n1": (3, "running"), "n2": (9, "running"), "n3": (5, "running"), "n4": (20, "done")}
-    heads = {name: SimpleNamespace(round=round, state=state) for name, (round, state) in rounds.items()}
+    heads = {
+        name: SimpleNamespace(round=round, state=state) for name, (round, state) in rounds.items()
+    }
     monkeypatch.setattr(node, "ask_heads", lambda names: heads)
     for before, after in ((1, 5), (5, 5), (7, 7), (-1, -1)):
         node.loop.next_round = before
@@ -447,13 +488,17 @@ def test_nodes_outside_a_cohort_stay_in_step(networks, kind):
     network.run()
     plan = network.plan
     run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
-    assert torch.equal(torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params)
+    assert torch.equal(
+        torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params
+    )
     assert joined(network, "metrics").equals(table(run.metrics))
 
 
 def test_a_node_with_other_clients_than_the_roster_says_is_refused(networks):
     network = networks("random")
-    with pytest.raises(ConfigError, match=r"the data are of clients \[2\] of 6; on the roster n0 hosts \[0\] of 6"):
+    with pytest.raises(
+        ConfigError, match=r"the data are of clients \[2\] of 6; on the roster n0 hosts \[0\] of 6"
+    ):
         Node(
             network.plan, FEDERATION.host([2]), network.roster, InProcess(network.hub, "n0"), lambda data: data,
             network.folder,
@@ -503,9 +548,16 @@ class Late(Network):
 def late_networks(tmp_path) -> Iterator:
     made = []
 
-    def make(kind: str, options: Mapping[str, Any] | None = None, late: list[int] | None = None, **settings) -> Late:
+    def make(
+        kind: str,
+        options: Mapping[str, Any] | None = None,
+        late: list[int] | None = None,
+        **settings,
+    ) -> Late:
         settings = {"new_clients": late or [4], "new_client_rounds": 2, **settings}
-        plan = RunSpec(METHODS[kind](**options or {}), tiny_settings(**settings), "linear", "linear", seed=3)
+        plan = RunSpec(
+            METHODS[kind](**options or {}), tiny_settings(**settings), "linear", "linear", seed=3
+        )
         made.append(Late(tmp_path, plan, late or [4]))
         return made[-1]
 
@@ -524,7 +576,9 @@ ANSWERED = [
 @pytest.mark.parametrize(
     ("kind", "options"), ANSWERED, ids=[" ".join([k, *map(said, o.values())]) for k, o in ANSWERED]
 )
-def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(late_networks, kind, options):
+def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(
+    late_networks, kind, options
+):
     """With every method that can be joined: the others as if it were not there, then it by the method's rule."""
     network = late_networks(kind, options)
     network.run()
@@ -542,7 +596,11 @@ STOPS = {"patience": 1, "rounds": 6}
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(kind, one) for kind in ("dac", "ifca") for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})]
+    [
+        (kind, one)
+        for kind in ("dac", "ifca")
+        for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})
+    ]
     + [("dac", STOPS), ("dac", {"acceptance": True})],
 )
 def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind, settings):
@@ -551,9 +609,12 @@ def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind
     plan = network.plan
     run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
     found, wanted = joined(network, "metrics"), table(run.metrics)
-    if "patience" in settings:  # a node that has stopped is done, and notes nothing of the rounds of others
+    # a node that has stopped is done, and notes nothing of the rounds of others
+    if "patience" in settings:
         assert len({node.loop.next_round for node in network.nodes.values()}) > 1
-        found, wanted = (one[one["split"] == "new_clients"].reset_index(drop=True) for one in (found, wanted))
+        found, wanted = (
+            one[one["split"] == "new_clients"].reset_index(drop=True) for one in (found, wanted)
+        )
     assert found.equals(wanted)
     assert set(wanted[wanted["split"] == "new_clients"]["client"]) == {1, 4}
 
@@ -579,16 +640,28 @@ def test_finished_members_that_are_started_again_answer_whom_nobody_knew_of(tmp_
         nodes = [again.node(i) for i in (*range(5), 5)]
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(Node.run, nodes if kind == "dac" else [nodes[0], nodes[5]]))
-        run = simulate(FEDERATION, plan.method, model="linear", settings=replace(settings, new_clients=[5]), seed=3)
-        found, wanted = table(nodes[5].loop.record.metrics), table(run.metrics[run.metrics["split"] == "new_clients"])
-        assert found.drop(columns="cluster").equals(wanted.drop(columns="cluster"))  # this roster names no clusters
+        run = simulate(
+            FEDERATION,
+            plan.method,
+            model="linear",
+            settings=replace(settings, new_clients=[5]),
+            seed=3,
+        )
+        found, wanted = (
+            table(nodes[5].loop.record.metrics),
+            table(run.metrics[run.metrics["split"] == "new_clients"]),
+        )
+        # this roster names no clusters
+        assert found.drop(columns="cluster").equals(wanted.drop(columns="cluster"))
     finally:
         again.close()
 
 
 def test_a_newcomer_that_nobody_answers_says_what_to_do(late_networks):
     network = late_networks("random")
-    with pytest.raises(TransportError, match="n0, n1, n2, n3, n5 did not answer for 0 s; a finished member answers"):
+    with pytest.raises(
+        TransportError, match="n0, n1, n2, n3, n5 did not answer for 0 s; a finished member answers"
+    ):
         network.node(4, start=0.0).run()
 
 
@@ -608,7 +681,9 @@ def test_a_newcomer_that_nobody_answers_says_what_to_do(late_networks):
         ("random", {}, {"new_clients": ["x"]}, "unknown client 'x'"),
     ],
 )
-def test_whom_a_run_between_machines_cannot_hold_out_is_said(networks, kind, options, settings, found):
+def test_whom_a_run_between_machines_cannot_hold_out_is_said(
+    networks, kind, options, settings, found
+):
     network = networks(kind, options, **settings)
     with pytest.raises(ConfigError, match=found):
         network.node(0)
@@ -634,8 +709,12 @@ def test_the_log_is_one_json_object_a_line_from_a_level_on():
     }  # fmt: skip
 
 
-BYTES = {"pens": {"num_sampled": 3, "num_kept": 2, "stage_one_rounds": 9}, "one-shot": {"warmup_rounds": 1}}
-BYTES |= {kind: {"personal_layers": 0} for kind in ("dfedalt", "fedper", "fedrep")}  # the model has one layer
+BYTES = {
+    "pens": {"num_sampled": 3, "num_kept": 2, "stage_one_rounds": 9},
+    "one-shot": {"warmup_rounds": 1},
+}
+# the model has one layer
+BYTES |= {kind: {"personal_layers": 0} for kind in ("dfedalt", "fedper", "fedrep")}
 BYTES |= {kind: {"num_peers": 2, "num_candidates": 3} for kind in ("panm-grad", "panm-loss")}
 UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 """What they send depends on the model and the stage, and the ledger says so (see test_traffic)."""
@@ -644,7 +723,9 @@ UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 @pytest.mark.parametrize("kind", sorted(METHODS.keys() - UNDETERMINED - {"pooled"}))
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of 16,003 numbers, two rounds: what they count on the wire, envelopes included."""
-    plan = RunSpec(METHODS[kind](**BYTES.get(kind, {})), tiny_settings(rounds=2), wide, "wide", seed=3)
+    plan = RunSpec(
+        METHODS[kind](**BYTES.get(kind, {})), tiny_settings(rounds=2), wide, "wide", seed=3
+    )
     network = Network(tmp_path, plan)
     try:
         network.run()
@@ -654,7 +735,9 @@ def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_p
         network.close()
     setting = traffic.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
     away = 6 - plan.method.server  # the client on the server's node needs no network
-    assert counted == pytest.approx(away * traffic.between_machines(plan.method, setting, 2), rel=0.005)
+    assert counted == pytest.approx(
+        away * traffic.between_machines(plan.method, setting, 2), rel=0.005
+    )
 
 
 class Adapted(nn.Module):
@@ -676,8 +759,8 @@ class Adapted(nn.Module):
 def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, kind, models):
     """Of 96,067 numbers 32,004 are shared: 4 bytes each, once a read; the ledger predicts it to half a percent.
 
-    Each of the five nodes away from the server fetches and sends a model in two rounds, and fetches one to measure
-    after each and in the end.
+    Each of the five nodes away from the server fetches and sends a model in two rounds, and fetches
+    one to measure after each and in the end.
     """
     options = {"num_peers": 1} if kind == "random" else {}
     settings = tiny_settings(rounds=2, shared=["!head"], dtype="float32", engine="loop")
@@ -693,12 +776,20 @@ def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, k
     setting = replace(traffic.Setting.of(task), population=6)
     assert setting.params == 32_004
     away = 6 - plan.method.server
-    assert counted == pytest.approx(away * traffic.between_machines(plan.method, setting, 2), rel=0.005)
+    assert counted == pytest.approx(
+        away * traffic.between_machines(plan.method, setting, 2), rel=0.005
+    )
 
 
 def test_a_node_with_other_frozen_weights_is_told_so_in_one_line(tmp_path):
     """Whether the roster knows the model, or nodes compare with each other."""
-    plan = RunSpec(METHODS["random"](num_peers=1), tiny_settings(rounds=1, engine="loop"), Adapted, "adapted", seed=3)
+    plan = RunSpec(
+        METHODS["random"](num_peers=1),
+        tiny_settings(rounds=1, engine="loop"),
+        Adapted,
+        "adapted",
+        seed=3,
+    )
     network = Network(tmp_path, plan)
     other = replace(plan, model=lambda: Adapted(1))
     try:
@@ -707,13 +798,23 @@ def test_a_node_with_other_frozen_weights_is_told_so_in_one_line(tmp_path):
         mine, theirs = (node.settings["model.frozen"] for node in (right, wrong))
         assert mine != theirs
         study, schema, own = study_hash(right.settings), right.schema, right.settings
-        met = {"n0": Head("run", "n0", 1, "nonce", -1, "starting", VERSION, study, schema, 1, 0.0, [], own)}
-        with pytest.raises(PeerMismatch, match=f"model.frozen is '{mine}' there and '{theirs}' here"):
+        met = {
+            "n0": Head(
+                "run", "n0", 1, "nonce", -1, "starting", VERSION, study, schema, 1, 0.0, [], own
+            )
+        }
+        with pytest.raises(
+            PeerMismatch, match=f"model.frozen is '{mine}' there and '{theirs}' here"
+        ):
             check_study(network.roster, wrong.settings, wrong.schema, met)
         agreed = replace(network.roster, study=study, schema=schema)
-        with pytest.raises(PeerMismatch, match=f"compared with n0: model.frozen is '{mine}' there and '{theirs}'"):
+        with pytest.raises(
+            PeerMismatch, match=f"compared with n0: model.frozen is '{mine}' there and '{theirs}'"
+        ):
             check_study(agreed, wrong.settings, wrong.schema, met)
-        with pytest.raises(PeerMismatch, match=f"frozen weights are {theirs}, is not that of the roster"):
+        with pytest.raises(
+            PeerMismatch, match=f"frozen weights are {theirs}, is not that of the roster"
+        ):
             check_study(agreed, wrong.settings, wrong.schema, {})
         assert check_study(agreed, right.settings, right.schema, met) == []
     finally:
@@ -771,7 +872,13 @@ def test_a_servers_damaged_answers_are_asked_for_again(networks):
     network.hub.tamper = tamper
     network.run()
     assert len(seen) >= 5 * network.plan.settings.rounds
-    assert sum(sum(node.post.traffic.missing.values()) for node in network.nodes.values()) == len(seen)
-    run = simulate(FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3)
-    assert torch.equal(torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params)
+    assert sum(sum(node.post.traffic.missing.values()) for node in network.nodes.values()) == len(
+        seen
+    )
+    run = simulate(
+        FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3
+    )
+    assert torch.equal(
+        torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params
+    )
     assert joined(network, "metrics").equals(table(run.metrics))

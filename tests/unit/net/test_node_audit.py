@@ -34,7 +34,9 @@ class Audited:
 
     def __init__(self, folder: Path, plan: RunSpec) -> None:
         self.folder, self.plan, self.hub = folder, plan, Hub()
-        self.roster, self.keys = local.members([[i] for i in range(SIZE)], server="n0" if plan.method.server else "")
+        self.roster, self.keys = local.members(
+            [[i] for i in range(SIZE)], server="n0" if plan.method.server else ""
+        )
         self.nodes: dict[int, Node] = {}
 
     def run_one(self, number: int) -> None:
@@ -73,7 +75,10 @@ class Audited:
                 self.run_one(0)
 
         with ThreadPoolExecutor(SIZE) as pool:
-            for done in [pool.submit(first), *(pool.submit(self.run_one, i) for i in range(1, SIZE))]:
+            for done in [
+                pool.submit(first),
+                *(pool.submit(self.run_one, i) for i in range(1, SIZE)),
+            ]:
                 done.result()
 
     def reports(self) -> list[auditor.Report]:
@@ -88,7 +93,10 @@ def nodes(tmp_path) -> Iterator[Callable[..., Audited]]:
     def make(kind: str, **settings) -> Audited:
         options = {"num_peers": 2} if kind == "dac" else {}
         return Audited(
-            tmp_path, RunSpec(METHODS[kind](**options), tiny_settings(**settings), "linear", "linear", seed=3)
+            tmp_path,
+            RunSpec(
+                METHODS[kind](**options), tiny_settings(**settings), "linear", "linear", seed=3
+            ),
         )
 
     return make
@@ -126,18 +134,29 @@ def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes)
     network = nodes("dac", acceptance={"worse": 1.0, "clip": 0.5})
     network.run()
     edges = simulated(network.plan).edges
-    refused = {(int(e.round), int(e.reader), int(e.read)) for e in edges[edges["purpose"] == "refused"].itertuples()}
+    refused = {
+        (int(e.round), int(e.reader), int(e.read))
+        for e in edges[edges["purpose"] == "refused"].itertuples()
+    }
     texts = [(network.folder / f"n{i}" / audit.FILE).read_text() for i in range(SIZE)]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
     told = [line for line in lines if line["event"] == "rejected"]
     assert refused
     assert {(line["round"], line["reader"], line["client"]) for line in told} == refused
-    assert all(line["peer"] == f"n{line['client']}" and line["until"] > line["round"] + 1 for line in told)
-    assert sum(report.of(f"n{i}").refused["rejected"] for report in network.reports() for i in range(SIZE)) == len(told)
+    assert all(
+        line["peer"] == f"n{line['client']}" and line["until"] > line["round"] + 1 for line in told
+    )
+    assert sum(
+        report.of(f"n{i}").refused["rejected"] for report in network.reports() for i in range(SIZE)
+    ) == len(told)
 
 
-@pytest.mark.parametrize(("where", "number"), [("checkpoint", 3), ("audit", 3), ("audit", 40), ("journal", 5)])
-def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(nodes, monkeypatch, where, number):
+@pytest.mark.parametrize(
+    ("where", "number"), [("checkpoint", 3), ("audit", 3), ("audit", 40), ("journal", 5)]
+)
+def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(
+    nodes, monkeypatch, where, number
+):
     """The others wait for it; the disk is full from some moment on, until it is started again."""
     network, full, times = nodes("fedavg"), [False], [0]
     append, replace_files = Lines.append, manifest.replace_files
@@ -150,7 +169,10 @@ def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(nodes, monk
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     def adding(self, line):
-        counted(self.path, self.path.name == {"audit": audit.FILE, "journal": "arrivals.jsonl"}.get(where))
+        counted(
+            self.path,
+            self.path.name == {"audit": audit.FILE, "journal": "arrivals.jsonl"}.get(where),
+        )
         append(self, line)
 
     def replacing(folder, contents, rotate=None):

@@ -53,7 +53,9 @@ def test_paths_are_seen_from_the_file(tmp_path):
 
 
 def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
-    assert written(tmp_path, "[network]\nlinger = 'unlimited'\n").network.patience.linger == float("inf")
+    assert written(tmp_path, "[network]\nlinger = 'unlimited'\n").network.patience.linger == float(
+        "inf"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,10 @@ def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
         ("role = 'boss'", "role is 'boss'"),
         ("data = 3", "data is 3; expected a table"),
         ("[network]\ndeadlin = 3", "unknown key 'deadlin'; did you mean 'deadline'"),
-        ("[network]\nchunk = 1000000", "chunk is 1000000; expected a whole number, from 1024 to 524288"),
+        (
+            "[network]\nchunk = 1000000",
+            "chunk is 1000000; expected a whole number, from 1024 to 524288",
+        ),
         ("[network]\nlease = 0.1", "lease is 0.1"),
         ("x = ", "is not valid TOML"),
     ],
@@ -107,7 +112,9 @@ def test_a_saved_federation_keeps_its_ids_or_takes_those_of_the_roster(tmp_path)
 
 @pytest.mark.parametrize(("name", "tests"), [("made_here", 1), ("made_with_test", 6)])
 def test_a_function_may_make_the_data(tmp_path, monkeypatch, name, tests):
-    monkeypatch.setitem(__import__("sys").modules, "own_module", __import__("sys").modules[__name__])
+    monkeypatch.setitem(
+        __import__("sys").modules, "own_module", __import__("sys").modules[__name__]
+    )
     federation = rows(tmp_path, f'function = "own_module:{name}"\nclasses = 3')
     assert federation.ids.tolist() == [1]
     assert len(federation.tests[0].x) >= tests
@@ -124,14 +131,20 @@ def test_a_function_may_make_the_data(tmp_path, monkeypatch, name, tests):
         ('arrays = "pickled.npz"\nclasses = 3', DataError, "cannot read the arrays"),
         ('arrays = "good.npz"', ConfigError, "classes is missing"),
         ('function = "nowhere"', ConfigError, "expected 'package.module:name'"),
-        ('function = "no.such:thing"', ConfigError, "data.function 'no.such:thing': there is no module 'no'"),
+        (
+            'function = "no.such:thing"',
+            ConfigError,
+            "data.function 'no.such:thing': there is no module 'no'",
+        ),
         ('function = "math:pi"', ConfigError, "is 3.14.*; expected a function"),
         ('function = "own_module:made_badly"', DataError, "returned list"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, text, error, found):
     """Arrays of objects would be unpickled: they are refused like any other file that is not plain numbers."""
-    monkeypatch.setitem(__import__("sys").modules, "own_module", __import__("sys").modules[__name__])
+    monkeypatch.setitem(
+        __import__("sys").modules, "own_module", __import__("sys").modules[__name__]
+    )
     np.savez(tmp_path / "half.npz", x=X)
     np.savez(tmp_path / "good.npz", x=X, y=Y)
     np.savez(tmp_path / "pickled.npz", x=np.array([{}], dtype=object), y=Y)
@@ -161,7 +174,8 @@ def test_a_node_with_arrays_is_called_as_the_roster_says(tmp_path):
 
 def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
     named = replace(
-        from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3), client_names=("Oslo", "Lima", "Rio")
+        from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3),
+        client_names=("Oslo", "Lima", "Rio"),
     )
     named.save(tmp_path / "all.safetensors")
     assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
@@ -189,7 +203,9 @@ def test_a_table_beside_the_file_is_a_clients_own_data(tmp_path):
     assert (federation.ids.tolist(), federation.population, federation.classes) == ([2], 3, 3)
     assert federation.feature_names == ("age", "color=green", "color=red", "color=blue")
     assert federation.counts("train").tolist() == [26]  # 40: 8 tests, 6 validation
-    with pytest.raises(DataError, match="the data hold 2 clients; the roster says that this node hosts 1"):
+    with pytest.raises(
+        DataError, match="the data hold 2 clients; the roster says that this node hosts 1"
+    ):
         two_clients(tmp_path)
 
 
@@ -201,7 +217,9 @@ def test_a_table_is_tested_on_the_fold_of_the_seed(tmp_path):
     assert made.counts("train").tolist() == [24]  # 40: 10 tests, 6 validation
     assert len(made.tests[0].y) == 10
     again = rows(tmp_path, f'dataset = "table"\nfolds = 4\n[data.options]\n{options}', client=2)
-    assert not torch.equal(made.tests[0].x, again.tests[0].x), "a client draws from the stream of its id"
+    assert not torch.equal(made.tests[0].x, again.tests[0].x), (
+        "a client draws from the stream of its id"
+    )
     with pytest.raises(ConfigError, match=r"data\.folds is given without data\.dataset"):
         rows(tmp_path, 'folds = 4\nstudy = "own rows"')
 
@@ -209,15 +227,23 @@ def test_a_table_is_tested_on_the_fold_of_the_seed(tmp_path):
 def two_clients(folder: Path):
     (folder / "t.csv").write_text(TABLE)
     options = 'path = "t.csv"\ntarget = "age"\nclient = "site"\nclasses = 0\nfeatures = ["color"]'
-    return rows(folder, f'dataset = "table"\n[data.options]\n{options}\ncategories = {{ color = ["red", "blue"] }}')
+    return rows(
+        folder,
+        f'dataset = "table"\n[data.options]\n{options}\ncategories = {{ color = ["red", "blue"] }}',
+    )
 
 
 def test_text_means_the_same_on_every_node_or_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="the categories of 'color' are missing; every machine must name the same"):
+    with pytest.raises(
+        ConfigError, match="the categories of 'color' are missing; every machine must name the same"
+    ):
         table_rows(tmp_path, categories="")
     with pytest.raises(ConfigError, match="the classes of 'ill' are missing"):
         table_rows(tmp_path, class_names="")
-    with pytest.raises(ConfigError, match=r"dataset is 'mnist'; expected 'table', 'folder' or 'package.module:name'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dataset is 'mnist'; expected 'table', 'folder' or 'package.module:name'",
+    ):
         rows(tmp_path, 'dataset = "mnist"')
 
 
@@ -228,7 +254,11 @@ def test_arrays_of_a_node_give_its_client_no_name(tmp_path):
 
 def test_what_nodes_agree_on_names_the_model_with_its_arguments():
     text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
-    kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
+    kinds = (
+        "{ kind = 'linear' }",
+        "{ kind = 'a.b:Net' }",
+        "{ kind = 'a.b:Net', options = { width = 3 } }",
+    )
     agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
     assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']
 
@@ -248,7 +278,9 @@ def test_members_judge_what_they_receive_unless_the_study_says_no():
 
 
 @pytest.mark.option("Settings.acceptance", None, False, True)
-@pytest.mark.parametrize(("value", "simulated", "nodes"), [(None, 0, 1), (False, 0, 0), (True, 1, 1)])
+@pytest.mark.parametrize(
+    ("value", "simulated", "nodes"), [(None, 0, 1), (False, 0, 0), (True, 1, 1)]
+)
 def test_who_judges_where(value, simulated, nodes):
     """Unset, clients judge between machines and not in a simulation."""
     settings, method = tiny_settings(rounds=1, acceptance=value), METHODS["random"](num_peers=1)

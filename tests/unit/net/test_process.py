@@ -66,9 +66,14 @@ def test_other_threads_leave_the_handlers_alone():
     assert failed == []
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
 def test_a_node_told_to_end_while_its_transport_starts_closes_it(
-    number: signal.Signals, expected: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    expected: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Otherwise the threads that the transport began would keep the process alive for ever."""
     events: list[str] = []

@@ -27,14 +27,20 @@ def test_a_roster_is_read_as_it_was_written(made):
     folder, signed, _ = made
     assert roster.load(*files(folder)) == signed
     assert signed.host_of == {0: "n0", 1: "n1", 2: "n1", 3: "n2"}
-    assert signed.client_names == {0: "n0", 3: "n2"}, "two clients of one member are told apart by their numbers"
+    assert signed.client_names == {0: "n0", 3: "n2"}, (
+        "two clients of one member are told apart by their numbers"
+    )
     assert [m.name for m in signed.before("n2")] == ["n0", "n1"]
 
 
 def test_a_roster_of_an_older_version_is_read(made, tmp_path):
     """It has neither removed clients nor common names: the members' names are those of their certificates."""
     _, signed, _ = made
-    old = "\n".join(line for line in roster.dumps(signed).splitlines() if not line.startswith(("removed", "subject")))
+    old = "\n".join(
+        line
+        for line in roster.dumps(signed).splitlines()
+        if not line.startswith(("removed", "subject"))
+    )
     read = roster.loads(old)
     assert read.removed == ()
     assert [m.common_name for m in read.members] == ["n0", "n1", "n2"]
@@ -71,12 +77,15 @@ def test_problems_of_a_member_are_named(made, tmp_path):
     folder, signed, people = made
     stranger = replace(people[0], name="n9")
     assert (
-        "'n9' is not on the roster of run local; members: n0, n1, n2" in roster.check(*files(folder), own=stranger)[0]
+        "'n9' is not on the roster of run local; members: n0, n1, n2"
+        in roster.check(*files(folder), own=stranger)[0]
     )
     other = replace(people[0], key=people[1].key)
     assert "another key for n0" in roster.check(*files(folder), own=other)[0]
     later = datetime.now(UTC) + timedelta(days=9)
-    assert ["less than two days" in text for text in roster.check(*files(folder), now=later)] == [True] * 3
+    assert ["less than two days" in text for text in roster.check(*files(folder), now=later)] == [
+        True
+    ] * 3
     assert "ended on" in roster.check(*files(folder), now=later + timedelta(days=2))[0]
     roster.write(tmp_path / "r.toml", replace(signed, study=""), folder / "organizer.key")
     assert "names no study" in roster.check(tmp_path / "r.toml", folder / "organizer.pub")[0]
@@ -88,15 +97,38 @@ def test_problems_of_a_member_are_named(made, tmp_path):
         (lambda r: replace(r, run="A run"), "run 'A run'"),
         (lambda r: replace(r, population=5), "each of 0 to 4 once"),
         (lambda r: replace(r, removed=(2,)), "each of 0 to 3 once"),
-        (lambda r: replace(r, members=(replace(r.members[0], subject="5" * 64), *r.members[1:])), "not bound to its"),
+        (
+            lambda r: replace(r, members=(replace(r.members[0], subject="5" * 64), *r.members[1:])),
+            "not bound to its",
+        ),
         (lambda r: replace(r, server="n7"), "'n7' is not a member"),
         (lambda r: replace(r, clusters=(0, 1)), "2 clusters for 4 clients"),
-        (lambda r: replace(r, members=(*r.members, Member("n0", "127.0.0.1:1", ()))), "two members have the name n0"),
-        (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:21000", ()))), "the address 127.0.0.1:21000"),
-        (lambda r: replace(r, members=(*r.members, Member("a*", "127.0.0.1:1", ()))), r"name 'a\*'"),
-        (lambda r: replace(r, members=(*r.members, Member("x", "nowhere", ()))), "expected host:port"),
-        (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:1", (), "zz"))), "is no public key"),
-        (lambda r: replace(r, members=(r.members[0], replace(r.members[1], key=r.members[0].key))), "have the key 0"),
+        (
+            lambda r: replace(r, members=(*r.members, Member("n0", "127.0.0.1:1", ()))),
+            "two members have the name n0",
+        ),
+        (
+            lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:21000", ()))),
+            "the address 127.0.0.1:21000",
+        ),
+        (
+            lambda r: replace(r, members=(*r.members, Member("a*", "127.0.0.1:1", ()))),
+            r"name 'a\*'",
+        ),
+        (
+            lambda r: replace(r, members=(*r.members, Member("x", "nowhere", ()))),
+            "expected host:port",
+        ),
+        (
+            lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:1", (), "zz"))),
+            "is no public key",
+        ),
+        (
+            lambda r: replace(
+                r, members=(r.members[0], replace(r.members[1], key=r.members[0].key))
+            ),
+            "have the key 0",
+        ),
         (lambda r: replace(r, members=()), "0 members"),
     ],
 )

@@ -21,7 +21,11 @@ from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical,
 KEY = ec.derive_private_key(7, ec.SECP256R1())
 STRANGER = ec.derive_private_key(8, ec.SECP256R1())
 AT = Address(3, 0, 1)
-TENSORS = {"params": torch.arange(5.0), "field.samples": torch.tensor(12.0), "field.seen": torch.tensor([1, -2])}
+TENSORS = {
+    "params": torch.arange(5.0),
+    "field.samples": torch.tensor(12.0),
+    "field.seen": torch.tensor([1, -2]),
+}
 
 
 def sealed(tensors=TENSORS, key=KEY, **changes) -> Parcel:
@@ -76,7 +80,9 @@ def test_a_message_comes_out_as_it_went_in():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]),
+            st.sampled_from(
+                [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+            ),
             st.lists(st.integers(0, 5), max_size=3),
         ),
         max_size=5,
@@ -84,7 +90,9 @@ def test_a_message_comes_out_as_it_went_in():
 )
 def test_any_tensors_round_trip_and_the_library_reads_the_same(kinds):
     """Our strict reader and the safetensors library agree on every payload that ours accepts."""
-    tensors = {f"t{i}": torch.randint(0, 2, shape).to(dtype) for i, (dtype, shape) in enumerate(kinds)}
+    tensors = {
+        f"t{i}": torch.randint(0, 2, shape).to(dtype) for i, (dtype, shape) in enumerate(kinds)
+    }
     payload = encode(tensors)
     ours, theirs = decode(bytearray(payload), Template.of(tensors)), load(payload)
     assert set(ours) == set(theirs) == set(tensors)
@@ -223,10 +231,20 @@ ENTRY = '"params":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
         (bytearray(), "header"),
         (bytearray(b"\xff" * 8), "header"),
         (with_header("{" + ENTRY + "," + ENTRY + "}", bytes(8)), "duplicate_key"),
-        (with_header("{" + ENTRY.replace("params", "p\\u0061rams") + "," + ENTRY + "}", bytes(8)), "duplicate_key"),
+        (
+            with_header(
+                "{" + ENTRY.replace("params", "p\\u0061rams") + "," + ENTRY + "}", bytes(8)
+            ),
+            "duplicate_key",
+        ),
         (with_header("[]"), "header"),
         (with_header("{}"), "names"),
-        (with_header("{" + ENTRY + ',"x":{"dtype":"F32","shape":[0],"data_offsets":[8,8]}}', bytes(8)), "names"),
+        (
+            with_header(
+                "{" + ENTRY + ',"x":{"dtype":"F32","shape":[0],"data_offsets":[8,8]}}', bytes(8)
+            ),
+            "names",
+        ),
         (with_header('{"__metadata__":{"a":"b"},' + ENTRY + "}", bytes(8)), "names"),
         (with_header("{" + ENTRY.replace("F32", "F64") + "}", bytes(8)), "dtype"),
         (with_header("{" + ENTRY.replace("F32", "F16") + "}", bytes(8)), "dtype"),
@@ -240,8 +258,14 @@ ENTRY = '"params":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
         (with_header("{" + ENTRY.replace("[0,8]", "[0,12]") + "}", bytes(12)), "layout"),
         (with_header("{" + ENTRY + "}", bytes(7)), "layout"),
         (with_header("{" + ENTRY + "}", bytes(9)), "layout"),
-        (with_header("{" + ENTRY + "}", torch.tensor([1.0, torch.nan]).numpy().tobytes()), "not_finite"),
-        (with_header("{" + ENTRY + "}", torch.tensor([1.0, -torch.inf]).numpy().tobytes()), "not_finite"),
+        (
+            with_header("{" + ENTRY + "}", torch.tensor([1.0, torch.nan]).numpy().tobytes()),
+            "not_finite",
+        ),
+        (
+            with_header("{" + ENTRY + "}", torch.tensor([1.0, -torch.inf]).numpy().tobytes()),
+            "not_finite",
+        ),
         (bytearray(b"\x80\x04cos\nsystem\n(S'true'\ntR."), "header"),
     ],
 )
@@ -264,7 +288,10 @@ def test_a_servers_answer_may_have_as_many_rows_as_it_likes_but_the_same_everywh
     template = Template({"table": (torch.float32, ("senders", 2))}, free="field.", lead="senders")
     good = {"table": torch.zeros(3, 2), "field.label": torch.zeros(3, dtype=torch.int64)}
     assert set(decode(bytearray(encode(good)), template)) == set(good)
-    for bad in ({**good, "field.label": torch.zeros(2)}, {**good, "field.label": torch.tensor(0.0)}):
+    for bad in (
+        {**good, "field.label": torch.zeros(2)},
+        {**good, "field.label": torch.tensor(0.0)},
+    ):
         with pytest.raises(Refused, match="shape"):
             decode(bytearray(encode(bad)), template)
 
@@ -280,7 +307,9 @@ def test_damaged_messages_are_refused_and_nothing_else_happens():
         except Refused as error:
             refused[error.code] += 1
             continue
-        assert {n: (t.dtype, t.shape) for n, t in out.items()} == {n: (t.dtype, t.shape) for n, t in TENSORS.items()}
+        assert {n: (t.dtype, t.shape) for n, t in out.items()} == {
+            n: (t.dtype, t.shape) for n, t in TENSORS.items()
+        }
     assert refused.total() > 0.8 * number
     assert {"signature", "digest", "manifest", "chunk", "header"} <= set(refused)
 
@@ -289,10 +318,22 @@ def test_damaged_messages_are_refused_and_nothing_else_happens():
 def test_payloads_have_the_bytes_that_the_safetensors_library_writes(seed):
     """Of every type on the wire, of no, one and several axes, some empty, in any order of names."""
     draw = random.Random(seed)
-    types = (torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
-    names = draw.sample(["params", "a.b", "field.x", "Z", "z", "m-1", "q", "field.samples", "0", "_"], 8)
+    types = (
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+    names = draw.sample(
+        ["params", "a.b", "field.x", "Z", "z", "m-1", "q", "field.samples", "0", "_"], 8
+    )
     tensors = {
-        name: torch.full(draw.choice([(), (0, 4), (3,), (2, 5)]), draw.randrange(2)).to(draw.choice(types))
+        name: torch.full(draw.choice([(), (0, 4), (3,), (2, 5)]), draw.randrange(2)).to(
+            draw.choice(types)
+        )
         for name in names
     }
     assert encode(tensors) == save(tensors)

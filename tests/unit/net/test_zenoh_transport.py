@@ -23,7 +23,12 @@ def allowed(peer: str, flow: str, message: str, key: str) -> bool:
     """Whether n0's list lets a message pass on the link of a peer; the keys here have no wildcards but * and **."""
     rules = access("n0", NAMES, "r")
     subjects = {s["id"] for s in rules["subjects"] if NAMES[peer] in s["cert_common_names"]}
-    granted = {rule for policy in rules["policies"] if subjects & set(policy["subjects"]) for rule in policy["rules"]}
+    granted = {
+        rule
+        for policy in rules["policies"]
+        if subjects & set(policy["subjects"])
+        for rule in policy["rules"]
+    }
     return any(
         rule["id"] in granted
         and flow in rule["flows"]
@@ -37,7 +42,11 @@ def allowed(peer: str, flow: str, message: str, key: str) -> bool:
 @pytest.mark.parametrize("kind", ["head", "model", "roster"])
 def test_a_question_goes_out_to_the_member_alone_that_it_is_for(peer, kind):
     """Peers whose announcements have not come yet would get it too, and turn the asker away: 1,628 times in one run."""
-    assert [name for name in ("n1", "n2") if allowed(name, "egress", "query", f"{BASE}/{peer}/{kind}/n0")] == [peer]
+    assert [
+        name
+        for name in ("n1", "n2")
+        if allowed(name, "egress", "query", f"{BASE}/{peer}/{kind}/n0")
+    ] == [peer]
 
 
 def test_a_member_asks_answers_and_announces_under_its_own_name_only():
@@ -103,7 +112,11 @@ def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkey
     monkeypatch.setattr(ZenohTransport, "_open", lambda node, patience: None)
     node = ZenohTransport.__new__(ZenohTransport)
     node.name, node._names, node._base, node._announced = "n0", frozenset(NAMES), BASE, False
-    node._lock, node._log, node._renewed = threading.Lock(), lambda event, **details: None, -math.inf
+    node._lock, node._log, node._renewed = (
+        threading.Lock(),
+        lambda event, **details: None,
+        -math.inf,
+    )
     node._alive, node._awaited = {"n1", "n2"}, frozenset()
 
     def seen(*kinds: zenoh.SampleKind) -> None:

@@ -71,22 +71,33 @@ def test_points_of_a_simplex_are_scored_by_their_models():
     assert table["client"].tolist() == [-1] * 6 + [4] * 6
     assert table["point"].tolist() == [-1, 0, 1, 2, 3, 4] * 2
     federation, row = testing.tiny_federation(), loop.state.shared.models[0]
-    weight, bias = row[:36].reshape(3, 3, 4), row[36:].reshape(3, 3)  # endpoints x classes x features
+    # endpoints x classes x features
+    weight, bias = row[:36].reshape(3, 3, 4), row[36:].reshape(3, 3)
     for one in table.to_dict("records"):
         alpha = torch.tensor([one[f"alpha_{m}"] for m in range(3)], dtype=torch.float64)
         assert float(alpha.sum()) == pytest.approx(1)
         w, b = torch.einsum("m,mij->ij", alpha, weight), alpha @ bias
-        tests = federation.tests if one["client"] < 0 else (federation.tests[int(federation.test_of[4])],)
+        tests = (
+            federation.tests
+            if one["client"] < 0
+            else (federation.tests[int(federation.test_of[4])],)
+        )
         x, y = (torch.cat([getattr(test, name) for test in tests]) for name in ("x", "y"))
-        assert one["accuracy"] == pytest.approx(float(((x.double() @ w.T + b).argmax(1) == y).double().mean()))
+        assert one["accuracy"] == pytest.approx(
+            float(((x.double() @ w.T + b).argmax(1) == y).double().mean())
+        )
 
 
 def test_the_first_row_is_where_models_are_served():
     """The barycenter for everybody, the center of its region for a client: as in the run's own evaluation."""
     loop = follow(SosicFl(endpoints=3, regions=2), extra_metrics=("global_accuracy",))
     loop.final()
-    table = analyses.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
-    final = loop.record.metrics.query("split == 'test'").pivot(index="client", columns="metric", values="value")
+    table = (
+        analyses.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
+    )
+    final = loop.record.metrics.query("split == 'test'").pivot(
+        index="client", columns="metric", values="value"
+    )
     assert table.accuracy[-1] == pytest.approx(final.global_accuracy[0])
     for client in table.index[1:]:
         assert table.accuracy[client] == pytest.approx(final.accuracy[client])
@@ -113,14 +124,18 @@ def test_beta_on_two_planted_blocks():
     truth = torch.tensor([0, 0, 0, 1, 1, 1])
     loop.record.clusters = truth.numpy()
     block = (truth[:, None] == truth[None, :]).double()
-    loop.state = dataclasses.replace(loop.state, shared=dataclasses.replace(loop.state.shared, matrix=block))
+    loop.state = dataclasses.replace(
+        loop.state, shared=dataclasses.replace(loop.state.shared, matrix=block)
+    )
     table = analyses.beta_sensitivity(loop, Options(betas=[0.5, 4.0]))
     assert table[["beta", "n_clusters", "rand", "adjusted_rand"]].to_numpy().tolist() == [
         [0.5, 2, 1, 1],
         [4, 2, 1, 1],
     ]
     assert table.was[0] == pytest.approx(metrics.was(loop.task.class_counts(), truth))
-    same = dataclasses.replace(loop.state.shared, matrix=torch.full((6, 6), 0.5, dtype=torch.float64))
+    same = dataclasses.replace(
+        loop.state.shared, matrix=torch.full((6, 6), 0.5, dtype=torch.float64)
+    )
     loop.state = dataclasses.replace(loop.state, shared=same)
     whole = analyses.beta_sensitivity(loop, Options(betas=[1.0]))
     assert whole.n_clusters.tolist() == [1.0]
@@ -172,5 +187,8 @@ def test_the_command_writes_and_lists(study: Path):
 def test_a_simplex_over_numbers_is_refused_in_words():
     loop = follow(SosicFl(endpoints=3, regions=2))
     loop.task.classes = 0  # as with squared errors
-    with pytest.raises(ConfigError, match="scores models by their accuracy; these targets are not one class a sample"):
+    with pytest.raises(
+        ConfigError,
+        match="scores models by their accuracy; these targets are not one class a sample",
+    ):
         analyses.simplex_scores(loop, Options())

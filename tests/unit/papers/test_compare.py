@@ -44,7 +44,15 @@ def write_study(folder, text=STUDY, **means):
     study = config.loads(text)
     write_atomically(folder / "config.toml", config.dumps(study).encode())
     rows = [
-        {"method": label, "label": label, "cluster": "all", "metric": "mse", "mean": mean, "std": 1.0, "seeds": 2}
+        {
+            "method": label,
+            "label": label,
+            "cluster": "all",
+            "metric": "mse",
+            "mean": mean,
+            "std": 1.0,
+            "seeds": 2,
+        }
         for label, mean in means.items()
     ]
     (folder / "summary.json").write_text(json.dumps({"study": "mine", "rows": rows, "timing": []}))
@@ -71,14 +79,23 @@ def test_numbers_stand_beside_the_published_ones(tmp_path):
 
 def test_the_orderings_of_the_paper_are_checked(tmp_path):
     """The paper: oracle 9.43 below local 30.26 below random 1494.84 (which is not above local, so not in the chain)."""
-    good = compare.with_paper(compare.read(write_study(tmp_path / "a", Oracle=9, Alone=30, Random=100)))
+    good = compare.with_paper(
+        compare.read(write_study(tmp_path / "a", Oracle=9, Alone=30, Random=100))
+    )
     assert [(o.better, o.worse, o.kept) for o in good.chain] == [("oracle", "random", True)]
-    assert [(o.better, o.worse, o.kept) for o in good.pairs] == [("oracle/fedavg", "local/none", True)]
-    bad = compare.with_paper(compare.read(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20)))
+    assert [(o.better, o.worse, o.kept) for o in good.pairs] == [
+        ("oracle/fedavg", "local/none", True)
+    ]
+    bad = compare.with_paper(
+        compare.read(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20))
+    )
     assert [o.kept for o in bad.chain] == [False]
     assert [o.kept for o in bad.pairs] == [False]
     last_good, last_bad = _tables.against_paper(good)[-1], _tables.against_paper(bad)[-1]
-    assert last_good.foot == "1 of the 1 pairs that are clearly apart in the paper are in its order here."
+    assert (
+        last_good.foot
+        == "1 of the 1 pairs that are clearly apart in the paper are in its order here."
+    )
     assert last_good.title == "Orderings of the paper", "no table without a row"
     assert (len(last_bad.rows), last_bad.foot[:13]) == (1, "0 of the 1 pa")
 
@@ -126,7 +143,15 @@ def of_methods(folder, *labels, seeds=(0, 1)):
 def test_an_old_summary_is_not_believed_where_the_runs_are(small):
     """It says 0.9 of three seeds; DAC has seed 1 alone, .65, and Local's seed 0 is left out beside it."""
     of_methods(small, "DAC", "Local", seeds=(0, 1, 2))
-    old = {"method": "dac", "label": "DAC", "cluster": "all", "metric": "accuracy", "mean": 0.9, "std": 0.1, "seeds": 3}
+    old = {
+        "method": "dac",
+        "label": "DAC",
+        "cluster": "all",
+        "metric": "accuracy",
+        "mean": 0.9,
+        "std": 0.1,
+        "seeds": 3,
+    }
     (small / "summary.json").write_text(json.dumps({"study": "small", "rows": [old], "timing": []}))
     shutil.rmtree(small / "DAC" / "seed-0")
     found = compare.read(small)
@@ -156,10 +181,19 @@ def test_studies_are_compared_over_the_seeds_that_both_have(small, write_run, fi
     other = small.parent / "other"
     for seed, value in ((1, 0.5), (2, 0.9)):
         rows = final_rows([value] * 4, [0, 0, 0, 1])
-        write_run(other / "DAC" / f"seed-{seed}", kind="dac", label="DAC", seed=seed, metrics=rows, study="other")
+        write_run(
+            other / "DAC" / f"seed-{seed}",
+            kind="dac",
+            label="DAC",
+            seed=seed,
+            metrics=rows,
+            study="other",
+        )
     results = [of_methods(small, "DAC", "Local"), of_methods(other, "DAC", seeds=(1, 2))]
     found, notes = compare.on_common_seeds([compare.read(folder) for folder in results])
-    assert notes == ["Means are over the seeds that all studies have: 1; they have: small 0, 1; other 1, 2."]
+    assert notes == [
+        "Means are over the seeds that all studies have: 1; they have: small 0, 1; other 1, 2."
+    ]
     assert [values("DAC", one) for one in found] == [[pytest.approx(0.65)], [pytest.approx(0.5)]]
     (sheet,) = _tables.side_by_side(found)
     assert sheet.rows == [("DAC", "65.00", "1", "50.00", "1"), ("Local", "50.00", "1", "", "")]
@@ -169,9 +203,17 @@ def test_studies_without_a_common_seed_keep_their_own_and_it_is_said(small, writ
     """Seeds 0 and 1 against seed 7; and a summary without runs whose seeds nobody knows."""
     other = small.parent / "other"
     write_run(
-        other / "DAC" / "seed-7", kind="dac", label="DAC", seed=7, metrics=final_rows([0.5] * 4, [0] * 4), study="other"
+        other / "DAC" / "seed-7",
+        kind="dac",
+        label="DAC",
+        seed=7,
+        metrics=final_rows([0.5] * 4, [0] * 4),
+        study="other",
     )
-    results = [compare.read(of_methods(small, "DAC", "Local")), compare.read(of_methods(other, "DAC", seeds=(7,)))]
+    results = [
+        compare.read(of_methods(small, "DAC", "Local")),
+        compare.read(of_methods(other, "DAC", seeds=(7,))),
+    ]
     found, notes = compare.on_common_seeds(results)
     assert found == results
     assert notes == ["Each study is averaged over seeds of its own: small 0, 1; other 7."]
@@ -221,9 +263,13 @@ def five(tmp_path, write_run, final_rows):
         level = 0.05 * rng.standard_normal(4)
         for label, mean in (("DAC", 0.8), ("Random", 0.795), ("Local", 0.6)):
             values = mean + level + 0.02 * rng.standard_normal(4)
-            rows = final_rows(list(values), [0, 0, 1, 1]) + final_rows(list(1 - values), [0, 0, 1, 1], metric="loss")
+            rows = final_rows(list(values), [0, 0, 1, 1]) + final_rows(
+                list(1 - values), [0, 0, 1, 1], metric="loss"
+            )
             folder = tmp_path / "five" / label / f"seed-{seed}"
-            write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=rows, study="five")
+            write_run(
+                folder, kind=label.lower(), label=label, seed=seed, metrics=rows, study="five"
+            )
     return of_methods(tmp_path / "five", "DAC", "Random", "Local", seeds=range(5))
 
 
@@ -251,7 +297,9 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     assert len(whole) == 3
     assert len(content["verdicts"]) == 6
     assert content["verdicts"][-1] == UNTOLD, "without --tuned nobody knows"
-    (content,) = json.loads(told("compare", five, "--baseline", "Local", "--metric", "loss", "--json"))
+    (content,) = json.loads(
+        told("compare", five, "--baseline", "Local", "--metric", "loss", "--json")
+    )
     assert [(pair["method_a"], pair["method_b"], pair["metric"]) for pair in content["pairs"]] == [
         ("DAC", "Local", "loss"), ("Random", "Local", "loss"),
     ]  # fmt: skip
@@ -259,12 +307,20 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
         other = whole[frozenset((pair["method_a"], pair["method_b"]))]
         assert pair["p"] == pytest.approx(other["p"])
         assert pair["p_corrected"] <= other["p_corrected"]
-    (content,) = json.loads(told("compare", five, "--cluster", "1", "--test-share", "0.2", "--json"))
-    (wide,) = [pair for pair in content["pairs"] if {pair["method_a"], pair["method_b"]} == {"DAC", "Local"}]
+    (content,) = json.loads(
+        told("compare", five, "--cluster", "1", "--test-share", "0.2", "--json")
+    )
+    (wide,) = [
+        pair
+        for pair in content["pairs"]
+        if {pair["method_a"], pair["method_b"]} == {"DAC", "Local"}
+    ]
     assert wide["cluster"] == "1"
     assert "Nadeau and Bengio" in content["verdicts"][-2]
     trials = five.parent / "five-tuned.json"
-    trials.write_text(json.dumps([{"label": label, "lr": 0.1} for label in ("DAC", "Random", "Local")]))
+    trials.write_text(
+        json.dumps([{"label": label, "lr": 0.1} for label in ("DAC", "Random", "Local")])
+    )
     (content,) = json.loads(told("compare", five, "--tuned", trials, "--json"))
     assert len(content["verdicts"]) == 5
     trials.write_text(json.dumps([{"label": "DAC", "lr": lr} for lr in (0.1, 0.2)]))
@@ -315,18 +371,26 @@ def test_tables_for_papers(five):
 
 
 def test_a_summary_that_was_stored_without_pairs_is_said_to_be(tmp_path):
-    text = " ".join(told("compare", write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)).split())
+    text = " ".join(
+        told(
+            "compare", write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)
+        ).split()
+    )
     assert "was stored without pairs" in text
     assert "\x1b" not in text
 
 
 def test_a_deviation_as_large_as_its_number_tells_nothing(tmp_path):
     """1494.84 ± 1973 of Random: 100 is not called near it, and 9.43 ± 0.33 of Oracle is judged as ever."""
-    found = compare.with_paper(compare.read(write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)))
+    found = compare.with_paper(
+        compare.read(write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0))
+    )
     assert [line.within for line in found.lines] == [True, False, None]
     assert "1 of 3 numbers are within the rule" in (foot := _tables.against_paper(found)[0].foot)
     assert "1 cannot be told" in foot
-    assert not compare.useless("was", -0.8, 3.0), "zero is no end of the scale of a score that may be negative"
+    assert not compare.useless("was", -0.8, 3.0), (
+        "zero is no end of the scale of a score that may be negative"
+    )
 
 
 def test_where_the_paper_prints_no_deviation_ours_stands_for_it(tmp_path):
@@ -349,7 +413,10 @@ def test_ratios_of_times_stand_beside_the_papers_of_the_same_accuracy(tmp_path):
     paper = "sosicfl/cifar10-simplecnn-5-fold"
     text = f'name = "mine"\npaper = "{paper}"\nseeds = 2\n[data]\ndataset = "digits"\n' + "".join(
         f'[[methods]]\nkind = "{kind}"\nlabel = "{label}"\npaper = "{row}/fedavg"\n'
-        for kind, label, row in (("sosicfl", "S", "sosicfl"), ("sosicfl-plus", "S+", "sosicfl_plus"))
+        for kind, label, row in (
+            ("sosicfl", "S", "sosicfl"),
+            ("sosicfl-plus", "S+", "sosicfl_plus"),
+        )
     )
     folder = write_study(tmp_path / "mine", text)
     known = {"base": "FedAvg", "std": 0.25, "seeds": 2, "reached": 2, "tta": 9.0, "reason": ""}
@@ -359,21 +426,37 @@ def test_ratios_of_times_stand_beside_the_papers_of_the_same_accuracy(tmp_path):
         {**known, "label": "S+", "metric": "accuracy", "ratio": None},
     ]
     content = {"study": "mine", "rows": [], "timing": [], "time_to_accuracy": times}
-    rows = [{"method": "s", "label": "S", "cluster": "0", "metric": "loss", "mean": 1.0, "std": 0.1, "seeds": 2}]
+    rows = [
+        {
+            "method": "s",
+            "label": "S",
+            "cluster": "0",
+            "metric": "loss",
+            "mean": 1.0,
+            "std": 0.1,
+            "seeds": 2,
+        }
+    ]
     (folder / "summary.json").write_text(json.dumps({**content, "rows": rows}))
     lines = compare.with_paper(compare.read(folder)).lines
     assert [(line.metric, line.ours, line.std, line.paper, line.within) for line in lines] == [
-        ("global_tta_ratio", 2.0, 0.25, 1.2, False),  # 0.8 is more than twice of ours, pooled: 2 x 0.25 sqrt(2)
+        # 0.8 is more than twice of ours, pooled: 2 x 0.25 sqrt(2)
+        ("global_tta_ratio", 2.0, 0.25, 1.2, False),
         ("tta_ratio", 4.0, 0.25, 3.8, True),
     ]
 
 
 def test_rows_chosen_here_are_counted_apart(tmp_path):
     """The first method of a published row stands for it; another of the same row does not count."""
-    tuned = STUDY + '[[methods]]\nkind = "oracle"\nlabel = "Tuned"\npaper = "oracle/fedavg"\nlr = 0.1\n'
+    tuned = (
+        STUDY + '[[methods]]\nkind = "oracle"\nlabel = "Tuned"\npaper = "oracle/fedavg"\nlr = 0.1\n'
+    )
     result = compare.read(write_study(tmp_path / "mine", tuned, Oracle=20.0, Tuned=9.4))
     found = compare.with_paper(result)
-    assert [(line.label, line.chosen) for line in found.lines] == [("Oracle", False), ("Tuned", True)]
+    assert [(line.label, line.chosen) for line in found.lines] == [
+        ("Oracle", False),
+        ("Tuned", True),
+    ]
     published, chosen = _tables.against_paper(found)[:2]
     assert [row[0] for row in published.rows] == ["Oracle"]
     assert published.foot.startswith("0 of 1 numbers")
@@ -388,7 +471,9 @@ def test_full_size_is_that_of_the_built_in_study():
     assert not compare.full_size(config.load("similarity/synthetic", ["scale=0.5"]))
     assert not compare.full_size(config.load("similarity/synthetic", ["rounds=20"]))
     assert not compare.full_size(config.loads(STUDY))
-    assert compare.full_size(config.load("similarity/samples", ["seeds=1"])), "its paper prints no numbers"
+    assert compare.full_size(config.load("similarity/samples", ["seeds=1"])), (
+        "its paper prints no numbers"
+    )
     assert not compare.full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
     (stored,) = expand(config.load("dac/tau"))
     assert compare.full_size(stored), "as it is stored: with a method for each point"
@@ -407,7 +492,8 @@ def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
     told = " ".join(numbers.notes("panm/panm_low_budget_cifar10_4c"))
     for k in (2, 3):
         printed = 4 + 99 * (4 + k) + 20 * 8 + 180 * k
-        further = k * (1 - 4 / 24)  # of k members of the bag, drawn anew, those that are not among the four examined
+        # of k members of the bag, drawn anew, those that are not among the four examined
+        further = k * (1 - 4 / 24)
         for row in (f"panm_loss_k{k}", f"panm_grad_k{k}"):
             cost, width = lines[row, moved], lines[row, bandwidth]
             assert cost.paper == printed
@@ -423,7 +509,11 @@ def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     text = config.dumps(config.load("panm/low-budget", ["scale=0.1", "seeds=1"]))
     result = compare.read(write_study(tmp_path / "mine", text, **{"FedAvg": 0.3}))
     found = compare.with_paper(result)
-    fedavg = next(line for line in found.lines if (line.label, line.metric) == ("FedAvg", metrics.MODELS_MOVED.name))
+    fedavg = next(
+        line
+        for line in found.lines
+        if (line.label, line.metric) == ("FedAvg", metrics.MODELS_MOVED.name)
+    )
     assert (fedavg.ours, fedavg.paper, fedavg.within, fedavg.predicted) == (60, 600, False, True)
     titles = [sheet.title for sheet in _tables.against_paper(found)]
     assert any(title.endswith("costs beside the paper, in models") for title in titles)

@@ -28,13 +28,19 @@ def gwc(tmp_path, write_run, final_rows):
             ):
                 rows.append((number, client, 0, "train", "current", metric, float(value)))
     rows += final_rows([0.5] * 4, [0] * 4, round=2, model="current")
-    folder = write_run(tmp_path / "gwc" / "FedGWC" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=rows)
+    folder = write_run(
+        tmp_path / "gwc" / "FedGWC" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=rows
+    )
     pairs = pd.DataFrame([(i, j, i % 2, j % 2) for i in range(4) for j in range(4)])
     pairs.columns = ["client", "other", "label", "other_label"]
     pairs["interaction"] = (pairs["label"] == pairs["other_label"]).astype(float)
     (folder / "analyses").mkdir()
     pairs.to_parquet(folder / "analyses" / "interaction.parquet")
-    told = {"clusters": ["all"], "classes": ["cat", "dog"], "labels": [[9, 1], [0, 10], [7, 3], [1, 9]]}
+    told = {
+        "clusters": ["all"],
+        "classes": ["cat", "dog"],
+        "labels": [[9, 1], [0, 10], [7, 3], [1, 9]],
+    }
     (tmp_path / "gwc" / "federation.json").write_text(json.dumps(told))
     return tmp_path / "gwc"
 
@@ -63,10 +69,16 @@ def test_classes_have_a_panel_for_each_found_cluster(gwc, tmp_path):
 
 
 @pytest.mark.parametrize("endpoints", [2, 3, 5])
-def test_points_of_a_simplex_have_a_panel_for_each_test_set(tmp_path, write_run, final_rows, endpoints):
+def test_points_of_a_simplex_have_a_panel_for_each_test_set(
+    tmp_path, write_run, final_rows, endpoints
+):
     """SosicFL's figure 5: all test sets together, and two clients."""
     folder = write_run(
-        tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=final_rows([0.5], [0])
+        tmp_path / "s" / "A" / "seed-0",
+        kind="sosicfl",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.5], [0]),
     )
     rng = np.random.default_rng(0)
     tables = []
@@ -85,13 +97,23 @@ def test_points_of_a_simplex_have_a_panel_for_each_test_set(tmp_path, write_run,
 @pytest.fixture
 def swept(tmp_path, write_run, final_rows, listed):
     """Sweeps over tau of three studies: two similarities, two ways of averaging, as a sweep labels them."""
-    for name, lift in {"tau-cifar10-label-2": 0.1, "tau-cifar10-label-5": 0.2, "tau-domain-cnn": 0.3}.items():
+    for name, lift in {
+        "tau-cifar10-label-2": 0.1,
+        "tau-cifar10-label-5": 0.2,
+        "tau-domain-cnn": 0.3,
+    }.items():
         for tau in (1, 10):
-            for label, way in (("Inverse loss", "fedavg"), ("Cosine", "fedavg"), ("Inverse loss FedSim", "fedsim")):
+            for label, way in (
+                ("Inverse loss", "fedavg"),
+                ("Cosine", "fedavg"),
+                ("Inverse loss FedSim", "fedsim"),
+            ):
                 rows = final_rows([lift + 0.01 * len(str(tau)) + 0.1 * (label == "Cosine")], [0])
                 text = f"{label} tau={tau}"
                 folder = tmp_path / name / text / "seed-0"
-                write_run(folder, kind="dac", label=text, seed=0, metrics=rows, study=f"similarity/{name}")
+                write_run(
+                    folder, kind="dac", label=text, seed=0, metrics=rows, study=f"similarity/{name}"
+                )
                 path = folder / "config.toml"
                 path.write_text(path.read_text() + f'tau = {tau}\naggregation = "{way}"\n')
                 listed(folder)
@@ -121,7 +143,12 @@ def test_a_sweep_keeps_its_methods_apart(swept, tmp_path):
 
 @pytest.mark.parametrize(
     ("label", "expected"),
-    [("DAC tau=30", "DAC"), ("DAC tau=0.1 rho=2", "DAC rho=2"), ("tau=3", "tau"), ("DAC, tau=1", "DAC")],
+    [
+        ("DAC tau=30", "DAC"),
+        ("DAC tau=0.1 rho=2", "DAC rho=2"),
+        ("tau=3", "tau"),
+        ("DAC, tau=1", "DAC"),
+    ],
 )
 def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
     assert bare(label, ["tau"]) == expected
@@ -129,7 +156,13 @@ def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
 
 def test_what_was_not_analyzed_is_said_with_the_command(tmp_path, write_run, final_rows):
     """One line, with what to do."""
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=final_rows([0.5], [0]))
+    write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="sosicfl",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.5], [0]),
+    )
     with pytest.raises(DataError, match=r"first say: coterie analyze .*s --what simplex"):
         figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
@@ -144,8 +177,16 @@ def recorded(tmp_path, write_run, final_rows, listed):
         for client in range(4)
     ]
     rows += final_rows([0.5] * 4, [0, 0, 1, 1], round=3, model="current")
-    folder = write_run(tmp_path / "p" / "PANMGrad" / "seed-0", kind="panm-grad", label="PANMGrad", seed=0, metrics=rows)
-    write_run(tmp_path / "p" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows)
+    folder = write_run(
+        tmp_path / "p" / "PANMGrad" / "seed-0",
+        kind="panm-grad",
+        label="PANMGrad",
+        seed=0,
+        metrics=rows,
+    )
+    write_run(
+        tmp_path / "p" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows
+    )
     edges = []
     for number in (0, 1, 3):
         for i in range(4):
@@ -153,7 +194,16 @@ def recorded(tmp_path, write_run, final_rows, listed):
                 own = i // 2 == j // 2
                 value = np.nan if number == 1 else (0.8 + 0.1 * (i % 2)) if own else 0.1
                 edges.append(
-                    (number, i, j, "mix" if own or number == 0 else "probe", 0.5, 8, value, 0.5 if own else 0.01)
+                    (
+                        number,
+                        i,
+                        j,
+                        "mix" if own or number == 0 else "probe",
+                        0.5,
+                        8,
+                        value,
+                        0.5 if own else 0.01,
+                    )
                 )
     columns = ["round", "reader", "read", "purpose", "weight", "bytes", "similarity", "probability"]
     pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
@@ -165,7 +215,10 @@ def test_similarities_have_a_histogram_for_each_kind_of_pair(recorded, tmp_path)
     """PANM's figure 3: 4 pairs within clusters, 8 between them, in each of two rounds; round 1 has no values."""
     path = figures.plot([recorded], "panm-3", out=tmp_path / "s.svg")
     table = numbers(path)
-    assert set(zip(table["method"], table["round"], strict=True)) == {("PANMGrad", 0), ("PANMGrad", 3)}
+    assert set(zip(table["method"], table["round"], strict=True)) == {
+        ("PANMGrad", 0),
+        ("PANMGrad", 3),
+    }
     for _, part in table.groupby(["round", "pairs"]):
         own = part["pairs"].iloc[0] == "own cluster"
         assert part["count"].sum() == (4 if own else 8)
@@ -182,21 +235,34 @@ def test_similarities_have_a_histogram_for_each_kind_of_pair(recorded, tmp_path)
 def test_probabilities_of_draws_are_drawn_likewise(recorded, tmp_path):
     table = numbers(figures.plot([recorded], "probabilities", out=tmp_path / "p.svg"))
     assert set(table["round"]) == {1, 3}, "of three rounds with values, the middle one and the last"
-    assert table.groupby("pairs")["mean"].first().to_dict() == {"another cluster": 0.01, "own cluster": 0.5}
+    assert table.groupby("pairs")["mean"].first().to_dict() == {
+        "another cluster": 0.01,
+        "own cluster": 0.5,
+    }
 
 
 def test_similarities_that_run_away_are_drawn_on_a_logarithmic_axis():
     """1 / loss of a model that has learned its samples by heart: bins of equal ratios show the others, too."""
-    value, own = np.array([1e6, 2.0, 1.5, 0.5, 0.4, 0.5]), np.array([True, True, True, False, False, False])
+    value, own = (
+        np.array([1e6, 2.0, 1.5, 0.5, 0.4, 0.5]),
+        np.array([True, True, True, False, False, False]),
+    )
     _, axes = single_figure()
     table = figures._histograms(axes, value, own, "similarity")
     assert axes.get_xscale() == "log"
     assert np.ptp(np.log(table["high"] / table["low"])) == pytest.approx(0, abs=1e-9)
     drawn = table[table["count"] > 0].groupby("pairs")["count"].sum()
     assert drawn.to_dict() == {"another cluster": 3, "own cluster": 3}
-    x, share = axes.lines[1].get_data()  # the normal distribution of pairs of two clusters: nearly all near their mean
+    # the normal distribution of pairs of two clusters: nearly all near their mean
+    x, share = axes.lines[1].get_data()
     assert 0.4 < x[share.argmax()] < 0.55
-    assert figures._histograms(axes, np.minimum(value, 3.0), own, "similarity")["low"].diff().iloc[1:29].std() < 1e-9
+    assert (
+        figures._histograms(axes, np.minimum(value, 3.0), own, "similarity")["low"]
+        .diff()
+        .iloc[1:29]
+        .std()
+        < 1e-9
+    )
 
 
 def test_pairs_of_equal_values_are_not_above_one_another():
@@ -207,7 +273,9 @@ def test_pairs_of_equal_values_are_not_above_one_another():
 
 def test_neighbors_of_the_own_cluster_stand_beside_the_accuracy(recorded, tmp_path):
     """PANM's figure 2: in round 0 one of three neighbors is of the own cluster, later all are; by chance a third."""
-    path = figures.plot([recorded], "panm-2", out=tmp_path / "n.svg", methods="*", split="validation")
+    path = figures.plot(
+        [recorded], "panm-2", out=tmp_path / "n.svg", methods="*", split="validation"
+    )
     table = numbers(path)
     own = table[table["metric"] == "own_cluster"]
     assert own["method"].unique().tolist() == ["PANMGrad"]
@@ -219,7 +287,10 @@ def test_neighbors_of_the_own_cluster_stand_beside_the_accuracy(recorded, tmp_pa
 
 
 def test_runs_without_similarities_are_told_how_to_record_them(small, tmp_path):
-    with pytest.raises(DataError, match=r"figure panm-3 needs runs of panm/similarities: .*record_similarities=true"):
+    with pytest.raises(
+        DataError,
+        match=r"figure panm-3 needs runs of panm/similarities: .*record_similarities=true",
+    ):
         figures.plot([small], "panm-3", out=tmp_path / "none.svg")
     with pytest.raises(DataError, match="no client here averaged with others"):
         figures.plot([small], "neighbors", out=tmp_path / "none.svg")

@@ -7,12 +7,21 @@ from coterie.papers import numbers
 
 
 @pytest.mark.parametrize(
-    ("source", "rows"), [("similarity", 271), ("dac", 107), ("panm", 49), ("fedgwc", 175), ("sosicfl", 144)]
+    ("source", "rows"),
+    [("similarity", 271), ("dac", 107), ("panm", 49), ("fedgwc", 175), ("sosicfl", 144)],
 )
 def test_every_number_is_there_once(source, rows):
     table = numbers.table(source)
     assert len(table) == rows
-    assert len({(r["experiment"], r["method"], r["aggregation"], r["cluster"], r["metric"]) for r in table}) == rows
+    assert (
+        len(
+            {
+                (r["experiment"], r["method"], r["aggregation"], r["cluster"], r["metric"])
+                for r in table
+            }
+        )
+        == rows
+    )
 
 
 def test_what_is_printed_twice_is_there_once():
@@ -22,7 +31,11 @@ def test_what_is_printed_twice_is_there_once():
     assert len({one[:4] for one in again}) == 16
     other = []
     for source, where, name, row, mean in again:
-        found = [p.mean for p in numbers.published(f"{source}/{name}") if p.row == row and "accuracy" in p.metric]
+        found = [
+            p.mean
+            for p in numbers.published(f"{source}/{name}")
+            if p.row == row and "accuracy" in p.metric
+        ]
         assert len(found) == 1, row
         if found[0] != pytest.approx(float(mean) / 100):
             other.append((where, name, row))
@@ -30,7 +43,10 @@ def test_what_is_printed_twice_is_there_once():
         ("table 5", "emnist-dirichlet", "fedgwc/fedavg"),
         ("table 9", "emnist-dirichlet", "fedavg/fedavg"),
     ]
-    assert all(word in " ".join(numbers.notes("fedgwc/emnist-dirichlet")) for word in ("76.6", "76.1", "76.0"))
+    assert all(
+        word in " ".join(numbers.notes("fedgwc/emnist-dirichlet"))
+        for word in ("76.6", "76.1", "76.0")
+    )
 
 
 def test_accuracies_are_shares_and_errors_stay_as_they_are():
@@ -38,15 +54,21 @@ def test_accuracies_are_shares_and_errors_stay_as_they_are():
     assert found["inv_loss/fedavg", "all"].mean == 31.69
     assert found["inv_loss/fedavg", "targets 1"].mean == 30.40
     assert found["inv_loss/fedavg", "targets 1"].std is None
-    shares = {(p.row, p.cluster): p for p in numbers.published("similarity/mnist_fmnist_domain_2c_cnn")}
+    shares = {
+        (p.row, p.cluster): p for p in numbers.published("similarity/mnist_fmnist_domain_2c_cnn")
+    }
     assert shares["cos_grad/fedavg", "all"].mean == pytest.approx(0.9114)
     assert shares["cos_grad/fedavg", "all"].std == pytest.approx(0.0017)
     assert shares["oracle/fedavg", "mnist"].mean == pytest.approx(0.9768)
 
 
 def test_only_accuracies_of_the_server_papers_are_turned_into_shares():
-    five = {(p.row, p.metric): p.mean for p in numbers.published("sosicfl/cifar10-simplecnn-5-fold")}
-    table = {(r["experiment"], r["method"], r["metric"]): r["mean"] for r in numbers.table("sosicfl")}
+    five = {
+        (p.row, p.metric): p.mean for p in numbers.published("sosicfl/cifar10-simplecnn-5-fold")
+    }
+    table = {
+        (r["experiment"], r["method"], r["metric"]): r["mean"] for r in numbers.table("sosicfl")
+    }
     printed = table["cifar10-simplecnn-5-fold", "sosicfl", "accuracy_max"]
     assert five["sosicfl/fedavg", "accuracy_max"] == pytest.approx(float(printed) / 100)
     ratio = table["cifar10-simplecnn-5-fold", "sosicfl", "tta_ratio"]
@@ -62,7 +84,9 @@ def test_only_accuracies_of_the_server_papers_are_turned_into_shares():
 def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
     """Translating cluster names wrongly would break the means of the paper's own tables."""
     sizes = {"rotation 0": 70, "rotation 180": 20, "rotation 10": 5, "rotation 350": 5}
-    found = {(p.row, p.cluster): p.mean for p in numbers.published("similarity/fmnist_covariate_4c")}
+    found = {
+        (p.row, p.cluster): p.mean for p in numbers.published("similarity/fmnist_covariate_4c")
+    }
     rows = numbers.rows("similarity/fmnist_covariate_4c")
     assert len(rows) == 11
     for row in rows:
@@ -78,7 +102,9 @@ def test_every_experiment_of_a_study_is_known_and_can_be_read():
     for experiment in numbers.EXPERIMENTS.values():
         assert numbers.published(experiment)
     every = {
-        f"{source}/{name}" for source in numbers.SOURCES for name in {r["experiment"] for r in numbers.table(source)}
+        f"{source}/{name}"
+        for source in numbers.SOURCES
+        for name in {r["experiment"] for r in numbers.table(source)}
     }
     assert every == set(numbers.EXPERIMENTS.values())
 

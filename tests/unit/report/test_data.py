@@ -77,9 +77,15 @@ def test_what_is_not_a_number_in_any_round_is_no_curve_of_the_page(tmp_path, wri
     """Clients without validation data; a metric that is lost on the way keeps its rounds."""
     nan = np.nan
     values = {"validation": [nan, nan, nan], "test": [0.5, nan, 0.75], "train": [0.5, 0.25, nan]}
-    rows = [(r, 0, 0, split, "current", "accuracy", v) for split, own in values.items() for r, v in enumerate(own)]
+    rows = [
+        (r, 0, 0, split, "current", "accuracy", v)
+        for split, own in values.items()
+        for r, v in enumerate(own)
+    ]
     run = tmp_path / "s" / "A" / "seed-0"
-    write_run(run, kind="dac", label="A", seed=0, metrics=[*rows, *final_rows([0.75], [0], round=2)])
+    write_run(
+        run, kind="dac", label="A", seed=0, metrics=[*rows, *final_rows([0.75], [0], round=2)]
+    )
     page = payload(*find_runs([tmp_path / "s"]))
     assert [one["split"] for one in page["curves"]] == ["train", "test"]
     assert [list(one["rounds"]) for one in page["curves"]] == [[0, 1, 2]] * 2
@@ -93,7 +99,11 @@ def test_cells_hold_neighbors_of_one_cluster():
 
 def test_heatmap_frames_add_up_to_every_read(data):
     """Ten rounds, twelve clients, three reads, two seeds: 720 for each method that reads."""
-    assert [data["methods"][one["method"]]["label"] for one in data["reads"]["methods"]] == ["DAC", "Oracle", "Random"]
+    assert [data["methods"][one["method"]]["label"] for one in data["reads"]["methods"]] == [
+        "DAC",
+        "Oracle",
+        "Random",
+    ]
     for one in data["reads"]["methods"]:
         counts = unpack(one["counts"])
         assert counts.shape == (10, 12, 12)
@@ -114,11 +124,19 @@ def test_curves_are_means_over_clients_and_over_clusters(population):
     """Against the table itself, at the last round, with clusters of 6, 4 and 2."""
     runs, _ = find_runs([population])
     data = payload(runs)
-    (curve,) = [c for c in data["curves"] if (c["method"], c["split"], c["metric"]) == (0, "validation", "accuracy")]
+    (curve,) = [
+        c
+        for c in data["curves"]
+        if (c["method"], c["split"], c["metric"]) == (0, "validation", "accuracy")
+    ]
     expected = []
     for run in runs[:2]:
         table = run.metrics
-        rows = table[(table["round"] == 9) & (table["split"] == "validation") & (table["metric"] == "accuracy")]
+        rows = table[
+            (table["round"] == 9)
+            & (table["split"] == "validation")
+            & (table["metric"] == "accuracy")
+        ]
         per_cluster = rows.groupby("cluster")["value"].mean()
         expected.append([rows["value"].mean(), per_cluster.mean(), *per_cluster])
     np.testing.assert_allclose(unpack(curve["mean"])[:, -1], np.mean(expected, axis=0), atol=2e-5)
@@ -144,10 +162,15 @@ def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
     times = {(0, 2): 3, (0, 1): 1, (1, 2): 1, (3, 1): 2}
     edges = [(0, i, j, "mix", 0.5, 8) for (i, j), count in times.items() for _ in range(count)]
     edges += [(0, 0, 3, "missing", 0.0, 0)] * 9
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
+    )
     (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
     peers, read = unpack(reads["peers"]), unpack(reads["times"])
-    most = [{int(j): int(n) for j, n in zip(*row, strict=True) if n} for row in zip(peers, read, strict=True)]
+    most = [
+        {int(j): int(n) for j, n in zip(*row, strict=True) if n}
+        for row in zip(peers, read, strict=True)
+    ]
     assert most == [{2: 3, 1: 1}, {2: 1}, {}, {1: 2}]
     assert (peers[0, 0], peers[3, 0]) == (2, 1), "the one that is read most comes first"
 
@@ -168,12 +191,21 @@ def test_of_a_large_population_a_sample_is_shown_and_means_are_over_all(write_ru
     ids = np.arange(clients)
     metrics = [
         (round, int(i), int(i % 2), split, model, "accuracy", float(i))
-        for round, split, model in [(0, "validation", "current"), (1, "validation", "current"), (1, "test", "best")]
+        for round, split, model in [
+            (0, "validation", "current"),
+            (1, "validation", "current"),
+            (1, "test", "best"),
+        ]
         for i in ids
     ]
     edges = [(0, int(i), int((i + 1) % clients), "mix", 0.5, 8) for i in ids]
     write_run(
-        tmp_path / "small" / "Random" / "seed-0", kind="random", label="Random", seed=0, metrics=metrics, edges=edges
+        tmp_path / "small" / "Random" / "seed-0",
+        kind="random",
+        label="Random",
+        seed=0,
+        metrics=metrics,
+        edges=edges,
     )
     told = {"labels": [[1, int(i)] for i in ids], "classes": ["a", "b"], "train": ids.tolist()}
     told |= {"shift": [], "validation": ids.tolist(), "name": "made up", "fingerprint": "0"}
@@ -199,16 +231,20 @@ def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):
     """Eight clients in clusters of four: in round 0 they read five times those of their own parity, in round 1 once
     those of their cluster.
 
-    Groups by parity hold two clients of each cluster: 4 pairs agree, of 12 in each grouping and 28 in all, so the
-    adjusted Rand index is (4 - 144/28) / (12 - 144/28) = -1/6. Were round 0 counted in the second window, its reads
-    would outweigh those of round 1.
+    Groups by parity hold two clients of each cluster: 4 pairs agree, of 12 in each grouping and 28
+    in all, so the adjusted Rand index is (4 - 144/28) / (12 - 144/28) = -1/6. Were round 0 counted
+    in the second window, its reads would outweigh those of round 1.
     """
     cluster = [0] * 4 + [1] * 4
-    metrics = [(r, c, cluster[c], "validation", "current", "loss", 1.0) for r in (0, 1) for c in range(8)]
+    metrics = [
+        (r, c, cluster[c], "validation", "current", "loss", 1.0) for r in (0, 1) for c in range(8)
+    ]
     pairs = [(i, j) for i in range(8) for j in range(8) if i != j]
     edges = [(0, i, j, "mix", 0.5, 8) for i, j in pairs if i % 2 == j % 2] * 5
     edges += [(1, i, j, "mix", 0.5, 8) for i, j in pairs if cluster[i] == cluster[j]]
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
+    )
     (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
     windows = [(one["round"], one["groups"], pytest.approx(one["ari"])) for one in reads["windows"]]
     assert windows == [(0, 2, -1 / 6), (1, 2, 1.0)]
@@ -216,7 +252,12 @@ def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):
 
 def curve_of(data, label):
     (found,) = [c for c in data["curves"] if data["methods"][c["method"]]["label"] == label]
-    return found["rounds"], unpack(found["mean"])[0].tolist(), unpack(found["std"])[0].tolist(), found["seeds"]
+    return (
+        found["rounds"],
+        unpack(found["mean"])[0].tolist(),
+        unpack(found["std"])[0].tolist(),
+        found["seeds"],
+    )
 
 
 def losses(values, last):
@@ -232,13 +273,22 @@ def test_every_round_of_a_curve_is_a_mean_over_the_same_seeds(write_run, tmp_pat
     """
     for seed, values in enumerate([[4.0, 3.0, 1.0], [6.0, 2.0]]):
         rows = losses(values, 1.0)
-        write_run(tmp_path / "s" / "A" / f"seed-{seed}", kind="dac", label="A", seed=seed, metrics=rows, rounds=3)
+        write_run(
+            tmp_path / "s" / "A" / f"seed-{seed}",
+            kind="dac",
+            label="A",
+            seed=seed,
+            metrics=rows,
+            rounds=3,
+        )
     rounds, mean, deviation, seeds = curve_of(payload(*find_runs([tmp_path])), "A")
     assert (rounds, seeds) == ([0, 1, 2], 2)
     assert mean == pytest.approx([5.0, 2.5, 1.5], abs=1e-3)
     assert deviation == pytest.approx([1.0, 0.5, 0.5], abs=1e-3)
     rows = losses([7.0, 7.0, 7.0], 1.0)
-    write_run(tmp_path / "s" / "B" / "seed-0", kind="dac", label="B", seed=0, metrics=rows, rounds=3)
+    write_run(
+        tmp_path / "s" / "B" / "seed-0", kind="dac", label="B", seed=0, metrics=rows, rounds=3
+    )
     data = payload(*find_runs([tmp_path]))
     rounds, mean, deviation, seeds = curve_of(data, "A")
     assert (mean, seeds) == (pytest.approx([4.0, 3.0, 1.0], abs=1e-3), 1)
@@ -259,7 +309,11 @@ def test_the_page_ranks_at_equal_bytes_as_the_command_does(population):
     """The same rows, metric and split, from the same definition."""
     found, ranking = payload(*find_runs([population]))["equal_bytes"], at_equal_bytes(population)
     assert found["rows"] == json.loads(json.dumps([asdict(row) for row in ranking.rows]))
-    assert (found["metric"], found["split"], found["heading"]) == (ranking.metric, ranking.split, ranking.heading)
+    assert (found["metric"], found["split"], found["heading"]) == (
+        ranking.metric,
+        ranking.split,
+        ranking.heading,
+    )
 
 
 def test_the_payload_is_json_without_nan(data):
@@ -269,12 +323,21 @@ def test_the_payload_is_json_without_nan(data):
 
 def test_cost_is_per_client_and_cumulative(write_run, tmp_path):
     """Two clients; client 0 receives 100 bytes in round 0 and 300 in round 1, and one message is lost."""
-    metrics = [(r, c, 0, "validation", "current", "loss", 4.0 - r - c) for r in (0, 1) for c in (0, 1)]
+    metrics = [
+        (r, c, 0, "validation", "current", "loss", 4.0 - r - c) for r in (0, 1) for c in (0, 1)
+    ]
     metrics += [(r, c, 0, "train", "current", "passes", 10.0) for r in (0, 1) for c in (0, 1)]
     edges = [(0, 0, 1, "mix", 0.5, 100), (1, 0, 1, "mix", 0.5, 300), (1, 1, 0, "missing", 0.0, 0)]
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
+    )
     (cost,) = payload(*find_runs([tmp_path]))["cost"]
-    assert (cost["bytes"], cost["reads"], cost["missing"], cost["counted"]["passes"]) == (200.0, 1.0, 0.5, 20.0)
+    assert (cost["bytes"], cost["reads"], cost["missing"], cost["counted"]["passes"]) == (
+        200.0,
+        1.0,
+        0.5,
+        20.0,
+    )
     assert cost["counted"]["extra_models"] is None
     assert (cost["rounds"], cost["spent"], cost["reached"]) == ([0, 1], [50.0, 200.0], [3.5, 2.5])
     assert (cost["train_samples"], cost["wall_s"]) == (480.0, 2.0)
@@ -284,7 +347,9 @@ def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_p
     """In round 0 all four clients share a label (index 0); in round 1 the labels are the clusters under other names."""
     found = {0: [3, 3, 3, 3], 1: [5, 5, 2, 2]}
     metrics = [
-        (r, c, c // 2, "train", "current", "label", float(v)) for r, row in found.items() for c, v in enumerate(row)
+        (r, c, c // 2, "train", "current", "label", float(v))
+        for r, row in found.items()
+        for c, v in enumerate(row)
     ]
     write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
     data = payload(*find_runs([tmp_path]))
@@ -298,7 +363,15 @@ def test_a_node_that_hosts_one_client_has_a_page(write_run, tmp_path):
     """Its own row, and reads of clients that it does not host; no planted cluster is known."""
     metrics = [(r, 2, -1, "validation", "current", "loss", 2.0 - r) for r in (0, 1)]
     edges = [(0, 2, 5, "mix", 0.5, 100), (1, 2, 0, "missing", 0.0, 0)]
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges, done=False)
+    write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=metrics,
+        edges=edges,
+        done=False,
+    )
     data = payload(*find_runs([tmp_path / "s"]))
     assert data["cluster"] == [-1] * 6
     assert data["clusters"] == []
@@ -320,7 +393,12 @@ def test_numbered_clients_have_no_names_in_the_page(small):
 
 
 def test_feature_and_class_names_of_the_data_reach_the_page(small):
-    told = {"classes": ["no", "<b>"], "features": ["age", "ضغط"], "labels": [[1, 1]] * 4, "client_names": ["a"] * 4}
+    told = {
+        "classes": ["no", "<b>"],
+        "features": ["age", "ضغط"],
+        "labels": [[1, 1]] * 4,
+        "client_names": ["a"] * 4,
+    }
     (small / "federation.json").write_text(json.dumps(told))
     data = payload(*find_runs([small]))["data"]
     assert (data["classes"], data["features"]) == (["no", "<b>"], ["age", "ضغط"])
@@ -329,7 +407,10 @@ def test_feature_and_class_names_of_the_data_reach_the_page(small):
 
 def test_the_command_of_a_renamed_study_is_of_its_folder(small):
     moved = small.rename(small.parent / "an other")
-    assert payload(*find_runs([moved]), moved)["command"] == "coterie run 'an other/config.toml' --out again"
+    assert (
+        payload(*find_runs([moved]), moved)["command"]
+        == "coterie run 'an other/config.toml' --out again"
+    )
 
 
 def test_rounds_that_a_node_left_out_are_said_on_the_page(small, listed):

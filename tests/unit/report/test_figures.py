@@ -33,31 +33,47 @@ def test_the_same_runs_give_the_same_bytes(population, tmp_path):
     """No time of day and no random id: figures can be kept under version control."""
     for format in figures.FORMATS:
         first = figures.plot([population], "curves", out=tmp_path / f"a.{format}").read_bytes()
-        assert figures.plot([population], "curves", out=tmp_path / f"b.{format}").read_bytes() == first
+        assert (
+            figures.plot([population], "curves", out=tmp_path / f"b.{format}").read_bytes() == first
+        )
 
 
 def test_text_of_a_vector_figure_stays_text(population, tmp_path):
     """Labels can be searched and edited."""
-    assert ">Oracle<" in figures.plot([population], "curves", out=tmp_path / "c.svg").read_text().replace("\n", "")
+    assert ">Oracle<" in figures.plot(
+        [population], "curves", out=tmp_path / "c.svg"
+    ).read_text().replace("\n", "")
 
 
 def test_bars_are_the_means_of_the_summary(small, tmp_path):
     """DAC over clients .6375 ± .0125; over clusters .625 ± .075; in the cluster named 1 .6 ± .2."""
-    for cluster, expected in {"all": [0.6375, 0.0125], "clusters": [0.625, 0.075], "1": [0.6, 0.2]}.items():
+    for cluster, expected in {
+        "all": [0.6375, 0.0125],
+        "clusters": [0.625, 0.075],
+        "1": [0.6, 0.2],
+    }.items():
         table = numbers(figures.plot([small], "bars", out=tmp_path / "b.svg", cluster=cluster))
-        assert table.loc[table["method"] == "DAC", ["mean", "std"]].to_numpy()[0] == pytest.approx(expected)
+        assert table.loc[table["method"] == "DAC", ["mean", "std"]].to_numpy()[0] == pytest.approx(
+            expected
+        )
 
 
 def test_numbers_of_a_heatmap_are_the_reads(population, tmp_path):
     """Twelve clients x three reads x ten rounds x two seeds for each of the three methods that read."""
     table = numbers(figures.plot([population], "heatmap", out=tmp_path / "h.svg"))
-    assert table.groupby("method")["times"].sum().to_dict() == {"DAC": 720, "Oracle": 720, "Random": 720}
+    assert table.groupby("method")["times"].sum().to_dict() == {
+        "DAC": 720,
+        "Oracle": 720,
+        "Random": 720,
+    }
 
 
 def test_strips_hold_the_mean_over_seeds_of_each_client(small, tmp_path):
     """Client 0 under DAC: (.7 + .6) / 2."""
     table = numbers(figures.plot([small], "clients", out=tmp_path / "s.svg"))
-    assert table.loc[(table["method"] == "DAC") & (table["client"] == 0), "accuracy"].item() == pytest.approx(0.65)
+    assert table.loc[
+        (table["method"] == "DAC") & (table["client"] == 0), "accuracy"
+    ].item() == pytest.approx(0.65)
 
 
 @pytest.fixture
@@ -97,7 +113,9 @@ def test_published_figures_are_kinds_with_options(swept, tmp_path):
 
 def test_a_figure_shows_the_methods_that_were_asked_for(population, tmp_path):
     """By label, with a star for anything; the labels are named when none fits."""
-    table = numbers(figures.plot([population], "heatmap", out=tmp_path / "h.svg", methods="D*, Oracle"))
+    table = numbers(
+        figures.plot([population], "heatmap", out=tmp_path / "h.svg", methods="D*, Oracle")
+    )
     assert sorted(set(table["method"])) == ["DAC", "Oracle"]
     with pytest.raises(ConfigError, match="methods is 'FedAvg'; the runs here are of: DAC, "):
         figures.plot([population], "heatmap", out=tmp_path / "h.svg", methods=["FedAvg"])
@@ -124,15 +142,21 @@ def test_several_metrics_have_a_panel_each(tmp_path, write_run):
     assert numbers(path)[["metric", "round", "mean"]].to_numpy().tolist() == [
         ["global_accuracy", 0, 0.25], ["global_accuracy", 1, 0.35], ["accuracy", 0, 0.5], ["accuracy", 1, 0.6],
     ]  # fmt: skip
-    assert all(f">test {metric} (%)<" in path.read_text() for metric in ("accuracy", "global accuracy"))
+    assert all(
+        f">test {metric} (%)<" in path.read_text() for metric in ("accuracy", "global accuracy")
+    )
 
 
 def test_long_names_of_methods_do_not_widen_a_figure(tmp_path, write_run):
     metrics = [(0, 0, 0, "test", "current", "accuracy", 0.5)]
     for i in range(4):
         label = f"SosicFL, warm-up of {i} rounds"
-        write_run(tmp_path / "s" / label / "seed-0", kind="sosicfl", label=label, seed=0, metrics=metrics)
-    text = figures.plot([tmp_path / "s"], "curves", split="test", metric="accuracy", out=tmp_path / "c.svg").read_text()
+        write_run(
+            tmp_path / "s" / label / "seed-0", kind="sosicfl", label=label, seed=0, metrics=metrics
+        )
+    text = figures.plot(
+        [tmp_path / "s"], "curves", split="test", metric="accuracy", out=tmp_path / "c.svg"
+    ).read_text()
     (width,) = re.findall(r'<svg [^>]*width="([0-9.]+)pt"', text)
     assert float(width) <= 72 * plots.WIDTH, "no wider than a column"
 
@@ -141,10 +165,14 @@ def test_a_legend_above_several_panels_takes_no_height_from_them(tmp_path, write
     heights = []
     for count in (2, 9):
         for i in range(count):
-            metrics = [(0, 0, 0, "test", "current", name, 0.5) for name in ("accuracy", "global_accuracy")]
+            metrics = [
+                (0, 0, 0, "test", "current", name, 0.5) for name in ("accuracy", "global_accuracy")
+            ]
             folder = tmp_path / f"of-{count}" / f"Method {i}" / "seed-0"
             write_run(folder, kind="sosicfl", label=f"Method {i}", seed=0, metrics=metrics)
-        text = figures.plot([tmp_path / f"of-{count}"], "sosicfl-4", out=tmp_path / f"{count}.svg").read_text()
+        text = figures.plot(
+            [tmp_path / f"of-{count}"], "sosicfl-4", out=tmp_path / f"{count}.svg"
+        ).read_text()
         heights.append(float(re.findall(r'<svg [^>]*height="([0-9.]+)pt"', text)[0]))
     assert 20 < heights[1] - heights[0] < 40, "two more lines of names"
 
@@ -152,9 +180,15 @@ def test_a_legend_above_several_panels_takes_no_height_from_them(tmp_path, write
 def test_curves_mark_the_rounds_in_which_clusters_split(tmp_path, write_run):
     """One cluster in rounds 0 and 1, two from round 2 on: FedGWC's figure 2 has a line, its table their number."""
     found = {0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}
-    metrics = [(r, c, 0, "train", "current", "label", float(own[c])) for r, own in found.items() for c in (0, 1)]
+    metrics = [
+        (r, c, 0, "train", "current", "label", float(own[c]))
+        for r, own in found.items()
+        for c in (0, 1)
+    ]
     metrics += [(r, c, 0, "test", "current", "accuracy", 0.5) for r in found for c in (0, 1)]
-    write_run(tmp_path / "s" / "G" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=metrics)
+    write_run(
+        tmp_path / "s" / "G" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=metrics
+    )
     table = numbers(figures.plot([tmp_path / "s"], "fedgwc-2", out=tmp_path / "g.svg"))
     assert table.loc[table["metric"] == "split", ["round", "mean"]].to_numpy().tolist() == [[2, 2]]
 
@@ -170,10 +204,15 @@ def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows, listed
     path.write_text(path.read_text() + "stage_one_rounds = 1\n")
     listed(folder)
     for figure, read in {"panm-4": [2], "graph": [1, 2]}.items():
-        assert numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "g.svg"))["read"].tolist() == read
+        assert (
+            numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "g.svg"))["read"].tolist()
+            == read
+        )
 
 
-def test_stage_two_of_a_scaled_run_begins_where_the_scaled_stage_one_ended(tmp_path, write_run, final_rows, listed):
+def test_stage_two_of_a_scaled_run_begins_where_the_scaled_stage_one_ended(
+    tmp_path, write_run, final_rows, listed
+):
     """A stage one of four rounds, scaled by a quarter, ends after round 0."""
     edges = [(0, 0, 1, "mix", 1.0, 8), (1, 0, 2, "mix", 1.0, 8)]
     folder = write_run(
@@ -183,10 +222,14 @@ def test_stage_two_of_a_scaled_run_begins_where_the_scaled_stage_one_ended(tmp_p
     path, text = folder / "config.toml", (folder / "config.toml").read_text()
     path.write_text(text + "stage_one_rounds = 4\n")
     listed(folder)
-    assert numbers(figures.plot([tmp_path / "s"], "panm-4", out=tmp_path / "g.svg"))["read"].tolist() == [2]
+    assert numbers(figures.plot([tmp_path / "s"], "panm-4", out=tmp_path / "g.svg"))[
+        "read"
+    ].tolist() == [2]
     path.write_text(text + "stage_one_rounds = 8\n")
     listed(folder)
-    with pytest.raises(DataError, match=r"no client reads another in round 2 or later \(stage_one_rounds\)"):
+    with pytest.raises(
+        DataError, match=r"no client reads another in round 2 or later \(stage_one_rounds\)"
+    ):
         figures.plot([tmp_path / "s"], "panm-4", out=tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
 
@@ -209,11 +252,19 @@ def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, 
 def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_rows):
     """Labels of the last round: cluster 5 holds clients 0 and 1 of planted 0, cluster 2 one of each."""
     labels = [5, 5, 2, 2]
-    metrics = [(0, c, planted, "train", "current", "label", float(labels[c])) for c, planted in enumerate([0, 0, 0, 1])]
+    metrics = [
+        (0, c, planted, "train", "current", "label", float(labels[c]))
+        for c, planted in enumerate([0, 0, 0, 1])
+    ]
     metrics += final_rows([0.5] * 4, [0, 0, 0, 1], round=0)
     write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
     table = numbers(figures.plot([tmp_path / "s"], "fedgwc-8", out=tmp_path / "l.svg"))
-    assert table[["found", "of", "count"]].to_numpy().tolist() == [[2, 0, 1], [5, 0, 2], [2, 1, 1], [5, 1, 0]]
+    assert table[["found", "of", "count"]].to_numpy().tolist() == [
+        [2, 0, 1],
+        [5, 0, 2],
+        [2, 1, 1],
+        [5, 1, 0],
+    ]
     with pytest.raises(DataError, match="does not tell the classes"):
         figures.plot([tmp_path / "s"], "classes", out=tmp_path / "c.svg")
 
@@ -224,7 +275,12 @@ def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_
         ("curve", {}, ConfigError, "did you mean 'curves'"),
         ("curves", {"format": "jpeg"}, ConfigError, "unknown format 'jpeg'"),
         ("sosicfl-6", {}, ConfigError, "cannot be drawn from stored runs"),
-        ("sosicfl-5", {}, DataError, "needs runs of sosicfl/cifar10-squeezenet-dirichlet: no run here was analyzed"),
+        (
+            "sosicfl-5",
+            {},
+            DataError,
+            "needs runs of sosicfl/cifar10-squeezenet-dirichlet: no run here was analyzed",
+        ),
         ("fedgwc-4", {}, DataError, "recorded no train interaction_change"),
         ("heatmap", {}, DataError, "no method here reads"),
         ("graph", {}, DataError, "no method here reads"),
@@ -235,7 +291,9 @@ def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_
         ("bars", {"cluster": "north"}, ConfigError, "expected one of: 0, 1, all, clusters"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_one_line(small, tmp_path, monkeypatch, figure, options, error, message):
+def test_what_cannot_be_drawn_is_said_in_one_line(
+    small, tmp_path, monkeypatch, figure, options, error, message
+):
     """Nothing is written then."""
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
@@ -244,12 +302,20 @@ def test_what_cannot_be_drawn_is_said_in_one_line(small, tmp_path, monkeypatch, 
     assert set(tmp_path.iterdir()) == before
 
 
-def test_curves_of_clients_that_have_no_validation_data_are_not_an_empty_picture(tmp_path, write_run, final_rows):
+def test_curves_of_clients_that_have_no_validation_data_are_not_an_empty_picture(
+    tmp_path, write_run, final_rows
+):
     """They record a value for every round that is not a number."""
-    rows = [(r, i, 0, "validation", "current", "accuracy", float("nan")) for r in (0, 1) for i in (0, 1)]
+    rows = [
+        (r, i, 0, "validation", "current", "accuracy", float("nan")) for r in (0, 1) for i in (0, 1)
+    ]
     rows += final_rows([0.5, 0.5], [0, 0])
-    write_run(tmp_path / "s" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows)
-    with pytest.raises(DataError, match="Local recorded no validation accuracy round by round; choose another"):
+    write_run(
+        tmp_path / "s" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows
+    )
+    with pytest.raises(
+        DataError, match="Local recorded no validation accuracy round by round; choose another"
+    ):
         figures.plot([tmp_path / "s"], "curves", out=tmp_path / "c.svg")
     assert not (tmp_path / "c.svg").exists()
 
@@ -270,7 +336,11 @@ def test_plot_without_a_figure_lists_them(small):
     lines = CliRunner().invoke(app, ["plot", str(small)]).output.splitlines()
     assert lines[0].split()[0] == "curves"
     assert any(line.startswith("dac-3") and "tau of dac/tau" in line for line in lines)
-    assert {line.split()[0] for line in lines} == {*figures.FIGURES, *figures.PUBLISHED, *figures.NOT_STORED}
+    assert {line.split()[0] for line in lines} == {
+        *figures.FIGURES,
+        *figures.PUBLISHED,
+        *figures.NOT_STORED,
+    }
 
 
 def test_every_result_figure_of_the_papers_has_a_name():
@@ -304,12 +374,16 @@ def test_a_published_figure_says_which_study_it_needs(small, tmp_path):
 def test_two_studies_make_two_reports_and_a_page_with_both(small, tmp_path):
     """The same study twice is refused."""
     other = shutil.copytree(small, tmp_path / "another")
-    told = CliRunner().invoke(app, ["report", str(small), str(other), "--out", str(tmp_path / "x.html")])
+    told = CliRunner().invoke(
+        app, ["report", str(small), str(other), "--out", str(tmp_path / "x.html")]
+    )
     assert told.exit_code == 0, told.output
     assert told.output.splitlines()[-1] == f"Studies: {tmp_path / 'x.html'}"
     assert (small / "report.html").exists()
     assert (other / "report.html").exists()
-    told = CliRunner().invoke(app, ["report", str(small), str(small), "--out", str(tmp_path / "y.html")])
+    told = CliRunner().invoke(
+        app, ["report", str(small), str(small), "--out", str(tmp_path / "y.html")]
+    )
     assert isinstance(told.exception, DataError)
     assert not (tmp_path / "y.html").exists()
 
@@ -319,7 +393,14 @@ def readers(write_run, final_rows, tmp_path):
     """Five clients that all read the next; each has a name: markup, another script, too long, a formula."""
     metrics = final_rows([0.5, 0.6, 0.7, 0.8, 0.9], [-1] * 5)
     edges = [(0, client, (client + 1) % 5, "mix", 0.5, 8) for client in range(5)]
-    folder = write_run(tmp_path / "s" / "A" / "seed-0", kind="random", label="A", seed=0, metrics=metrics, edges=edges)
+    folder = write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="random",
+        label="A",
+        seed=0,
+        metrics=metrics,
+        edges=edges,
+    )
     return folder
 
 
@@ -334,7 +415,9 @@ def names(readers, listed):
 
 
 @pytest.mark.parametrize("figure", ["heatmap", "graph"])
-def test_clients_are_named_in_figures_and_whole_in_the_tables_behind(readers, names, tmp_path, figure):
+def test_clients_are_named_in_figures_and_whole_in_the_tables_behind(
+    readers, names, tmp_path, figure
+):
     path = figures.plot([readers], figure, out=tmp_path / "f.svg")
     drawn, table = path.read_text("utf-8"), numbers(path)
     for name in ("Oslo", "&lt;script&gt;", "مستشفى", "$x$ 🏥"):

@@ -33,7 +33,17 @@ class Tables(HTMLParser):
 
 def test_accessibility_attributes_exist():
     """A misspelled one, such as aria-labeledby, is ignored by every browser."""
-    known = {"controls", "hidden", "keyshortcuts", "label", "labelledby", "live", "pressed", "selected", "sort"}
+    known = {
+        "controls",
+        "hidden",
+        "keyshortcuts",
+        "label",
+        "labelledby",
+        "live",
+        "pressed",
+        "selected",
+        "sort",
+    }
     text = "".join(page.asset(name) for name in (*page.SCRIPTS, "report.html"))
     assert set(re.findall(r"aria-([a-z]+)", text)) <= known | {"valuetext"}
 
@@ -47,7 +57,10 @@ def test_numbers_of_the_page_are_those_of_the_summary(population):
             if row["metric"] == metric:
                 expected.setdefault(row["label"], []).append(row["mean"])
         assert tables["results", metric] == expected
-    gained = {row["label"]: [row["mean"], row["worst_tenth"], row["lost"]] for row in gains(population)["rows"]}
+    gained = {
+        row["label"]: [row["mean"], row["worst_tenth"], row["lost"]]
+        for row in gains(population)["rows"]
+    }
     assert tables["gains", "accuracy"] == gained
 
 
@@ -72,7 +85,9 @@ def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows)
     """Study, label and cluster names that try to end a script or open an element stay text."""
     (small / "federation.json").write_text(json.dumps({"clusters": [HOSTILE, "plain"]}))
     rows = final_rows([0.5] * 4, [0, 0, 0, 1])
-    write_run(small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE)
+    write_run(
+        small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE
+    )
     runs, problems = find_runs([small / "x", small / "Local"])
     text = page.page(runs, problems, small)
     assert "alert(" in text
@@ -101,7 +116,9 @@ def data_of(text):
 
 def planned(folder, seeds, labels):
     """Write the file of a study: which methods and seeds it should have."""
-    methods = "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
+    methods = "".join(
+        f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels
+    )
     (folder / "config.toml").write_text(f"seeds = {seeds}\n{methods}")
 
 
@@ -115,14 +132,18 @@ def test_a_broken_run_is_named_in_the_page(small):
     assert seeds == "Means are over the seeds that all have: 1; left out: Local 0."
     assert f"<li>{seeds}</li>" in text
     means = {
-        (row["label"], row["cluster"]): row["mean"] for row in data["results"]["rows"] if row["metric"] == "accuracy"
+        (row["label"], row["cluster"]): row["mean"]
+        for row in data["results"]["rows"]
+        if row["metric"] == "accuracy"
     }
     assert means["DAC", "all"] == pytest.approx(0.65)
     assert means["Local", "all"] == pytest.approx(0.5)
     assert all((row["seeds"], row["std"]) == (1, None) for row in data["results"]["rows"])
     assert data["gains"]["rows"][0]["mean"] == pytest.approx(0.15)
     assert "<small>±" not in text
-    assert text.count('<th scope="row">DAC</th><td>1</td>') == 3, "n stands in the tables of accuracy, gains and loss"
+    assert text.count('<th scope="row">DAC</th><td>1</td>') == 3, (
+        "n stands in the tables of accuracy, gains and loss"
+    )
     assert "4 clients, 2 planted clusters, 2 methods, 1 of 2 seeds" in text
 
 
@@ -141,7 +162,15 @@ def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
 def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, final_rows):
     """Its test values so far are no result; the others are compared as before."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
-    write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
+    write_run(
+        small / "Late" / "seed-0",
+        kind="dac",
+        label="Late",
+        seed=0,
+        metrics=rows,
+        rounds=10,
+        done=False,
+    )
     text = page.write_report(small).read_text()
     assert data_of(text)["notes"] == [
         "Late: seed 0 unfinished (round 2 of 10)",
@@ -167,20 +196,42 @@ def test_the_page_of_one_run_misses_no_other(small):
     data = data_of(page.write_report(small / "DAC" / "seed-1", small / "one.html").read_text())
     assert data["notes"] == []
     assert [cluster["name"] for cluster in data["clusters"]] == ["upright", "turned"]
-    assert {row["cluster"] for row in data["results"]["rows"]} == {"upright", "turned", "all", "clusters"}
+    assert {row["cluster"] for row in data["results"]["rows"]} == {
+        "upright",
+        "turned",
+        "all",
+        "clusters",
+    }
 
 
 def test_several_studies_are_no_page(small, write_run, final_rows):
     """Their methods have the same names, and would be averaged together."""
     rows = final_rows([0.5] * 4, [0, 0, 0, 1])
-    write_run(small.parent / "other" / "DAC" / "seed-7", kind="dac", label="DAC", seed=7, metrics=rows, study="other")
-    with pytest.raises(DataError, match=r"are of several studies, such as .*; give the folder of one"):
+    write_run(
+        small.parent / "other" / "DAC" / "seed-7",
+        kind="dac",
+        label="DAC",
+        seed=7,
+        metrics=rows,
+        study="other",
+    )
+    with pytest.raises(
+        DataError, match=r"are of several studies, such as .*; give the folder of one"
+    ):
         page.write_report(small.parent)
 
 
-def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):
+def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(
+    tmp_path, write_run, final_rows
+):
     """No gain is invented."""
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
+    write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.2], [0]),
+    )
     assert "no finished run of Local" in page.write_report(tmp_path / "s").read_text()
 
 
@@ -197,7 +248,11 @@ def test_the_study_is_described_in_words(small, write_run, final_rows):
         "model": {"kind": "cnn-b"},
         "local": {"epochs": 1, "optimizer": "adam", "lr": 0.001, "batch_size": 8},
     }
-    data = {"cluster": [0, 1], "clusters": [{"name": "up", "size": 1}], "methods": [{"label": "DAC", "kind": "dac"}]}
+    data = {
+        "cluster": [0, 1],
+        "clusters": [{"name": "up", "size": 1}],
+        "methods": [{"label": "DAC", "kind": "dac"}],
+    }
     text = page.words(config, data)
     for said in (
         "rotation: degrees 0, 90",
@@ -252,7 +307,12 @@ class Ended(StoredRun):
 
 def test_a_few_clients_with_names_have_a_table_of_their_own():
     """Means over the compared seeds, each under its name; nothing with planted clusters, or where one has no name."""
-    values = {("A", 0): [0.25, 0.5], ("A", 1): [0.75, float("nan")], ("A", 2): [0.0, 0.0], ("B", 0): [1.0, 1.0]}
+    values = {
+        ("A", 0): [0.25, 0.5],
+        ("A", 1): [0.75, float("nan")],
+        ("A", 2): [0.0, 0.0],
+        ("B", 0): [1.0, 1.0],
+    }
     runs = [Ended(label, seed, own) for (label, seed), own in values.items()]
     data = {"names": ["Åre", "<b>"], "clusters": [], "results": {"seeds": [0, 1]}}
     made = page.client_table(data, runs, ACCURACY)

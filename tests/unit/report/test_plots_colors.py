@@ -12,16 +12,29 @@ from coterie.report.page import asset
 SIGHTS = {
     "usual": np.eye(3),
     "protanopia": np.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
     ),
     "deuteranopia": np.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
     ),
     "tritanopia": np.array(
-        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+        [
+            [1.255528, -0.076749, -0.178779],
+            [-0.078411, 0.930809, 0.147602],
+            [0.004733, 0.691367, 0.303900],
+        ]
     ),
 }
-# Ottosson's Oklab, in which equal distances look equally far apart: linear RGB to cone responses, their roots to Lab.
+# Ottosson's Oklab, in which equal distances look equally far apart: linear RGB to cone responses,
+# their roots to Lab.
 CONES = np.array(
     [
         [0.4122214708, 0.5363325363, 0.0514459929],
@@ -54,7 +67,9 @@ def listed(name):
 def grounds(name):
     """What lies behind the charts in the theme of a palette: the page, and what is raised from it."""
     light, dark = asset("report.css").split(':root[data-theme="dark"]', 1)
-    return re.findall(r"--(?:page|raised): (#[0-9a-f]{6})", dark if name.endswith("DARK") else light)
+    return re.findall(
+        r"--(?:page|raised): (#[0-9a-f]{6})", dark if name.endswith("DARK") else light
+    )
 
 
 def luminance(colors):
@@ -66,7 +81,9 @@ def contrast(colors, back):
     return pair.max(0) / pair.min(0)
 
 
-@pytest.mark.parametrize(("colors", "expected"), [("#000000", 21.0), ("#767676", 4.54), ("#ffffff", 1.0)])
+@pytest.mark.parametrize(
+    ("colors", "expected"), [("#000000", 21.0), ("#767676", 4.54), ("#ffffff", 1.0)]
+)
 def test_contrast_is_that_of_wcag(colors, expected):
     """Black on white is 21 to 1, and 4.54 for the gray that the guidelines name."""
     assert contrast([colors], "#ffffff")[0] == pytest.approx(expected, abs=0.005)

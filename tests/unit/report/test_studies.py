@@ -71,7 +71,11 @@ def test_a_study_that_is_given_twice_is_refused(small):
 def test_the_payload_of_a_report_has_the_pairs_in_words(small):
     text = write_report(small).read_text()
     data = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
-    (family,) = [one for one in data["pairs"]["families"] if (one["metric"], one["cluster"]) == ("accuracy", "all")]
+    (family,) = [
+        one
+        for one in data["pairs"]["families"]
+        if (one["metric"], one["cluster"]) == ("accuracy", "all")
+    ]
     assert family["leaders"] == ["DAC", "Local"]
     assert family["pairs"][0]["text"] == ["+13.7", "-2.1 to 29.6"]
     assert family["pairs"][0]["verdict"].startswith("DAC over Local: not established")

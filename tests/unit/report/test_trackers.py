@@ -42,7 +42,11 @@ def test_a_live_study_feeds_a_writer_for_each_run(kept):
     with trackers.live(open_writer, {"rounds": 2}) as observe:
         for label, seed in (("DAC", 0), ("DAC", 1)):
             for index in (-1, 0):
-                observe(Progress(label, seed, index, 2, loss=1.0 + index, score=float("nan"), seconds=3.0))
+                observe(
+                    Progress(
+                        label, seed, index, 2, loss=1.0 + index, score=float("nan"), seconds=3.0
+                    )
+                )
         assert not opened[0].closed
     assert [(one.name, one.settings, one.closed) for one in opened] == [
         ("DAC-seed-0", {"rounds": 2, "seed": 0}, True),
@@ -108,7 +112,9 @@ def test_tensorboard_reads_back_what_was_written(small, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("tensorboard", tmp_path))
+    trackers.export(
+        find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("tensorboard", tmp_path)
+    )
     events = EventAccumulator(str(tmp_path / "small-DAC-seed-0")).Reload()
     (event,) = events.Scalars("best test/accuracy")
     assert (event.step, event.value) == (2, pytest.approx(0.625))
@@ -120,7 +126,9 @@ def test_mlflow_reads_back_what_was_written(small, tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("mlflow", tmp_path))
     store = sqlite3.connect(tmp_path / "mlflow.db")
-    rows = store.execute("select step, value from metrics where key = 'best test/accuracy'").fetchall()
+    rows = store.execute(
+        "select step, value from metrics where key = 'best test/accuracy'"
+    ).fetchall()
     store.close()
     assert rows == [(2, pytest.approx(0.625))]
 
@@ -138,10 +146,14 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
     """Three runs can be read; the fourth is damaged."""
     opened = []
     monkeypatch.setattr(
-        trackers, "opener", lambda to, out: lambda name, settings: opened.append(name) or Kept(name, {})
+        trackers,
+        "opener",
+        lambda to, out: lambda name, settings: opened.append(name) or Kept(name, {}),
     )
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"")
-    told = CliRunner().invoke(app, ["track", str(small), "--to", "wandb", "--out", str(tmp_path / "t")])
+    told = CliRunner().invoke(
+        app, ["track", str(small), "--to", "wandb", "--out", str(tmp_path / "t")]
+    )
     assert "DAC: seed 0 damaged" in told.stderr
     assert told.stdout == f"3 runs written to {tmp_path / 't'}\n"
     assert opened == ["small-DAC-seed-1", "small-Local-seed-0", "small-Local-seed-1"]

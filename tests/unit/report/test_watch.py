@@ -37,7 +37,9 @@ def test_the_page_is_served_at_the_address_that_is_printed(watch):
     assert "63.75" in text
 
 
-@pytest.mark.parametrize("path", ["/", "/?token=", "/?token=wrong", "/data", "/data?token=wrong", "/?token=%ff"])
+@pytest.mark.parametrize(
+    "path", ["/", "/?token=", "/?token=wrong", "/data", "/data?token=wrong", "/?token=%ff"]
+)
 def test_without_the_token_nothing_is_told(watch, path):
     """Not even the name of the study."""
     status, _, text = ask(watch, path)
@@ -86,7 +88,13 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path, write_run, final
     """The page says that there is nothing; when the run comes it follows."""
     follower = Follower(tmp_path / "later")
     assert "Nothing to show yet" in follower.message()["overview"]
-    write_run(tmp_path / "later" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.5], [0]))
+    write_run(
+        tmp_path / "later" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.5], [0]),
+    )
     assert follower.message()["data"]["methods"][0]["label"] == "A"
 
 
@@ -94,7 +102,11 @@ def test_a_run_that_is_started_again_is_followed(small):
     """The folder is emptied and filled again: what was there is gone, without an error."""
     follower = Follower(small)
     assert len(follower.message()["data"]["methods"]) == 2
-    kept = {path.relative_to(small): path.read_bytes() for path in (small / "DAC").rglob("*") if path.is_file()}
+    kept = {
+        path.relative_to(small): path.read_bytes()
+        for path in (small / "DAC").rglob("*")
+        if path.is_file()
+    }
     for path in small.rglob("*.*"):
         path.unlink()
     assert follower.message()["data"]["methods"] == []
@@ -122,7 +134,9 @@ def test_a_table_that_is_behind_the_other_is_followed(tmp_path, population_study
 
 def test_a_single_run_can_be_followed(small):
     """One run folder, as a node leaves it."""
-    assert Follower(small / "DAC" / "seed-1").message()["data"]["methods"][0]["runs"][0]["seed"] == 1
+    assert (
+        Follower(small / "DAC" / "seed-1").message()["data"]["methods"][0]["runs"][0]["seed"] == 1
+    )
 
 
 def test_a_taken_port_is_said_plainly(small):

@@ -7,7 +7,10 @@ from coterie.results import conditions
 
 
 def spent(**used):
-    return [{"label": label, "bytes": sent, "client_rounds": rounds} for label, (sent, rounds) in used.items()]
+    return [
+        {"label": label, "bytes": sent, "client_rounds": rounds}
+        for label, (sent, rounds) in used.items()
+    ]
 
 
 def test_what_is_alike_is_not_said():

@@ -33,7 +33,11 @@ def test_fifteen_seeds_of_eleven_methods_take_a_few_short_lines():
 
 
 def content(left_out, seeds=(0, 2), labels=("DAC", "Local")):
-    return {"rows": [{"label": x} for x in labels], "seeds": list(seeds), "left_out": coverage.as_json(left_out)}
+    return {
+        "rows": [{"label": x} for x in labels],
+        "seeds": list(seeds),
+        "left_out": coverage.as_json(left_out),
+    }
 
 
 def test_where_every_run_counts_nothing_is_said():
@@ -44,7 +48,13 @@ def test_where_every_run_counts_nothing_is_said():
 
 def test_what_is_left_out_is_named():
     """DAC lacks seed 1, so that of Local is left out; Late has no finished run."""
-    found = content([Standing("DAC", 1, "missing"), Standing("Local", 1, "finished"), Standing("Late", 0, "missing")])
+    found = content(
+        [
+            Standing("DAC", 1, "missing"),
+            Standing("Local", 1, "finished"),
+            Standing("Late", 0, "missing"),
+        ]
+    )
     assert coverage.notes(found) == [
         "DAC: seed 1 missing",
         "Late: seed 0 missing",
@@ -55,7 +65,11 @@ def test_what_is_left_out_is_named():
 
 def test_where_no_seed_is_common_nothing_is_compared():
     """A has seed 0, B seed 1; or nobody has any."""
-    apart = [Standing("A", 0, "finished"), Standing("A", 1, "missing"), Standing("B", 1, "finished")]
+    apart = [
+        Standing("A", 0, "finished"),
+        Standing("A", 1, "missing"),
+        Standing("B", 1, "finished"),
+    ]
     assert coverage.notes(content(apart, (), ())) == [
         "A: seed 1 missing",
         "No seed was finished by all methods, so nothing is compared; finished: A 0; B 1.",

@@ -14,16 +14,20 @@ from coterie.simulation.record import EDGE_COLUMNS
 BOTH = ("validation", "test")
 
 
-def write_run(folder, label, validation, test=(), *, per_round=0, seed=0, evaluate="best_val", **more):
+def write_run(
+    folder, label, validation, test=(), *, per_round=0, seed=0, evaluate="best_val", **more
+):
     """A run of two clients that each receive `per_round` bytes a round, with the same values at both.
 
-    `validation` and `test` are accuracies of the newest models by round; the loss is 1 - accuracy, unless `loss` gives
-    the losses on validation data by round. The result of the run is `final`, else the test in the round with the lowest
-    loss.
+    `validation` and `test` are accuracies of the newest models by round; the loss is 1 - accuracy,
+    unless `loss` gives the losses on validation data by round. The result of the run is `final`,
+    else the test in the round with the lowest loss.
     """
     folder = folder / label / f"seed-{seed}"
     folder.mkdir(parents=True)
-    text = f'name = "bytes"\nseeds = [{seed}]\nevaluate = "{evaluate}"\n[[methods]]\nkind = "random"\n'
+    text = (
+        f'name = "bytes"\nseeds = [{seed}]\nevaluate = "{evaluate}"\n[[methods]]\nkind = "random"\n'
+    )
     (folder / "config.toml").write_text(f'{text}label = "{label}"\n')
     (folder / "provenance.json").write_text(json.dumps({"done": True}))
     metrics, edges, last = [], [], len(validation) - 1
@@ -35,15 +39,29 @@ def write_run(folder, label, validation, test=(), *, per_round=0, seed=0, evalua
                 row = head | {"round": number, "split": split, "model": "current"}
                 if more.get("classes", True):
                     metrics.append(row | {"metric": "accuracy", "value": value})
-                metrics.append(row | {"metric": "loss", "value": loss[number] if split == "validation" else 1 - value})
-        final = head | {"round": last, "split": "test", "model": "best" if evaluate == "best_val" else "current"}
+                metrics.append(
+                    row
+                    | {
+                        "metric": "loss",
+                        "value": loss[number] if split == "validation" else 1 - value,
+                    }
+                )
+        final = head | {
+            "round": last,
+            "split": "test",
+            "model": "best" if evaluate == "best_val" else "current",
+        }
         if evaluate == "best_val" or not len(test):
             value = more.get("final", test[loss.index(min(loss))] if len(test) else 0.5)
             metrics += [final | {"metric": "accuracy", "value": value}] * more.get("classes", True)
             metrics.append(final | {"metric": "loss", "value": 1 - value})
         for number in range(last + 1):
             row = head | {"round": number, "split": "train", "model": "current"}
-            served = zip(("extra_bytes", "bytes_down", "bytes_up"), more.get("counted", (0, 0, 0)), strict=True)
+            served = zip(
+                ("extra_bytes", "bytes_down", "bytes_up"),
+                more.get("counted", (0, 0, 0)),
+                strict=True,
+            )
             metrics += [row | {"metric": name, "value": size} for name, size in served if size]
             if per_round:
                 edges.append((number, client, 1 - client, "mix", 0.5, per_round))
@@ -60,14 +78,19 @@ def told(ranking):
 def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
     """Thrifty has 4 x 10 bytes in all; by then the dear one, of 10 + 10 bytes a round, has had two rounds.
 
-    Rounds were not tested, so each model is the newest one: the best of four on validation data would be scored on the
-    data that chose it (0.6 of the one that is alone).
+    Rounds were not tested, so each model is the newest one: the best of four on validation data
+    would be scored on the data that chose it (0.6 of the one that is alone).
     """
     write_run(tmp_path, "thrifty", [0.1, 0.3, 0.6, 0.5], per_round=10)
     write_run(tmp_path, "dear", [0.2, 0.4, 0.8, 0.9], per_round=10, counted=(10, 0, 0))
     write_run(tmp_path, "alone", [0.3, 0.6, 0.1, 0.1])
     found = at_equal_bytes(tmp_path)
-    assert (found.budget, found.split, found.model, found.metric) == (40, "validation", "current", "accuracy")
+    assert (found.budget, found.split, found.model, found.metric) == (
+        40,
+        "validation",
+        "current",
+        "accuracy",
+    )
     assert told(found) == [("thrifty", 4, 40, 0.5), ("dear", 2, 40, 0.4), ("alone", 4, 0, 0.1)]
     assert found.heading == "validation accuracy in % of the newest models"
     assert "not tested" in found.notes()[-1]
@@ -76,7 +99,8 @@ def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
 def test_the_best_model_is_chosen_on_validation_data_and_scored_on_test_data(tmp_path):
     """Three rounds of A are within the 30 bytes of the thrifty one.
 
-    Of those, validation is best in round 1 (0.9), where the test says 0.6; in round 2 it says 0.8, and nobody knows.
+    Of those, validation is best in round 1 (0.9), where the test says 0.6; in round 2 it says 0.8,
+    and nobody knows.
     """
     write_run(tmp_path, "A", [0.1, 0.9, 0.7, 0.95], [0.1, 0.6, 0.8, 0.3], per_round=10)
     write_run(tmp_path, "thrifty", [0.1, 0.1], [0.2, 0.2], per_round=15)
@@ -91,7 +115,11 @@ def test_a_whole_run_has_the_number_of_the_final_evaluation(tmp_path):
     """One name, one number: with every round tested, what is within the budget as a whole is what the summary says."""
     write_run(tmp_path, "A", [0.1, 0.9, 0.7, 0.2], [0.1, 0.6, 0.8, 0.3], per_round=10, final=0.6)
     write_run(tmp_path, "B", [0.5, 0.4], [0.25, 0.7], final=0.25)
-    rows = {row["label"]: row["mean"] for row in summary.summarize(tmp_path)["rows"] if row["metric"] == "accuracy"}
+    rows = {
+        row["label"]: row["mean"]
+        for row in summary.summarize(tmp_path)["rows"]
+        if row["metric"] == "accuracy"
+    }
     assert {row.label: row.value for row in at_equal_bytes(tmp_path).rows} == pytest.approx(rows)
     assert rows == {"A": 0.6, "B": 0.25}
 
@@ -115,12 +143,16 @@ def test_of_losses_the_lowest_comes_first(tmp_path):
     """Regression: a loss of 0.2 is better than one of 0.7, and what has no value is last."""
     write_run(tmp_path, "high", [0.3, 0.3], [0.3, 0.3], per_round=10, classes=False)
     write_run(tmp_path, "low", [0.8, 0.8], [0.8, 0.8], per_round=10, classes=False)
-    write_run(tmp_path, "none", [0.8, 0.8], [0.8, math.nan], per_round=10, classes=False, loss=[0.5, 0.2])
+    write_run(
+        tmp_path, "none", [0.8, 0.8], [0.8, math.nan], per_round=10, classes=False, loss=[0.5, 0.2]
+    )
     found = at_equal_bytes(tmp_path)
     assert found.metric == "loss"
     assert told(found)[:2] == [("low", 2, 20, 0.2), ("high", 2, 20, 0.7)]
     assert found.rows[2].label == "none"
-    assert math.isnan(found.rows[2].value), "its model of round 1 was chosen, and diverged on the test"
+    assert math.isnan(found.rows[2].value), (
+        "its model of round 1 was chosen, and diverged on the test"
+    )
 
 
 def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
@@ -129,7 +161,10 @@ def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
     write_run(tmp_path, "server", [0.2, 0.4, 0.8, 0.9], counted=(0, 6, 4))
     found = at_equal_bytes(tmp_path)
     assert found.budget == 20
-    assert [(row.label, row.rounds, row.used) for row in found.rows] == [("server", 2, 20), ("peers", 2, 20)]
+    assert [(row.label, row.rounds, row.used) for row in found.rows] == [
+        ("server", 2, 20),
+        ("peers", 2, 20),
+    ]
 
 
 def test_the_seeds_are_those_that_all_have(tmp_path):

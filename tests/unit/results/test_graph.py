@@ -9,7 +9,9 @@ from coterie.results import graph
 
 def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:
     """An edges table of (round, reader, read)."""
-    return pd.DataFrame(rows, columns=["round", "reader", "read"]).assign(purpose="mix", weight=0.5, bytes=8)
+    return pd.DataFrame(rows, columns=["round", "reader", "read"]).assign(
+        purpose="mix", weight=0.5, bytes=8
+    )
 
 
 def test_heatmap_counts_reads_with_readers_as_rows():
@@ -49,7 +51,8 @@ def test_within_share_is_per_round():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share"), [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192), ([1], 0.0)]
+    ("sizes", "share"),
+    [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192), ([1], 0.0)],
 )
 def test_expected_share_of_random_equals_the_published_formula(sizes, share):
     """The four set-ups of the papers, and a client without anyone else."""
@@ -88,7 +91,9 @@ def test_reading_everyone_discovers_nothing():
 
 def test_discovery_skips_rounds_in_which_a_client_was_not_active():
     """Active in rounds 0, 10 and 20 only: a window of two active rounds ends at round 10."""
-    found = graph.rounds_to_discovery(edges((20, 0, 1), (0, 0, 1), (10, 0, 1)), np.array([0, 0, 1]), window=2)
+    found = graph.rounds_to_discovery(
+        edges((20, 0, 1), (0, 0, 1), (10, 0, 1)), np.array([0, 0, 1]), window=2
+    )
     assert found[0] == 10
 
 
@@ -159,7 +164,9 @@ def test_communities_of_many_clients_without_structure_have_hardly_any_modularit
 
 def test_counted_reads_are_those_of_the_heatmap():
     """Two reads of one peer are one entry of 2; reads of oneself and what did not arrive are none."""
-    table = edges((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 2, 0)).assign(purpose=["mix", "probe", "mix", "missing"])
+    table = edges((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 2, 0)).assign(
+        purpose=["mix", "probe", "mix", "missing"]
+    )
     counts = graph.counted(table, 3)
     assert counts.nnz == 1
     np.testing.assert_array_equal(counts.toarray(), graph.heatmap(table, 3))
@@ -176,7 +183,8 @@ def test_modularity_of_two_separate_pairs_is_a_half():
 def test_agreement_of_a_hand_worked_partition():
     """Six clients, one of them misplaced; and one group for everyone, which says nothing."""
     truth, label = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 1, 1])
-    # Contingency [[2, 1], [0, 3]]: pairs together in both 1 + 3 = 4, in truth 6, in label 1 + 6 = 7; expected 42 / 15.
+    # Contingency [[2, 1], [0, 3]]: pairs together in both 1 + 3 = 4, in truth 6, in label 1 + 6 =
+    # 7; expected 42 / 15.
     assert graph.agreement(label, truth)["ari"] == pytest.approx((4 - 2.8) / ((6 + 7) / 2 - 2.8))
     assert graph.agreement(np.zeros(6, dtype=np.int64), truth) == {"ari": 0.0, "nmi": 0.0}
 

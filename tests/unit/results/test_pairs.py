@@ -19,7 +19,10 @@ FIELDS = {
 
 def study(values, clusters=None):
     """What `compare` takes, from arrays of seeds x clients by method."""
-    rows = {label: {s: pd.Series(list(own)) for s, own in enumerate(table)} for label, table in values.items()}
+    rows = {
+        label: {s: pd.Series(list(own)) for s, own in enumerate(table)}
+        for label, table in values.items()
+    }
     first = next(iter(rows.values()))
     return rows, {s: pd.Series(clusters or [-1] * len(own)) for s, own in first.items()}
 
@@ -28,7 +31,10 @@ def made(seed=0, seeds=6, clients=4, **levels):
     """Methods around some levels of accuracy, on seeds that they share."""
     rng = np.random.default_rng(seed)
     shared = 0.1 * rng.standard_normal((seeds, clients))
-    return {label: level + shared + 0.02 * rng.standard_normal((seeds, clients)) for label, level in levels.items()}
+    return {
+        label: level + shared + 0.02 * rng.standard_normal((seeds, clients))
+        for label, level in levels.items()
+    }
 
 
 def one(found, a, b, cluster="all"):
@@ -57,8 +63,14 @@ def test_a_pair_is_the_paired_t_test_of_the_means_of_the_seeds():
 
 
 def test_the_better_method_comes_first_also_where_less_is_better():
-    (pair,) = pairs.compare(*study({"A": [[3.0, 2.0], [2.0, 2.5]], "B": [[1.0, 1.0], [1.0, 2.5]]}), LOSS, {})
-    assert (pair.method_a, pair.method_b, pair.difference) == ("B", "A", pytest.approx((1.5 + 0.5) / 2))
+    (pair,) = pairs.compare(
+        *study({"A": [[3.0, 2.0], [2.0, 2.5]], "B": [[1.0, 1.0], [1.0, 2.5]]}), LOSS, {}
+    )
+    assert (pair.method_a, pair.method_b, pair.difference) == (
+        "B",
+        "A",
+        pytest.approx((1.5 + 0.5) / 2),
+    )
     assert (pair.gained, pair.lost) == (0.75, 0.0)
 
 
@@ -69,7 +81,9 @@ def test_clusters_are_compared_each_and_with_equal_weight():
     assert [pair.cluster for pair in found] == ["upright", "2", "all", "clusters"]
     assert [pair.difference for pair in found] == pytest.approx([0.1, 0.45, 0.1875, 0.275])
     assert [pair.clients for pair in found] == [3, 1, 4, 4]
-    assert (found[0].p, found[0].established) == (None, False), "both seeds gave the same: they count as one"
+    assert (found[0].p, found[0].established) == (None, False), (
+        "both seeds gave the same: they count as one"
+    )
 
 
 def test_clients_without_a_value_are_left_out_in_pairs_and_a_diverged_one_is_not():
@@ -81,10 +95,19 @@ def test_clients_without_a_value_are_left_out_in_pairs_and_a_diverged_one_is_not
     found = pairs.compare(values, planted, ACCURACY, {})
     kept = one(found, "A", "B")
     assert kept.clients == 3
-    expected = [np.mean([values["A"][s][i] - values["B"][s][i] for i in values["A"][s].index]) for s in range(3)]
+    expected = [
+        np.mean([values["A"][s][i] - values["B"][s][i] for i in values["A"][s].index])
+        for s in range(3)
+    ]
     assert kept.difference == pytest.approx(np.mean(expected))
     lost = one(found, "A", "C")
-    assert (lost.difference, lost.low, lost.p, lost.gained, lost.established) == (None, None, None, None, False)
+    assert (lost.difference, lost.low, lost.p, lost.gained, lost.established) == (
+        None,
+        None,
+        None,
+        None,
+        False,
+    )
     assert "diverged" in pairs.verdict(lost, ACCURACY)
     assert kept.p_corrected == kept.p, "the only pair with a test"
 
@@ -142,7 +165,9 @@ def test_seeds_that_are_folds_are_widened_once_whoever_asks():
     assert asked.seeds_needed == folds.seeds_needed
     assert pairs.chosen([folds], share=0.2) == pairs.chosen([folds]) == [folds]
     assert pairs.read({"pairs": pairs.as_json([folds])}) == [folds]
-    assert "folds, 5 a division" in pairs.about({"data": {"dataset": "heart-disease", "folds": 5}}, {0: "cleveland"})
+    assert "folds, 5 a division" in pairs.about(
+        {"data": {"dataset": "heart-disease", "folds": 5}}, {0: "cleveland"}
+    )
 
 
 def test_who_leads():
@@ -150,29 +175,57 @@ def test_who_leads():
     values = made(A=0.80, B=0.795, D=0.5, Oracle=0.95, seeds=5)
     found = pairs.compare(*study(values), ACCURACY, {})
     rows = [
-        {"method": label.lower(), "label": label, "cluster": "all", "metric": "accuracy", "mean": float(own.mean())}
+        {
+            "method": label.lower(),
+            "label": label,
+            "cluster": "all",
+            "metric": "accuracy",
+            "mean": float(own.mean()),
+        }
         for label, own in values.items()
     ]
     leading = pairs.leaders(rows, found, ACCURACY, "all")
     assert set(leading) == {"A", "B"}
     said = pairs.standing(rows[:-1], found, ACCURACY)
-    assert said == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
-    assert pairs.standing(rows, found, ACCURACY) == f"{said} Oracle, which knows the clusters, is not ranked."
-    own = [{**row, "method": "mine:Own", "needs": ["pool"]} if row["label"] == "D" else row for row in rows[:-1]]
-    assert pairs.standing(own, found, ACCURACY) == f"{said} D, which has everybody's data in one place, is not ranked."
+    assert (
+        said
+        == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
+    )
+    assert (
+        pairs.standing(rows, found, ACCURACY)
+        == f"{said} Oracle, which knows the clusters, is not ranked."
+    )
+    own = [
+        {**row, "method": "mine:Own", "needs": ["pool"]} if row["label"] == "D" else row
+        for row in rows[:-1]
+    ]
+    assert (
+        pairs.standing(own, found, ACCURACY)
+        == f"{said} D, which has everybody's data in one place, is not ranked."
+    )
     without = [row for row in rows if row["label"] != leading[1]]
     assert pairs.leaders(without, found, ACCURACY, "all") == [leading[0]]
     assert pairs.standing(without, found, ACCURACY).startswith(f"{leading[0]} is the best")
     assert pairs.leaders(rows[:1], found, ACCURACY, "all") == []
     assert pairs.leaders(rows, [], ACCURACY, "all") == [], "a summary that was stored without pairs"
-    single = [replace(pair, seeds=1, low=None, high=None, p=None, established=False) for pair in found]
+    single = [
+        replace(pair, seeds=1, low=None, high=None, p=None, established=False) for pair in found
+    ]
     assert pairs.leaders(rows, single, ACCURACY, "all") == []
     assert pairs.standing(rows, single, ACCURACY).startswith("One seed settles nothing")
     diverged = [{**row, "mean": math.nan if row["label"] == "A" else row["mean"]} for row in rows]
     assert "A" not in pairs.leaders(diverged, found, ACCURACY, "all")
 
 
-NUMBERS = {"p": 0.01, "p_corrected": 0.03, "effect": 1.0, "gained": 0.7, "lost": 0.3, "seeds": 5, "clients": 20}
+NUMBERS = {
+    "p": 0.01,
+    "p_corrected": 0.03,
+    "effect": 1.0,
+    "gained": 0.7,
+    "lost": 0.3,
+    "seeds": 5,
+    "clients": 20,
+}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +259,10 @@ NUMBERS = {"p": 0.01, "p_corrected": 0.03, "effect": 1.0, "gained": 0.7, "lost":
 )  # fmt: skip
 def test_verdicts_in_words(difference, low, high, more, said):
     numbers = {**NUMBERS, "seeds_needed": None, "established": False, **more}
-    assert pairs.verdict(Pair("A", "B", "accuracy", "all", difference, low, high, **numbers), ACCURACY) == said
+    assert (
+        pairs.verdict(Pair("A", "B", "accuracy", "all", difference, low, high, **numbers), ACCURACY)
+        == said
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,15 +275,22 @@ def test_verdicts_in_words(difference, low, high, more, said):
         (LOSS, 0.0, None, None, ("+0.0", None)),
     ],
 )
-def test_a_difference_has_as_many_decimals_as_its_interval_can_tell(metric, difference, low, high, expected):
+def test_a_difference_has_as_many_decimals_as_its_interval_can_tell(
+    metric, difference, low, high, expected
+):
     numbers = {**NUMBERS, "seeds_needed": None, "established": False}
-    assert pairs.shown(Pair("A", "B", metric.name, "all", difference, low, high, **numbers), metric) == expected
+    assert (
+        pairs.shown(Pair("A", "B", metric.name, "all", difference, low, high, **numbers), metric)
+        == expected
+    )
 
 
 def test_what_intervals_are_about():
     assert "same clients" in pairs.about({"data": {"dataset": "table"}}, {0: "Oslo"})
     assert "same split" in pairs.about({"data": {"dataset": "digits", "fixed_seed": 1}}, {})
-    assert "other clients from the same data set" in pairs.about({"data": {"dataset": "digits"}}, {})
+    assert "other clients from the same data set" in pairs.about(
+        {"data": {"dataset": "digits"}}, {}
+    )
     assert "that it was given" in pairs.about({"data": {"dataset": "own"}}, {})
 
 
@@ -237,7 +300,9 @@ def test_a_summary_has_the_pairs(small):
     stored = json.loads(summary.write_summary(small).read_text())
     assert {field.name for field in fields(Pair)} == FIELDS == set(stored["pairs"][0])
     by = {(pair.metric, pair.cluster): pair for pair in pairs.read(stored)}
-    assert set(by) == {("accuracy", c) for c in ("upright", "turned", "all", "clusters")} | {("loss", "all")}
+    assert set(by) == {("accuracy", c) for c in ("upright", "turned", "all", "clusters")} | {
+        ("loss", "all")
+    }
     pair = by["accuracy", "all"]
     assert (pair.method_a, pair.method_b, pair.seeds, pair.clients) == ("DAC", "Local", 2, 4)
     assert pair.difference == pytest.approx(0.1375)

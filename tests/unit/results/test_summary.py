@@ -44,7 +44,13 @@ def test_summary_has_the_time_of_every_run(small):
     """Wall time, training time and samples come from the provenance of each run."""
     timing = summary.summarize(small)["timing"]
     assert len(timing) == 4
-    assert timing[-1] == {"label": "Local", "seed": 1, "wall_s": 3.0, "train_s": 1.5, "train_samples": 960}
+    assert timing[-1] == {
+        "label": "Local",
+        "seed": 1,
+        "wall_s": 3.0,
+        "train_s": 1.5,
+        "train_samples": 960,
+    }
 
 
 def test_clusters_carry_the_names_that_the_study_gave_them(small):
@@ -54,9 +60,17 @@ def test_clusters_carry_the_names_that_the_study_gave_them(small):
     assert clusters == {"upright", "<b>turned</b>", "all", "clusters"}
 
 
-def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(tmp_path, write_run, final_rows):
+def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(
+    tmp_path, write_run, final_rows
+):
     """A cluster of -1 means that nothing is known."""
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2, 0.4], [-1, -1]))
+    write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.2, 0.4], [-1, -1]),
+    )
     assert [r["cluster"] for r in summary.summarize(tmp_path / "s")["rows"]] == ["all"]
 
 
@@ -67,7 +81,9 @@ def test_rows_tell_what_a_method_needs_that_no_client_has(tmp_path, write_run, f
         write_run(tmp_path / "s" / label / "seed-0", kind=kind, label=label, **run)
     runs, _ = summary.find_runs([tmp_path / "s"])
     noted = [
-        replace(one, provenance={**one.provenance, "needs": ["pool", "truth"]}) if one.label == "Mine" else one
+        replace(one, provenance={**one.provenance, "needs": ["pool", "truth"]})
+        if one.label == "Mine"
+        else one
         for one in runs
     ]
     rows = summary.summary_of(noted, tmp_path / "s")["rows"]
@@ -75,14 +91,18 @@ def test_rows_tell_what_a_method_needs_that_no_client_has(tmp_path, write_run, f
     assert found == {"DAC": None, "Oracle": ["truth"], "Mine": ["pool", "truth"]}
 
 
-def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(tmp_path, write_run, final_rows):
+def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(
+    tmp_path, write_run, final_rows
+):
     """Clusters {0, 1}, {2} and {3}: the last has no value, and the second diverged."""
     clusters, nan = [0, 0, 1, 2], math.nan
     rows = final_rows([0.5, nan, nan, nan], clusters, metric="auroc")
     rows += final_rows([0.1, 0.2, nan, 0.4], clusters, metric="loss")
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
     means = summary.cluster_means(summary.read_run(tmp_path / "s" / "A" / "seed-0"), "auroc")
-    assert means == pytest.approx({0: 0.5, 1: nan, 2: nan, "all": nan, "clusters": nan}, nan_ok=True)
+    assert means == pytest.approx(
+        {0: 0.5, 1: nan, 2: nan, "all": nan, "clusters": nan}, nan_ok=True
+    )
     rows = [row for row in rows if row[1] != 2]
     write_run(tmp_path / "t" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
     means = summary.cluster_means(summary.read_run(tmp_path / "t" / "A" / "seed-0"), "auroc")
@@ -98,15 +118,21 @@ def test_gain_is_paired_by_client_and_seed(small):
     assert dac["mean"] == pytest.approx(0.1375)
     assert dac["worst_tenth"] == pytest.approx((-0.1 + 0.0) / 2)
     assert dac["lost"] == pytest.approx(0.125)
-    half = 12.7062047 * math.sqrt(2) * 0.0125 / math.sqrt(2)  # Student's t for one degree of freedom
+    # Student's t for one degree of freedom
+    half = 12.7062047 * math.sqrt(2) * 0.0125 / math.sqrt(2)
     assert (dac["mean_low"], dac["mean_high"]) == pytest.approx((0.1375 - half, 0.1375 + half))
 
 
-def test_the_worst_of_clients_who_neither_gain_nor_lose_is_no_established_loss(tmp_path, write_run, final_rows):
+def test_the_worst_of_clients_who_neither_gain_nor_lose_is_no_established_loss(
+    tmp_path, write_run, final_rows
+):
     """The worst of ten is below 0 in every seed, its interval too; nothing is said to be established."""
     rng = np.random.default_rng(0)
     for seed in range(12):
-        for label, values in (("Local", np.full(10, 0.5)), ("DAC", 0.5 + 0.05 * rng.standard_normal(10))):
+        for label, values in (
+            ("Local", np.full(10, 0.5)),
+            ("DAC", 0.5 + 0.05 * rng.standard_normal(10)),
+        ):
             folder = tmp_path / "s" / label / f"seed-{seed}"
             rows = final_rows(list(values), [0] * 10)
             write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=rows)
@@ -125,8 +151,12 @@ def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):
     assert (gain["mean"], gain["lost"], gain["mean_low"]) == (2.0, 0.0, None)
 
 
-@pytest.mark.parametrize(("validated", "main"), [(["loss"], "loss"), (["loss", "mae"], "mae"), ([], "mae")])
-def test_what_validation_data_lack_does_not_compare_methods(tmp_path, write_run, final_rows, validated, main):
+@pytest.mark.parametrize(
+    ("validated", "main"), [(["loss"], "loss"), (["loss", "mae"], "mae"), ([], "mae")]
+)
+def test_what_validation_data_lack_does_not_compare_methods(
+    tmp_path, write_run, final_rows, validated, main
+):
     """An absolute error of the test sets alone does not, unless there are no validation data at all."""
     rows = [row for name in ("loss", "mae") for row in final_rows([3.0, 2.0], [0, 0], metric=name)]
     rows += [(*row[:3], "validation", *row[4:]) for row in rows if row[5] in validated]
@@ -146,7 +176,13 @@ def test_worst_tenth_is_at_least_one_client_and_rounded_up(clients, expected):
 
 def test_a_study_without_local_has_no_gains(tmp_path, write_run, final_rows):
     """Nothing to compare with is said, not invented."""
-    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
+    write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.2], [0]),
+    )
     assert summary.gains(tmp_path / "s") == {
         "baseline": None, "metric": "accuracy", "confidence": 0.95, "rows": []
     }  # fmt: skip
@@ -155,7 +191,15 @@ def test_a_study_without_local_has_no_gains(tmp_path, write_run, final_rows):
 def test_a_run_that_is_still_going_is_left_out_of_the_summary(small, write_run, final_rows):
     """Two of ten rounds are there: test values on the way are no result."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
-    write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
+    write_run(
+        small / "Late" / "seed-0",
+        kind="dac",
+        label="Late",
+        seed=0,
+        metrics=rows,
+        rounds=10,
+        done=False,
+    )
     assert "Late" not in {r["label"] for r in summary.summarize(small)["rows"]}
 
 
@@ -182,7 +226,9 @@ def test_seeds_are_read_in_the_order_of_their_numbers(tmp_path, write_run, final
     """seed-10 comes after seed-2."""
     for seed in (10, 2):
         rows = final_rows([0.5], [0])
-        write_run(tmp_path / "s" / "A" / f"seed-{seed}", kind="dac", label="A", seed=seed, metrics=rows)
+        write_run(
+            tmp_path / "s" / "A" / f"seed-{seed}", kind="dac", label="A", seed=seed, metrics=rows
+        )
     assert [run.seed for run in summary.find_runs([tmp_path / "s"])[0]] == [2, 10]
 
 
@@ -215,9 +261,18 @@ def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, fi
     clusters = [0, 0, 1]
     rows = final_rows([0.2, 0.4, 0.9], clusters)
     common = {"kind": "dac", "label": "DAC", "seed": 3, "study": "real"}
-    write_run(tmp_path / "north/real/DAC/seed-3", **common, metrics=rows[:2], edges=[(0, 0, 2, "mix", 0.5, 8)])
     write_run(
-        tmp_path / "south/real/DAC/seed-3", **common, metrics=rows[2:], edges=[(0, 2, 1, "mix", 0.5, 8)], done=False
+        tmp_path / "north/real/DAC/seed-3",
+        **common,
+        metrics=rows[:2],
+        edges=[(0, 0, 2, "mix", 0.5, 8)],
+    )
+    write_run(
+        tmp_path / "south/real/DAC/seed-3",
+        **common,
+        metrics=rows[2:],
+        edges=[(0, 2, 1, "mix", 0.5, 8)],
+        done=False,
     )
     (run,), _ = summary.find_runs([tmp_path])
     assert (run.finished, len(run.edges), run.population) == (False, 2, 3)
@@ -233,7 +288,12 @@ def test_one_node_alone_knows_its_own_rows_only(tmp_path, write_run, final_rows)
     """Client 1 of at least four: it read client 3, whose cluster it does not know."""
     rows = [(1, 1, -1, "test", "best", "accuracy", 0.5)]
     write_run(
-        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows, edges=[(0, 1, 3, "mix", 1.0, 8)]
+        tmp_path / "s" / "A" / "seed-0",
+        kind="dac",
+        label="A",
+        seed=0,
+        metrics=rows,
+        edges=[(0, 1, 3, "mix", 1.0, 8)],
     )
     (run,), _ = summary.find_runs([tmp_path / "s"])
     assert run.population == 4
@@ -243,13 +303,21 @@ def test_one_node_alone_knows_its_own_rows_only(tmp_path, write_run, final_rows)
 def test_the_same_clients_under_the_same_name_are_two_runs(tmp_path, write_run, final_rows):
     """Two points of a sweep are not parts of one run."""
     for point in ("a", "b"):
-        write_run(tmp_path / point / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.5], [0]))
+        write_run(
+            tmp_path / point / "A" / "seed-0",
+            kind="dac",
+            label="A",
+            seed=0,
+            metrics=final_rows([0.5], [0]),
+        )
     assert len(summary.find_runs([tmp_path])[0]) == 2
 
 
 def planned(folder, seeds, *labels):
     """Write the file of a study: which methods and seeds it should have."""
-    methods = "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
+    methods = "".join(
+        f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels
+    )
     (folder / "config.toml").write_text(f"seeds = {seeds}\n{methods}")
 
 
@@ -277,10 +345,20 @@ def test_means_are_over_the_seeds_that_all_methods_finished(small):
 def test_a_method_that_finished_nothing_does_not_empty_the_tables(small, write_run, final_rows):
     """Late has measured two of ten rounds: the others keep both seeds, and Late is named."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
-    write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
+    write_run(
+        small / "Late" / "seed-0",
+        kind="dac",
+        label="Late",
+        seed=0,
+        metrics=rows,
+        rounds=10,
+        done=False,
+    )
     result = summary.summarize(small)
     assert result["seeds"] == [0, 1]
-    assert result["left_out"] == [{"label": "Late", "seed": 0, "state": "unfinished", "reason": "round 2 of 10"}]
+    assert result["left_out"] == [
+        {"label": "Late", "seed": 0, "state": "unfinished", "reason": "round 2 of 10"}
+    ]
 
 
 def test_without_a_common_seed_there_are_no_rows(small):
@@ -297,7 +375,10 @@ def test_participation_and_times_are_of_the_compared_seeds(small):
     """The times of all runs stay: they are no means."""
     shutil.rmtree(small / "Local" / "seed-0")
     result = summary.summarize(small)
-    assert [(one["label"], one["seed"]) for one in result["participation"]] == [("DAC", 1), ("Local", 1)]
+    assert [(one["label"], one["seed"]) for one in result["participation"]] == [
+        ("DAC", 1),
+        ("Local", 1),
+    ]
     assert len(result["timing"]) == 3
 
 
@@ -319,7 +400,14 @@ def test_several_studies_are_not_averaged_together(tmp_path, write_run, final_ro
     """The points of a sweep have methods of the same names; one that is given alone is read."""
     for number, name in enumerate(("tau=1", "tau=2")):
         folder = tmp_path / name / "DAC" / f"seed-{number}"
-        write_run(folder, kind="dac", label="DAC", seed=number, metrics=final_rows([0.5], [0]), study=f"sweep/{name}")
+        write_run(
+            folder,
+            kind="dac",
+            label="DAC",
+            seed=number,
+            metrics=final_rows([0.5], [0]),
+            study=f"sweep/{name}",
+        )
     for read in (summary.summarize, summary.gains):
         with pytest.raises(DataError, match="several studies"):
             read(tmp_path)
@@ -329,7 +417,13 @@ def test_several_studies_are_not_averaged_together(tmp_path, write_run, final_ro
 def test_the_same_run_twice_is_not_two_seeds(tmp_path, write_run, final_rows):
     """A copy of a study beside it: its seed 0 would count twice."""
     for name in ("a", "b"):
-        write_run(tmp_path / name / "DAC" / "seed-0", kind="dac", label="DAC", seed=0, metrics=final_rows([0.5], [0]))
+        write_run(
+            tmp_path / name / "DAC" / "seed-0",
+            kind="dac",
+            label="DAC",
+            seed=0,
+            metrics=final_rows([0.5], [0]),
+        )
     with pytest.raises(DataError, match="several studies"):
         summary.summarize(tmp_path)
 
@@ -349,14 +443,30 @@ def test_which_runs_a_folder_should_hold(tmp_path):
 @pytest.mark.parametrize(
     ("change", "state", "reason"),
     [
-        (lambda run: (run / "metrics.parquet").unlink(), "damaged", "metrics.parquet is not there (yet)"),
+        (
+            lambda run: (run / "metrics.parquet").unlink(),
+            "damaged",
+            "metrics.parquet is not there (yet)",
+        ),
         (lambda run: (run / "config.toml").unlink(), "damaged", "config.toml is not there (yet)"),
         (lambda run: (run / "provenance.json").write_text("{"), "damaged", None),
-        (lambda run: manifest.replace_files(run, {"provenance.json": b'{"round": 1}'}), "unfinished", "round 1 of 2"),
-        (lambda run: manifest.replace_files(run, {"provenance.json": b"{}"}), "unfinished", "round 2 of 2"),
+        (
+            lambda run: manifest.replace_files(run, {"provenance.json": b'{"round": 1}'}),
+            "unfinished",
+            "round 1 of 2",
+        ),
+        (
+            lambda run: manifest.replace_files(run, {"provenance.json": b"{}"}),
+            "unfinished",
+            "round 2 of 2",
+        ),
         (lambda run: (run / "provenance.json").unlink(), "damaged", "provenance.json is missing"),
         (lambda run: (run / "B2SUMS").unlink(), "damaged", None),
-        (lambda run: [path.unlink() for path in run.iterdir() if path.name != "config.toml"], "unfinished", None),
+        (
+            lambda run: [path.unlink() for path in run.iterdir() if path.name != "config.toml"],
+            "unfinished",
+            None,
+        ),
         (shutil.rmtree, "missing", None),
     ],
 )
@@ -378,17 +488,29 @@ def test_names_are_those_on_which_runs_agree(named, listed):
     assert summary.client_names(runs) == names
     path = study / "DAC" / "seed-1" / "provenance.json"
     stored = json.loads(path.read_text("utf-8"))
-    path.write_text(json.dumps({**stored, "client_names": {**stored["client_names"], "0": "Lima", "3": "Quito"}}))
+    path.write_text(
+        json.dumps(
+            {**stored, "client_names": {**stored["client_names"], "0": "Lima", "3": "Quito"}}
+        )
+    )
     listed(path.parent)
-    assert summary.client_names(summary.find_runs([study])[0]) == {1: names[1], 2: names[2], 3: "Quito"}
+    assert summary.client_names(summary.find_runs([study])[0]) == {
+        1: names[1],
+        2: names[2],
+        3: "Quito",
+    }
 
 
 def test_what_nodes_tell_of_their_clients_is_put_together(write_run, listed, final_rows, tmp_path):
     for node, client in (("n0", 0), ("n1", 1)):
         rows = [row for row in final_rows([0.5, 0.75], [0, 0]) if row[1] == client]
-        folder = write_run(tmp_path / node / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+        folder = write_run(
+            tmp_path / node / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows
+        )
         stored = json.loads((folder / "provenance.json").read_text("utf-8"))
-        (folder / "provenance.json").write_text(json.dumps({**stored, "client_names": {str(client): f"site {node}"}}))
+        (folder / "provenance.json").write_text(
+            json.dumps({**stored, "client_names": {str(client): f"site {node}"}})
+        )
         listed(folder)
     (run,), _ = summary.find_runs([tmp_path])
     assert run.names == {0: "site n0", 1: "site n1"}

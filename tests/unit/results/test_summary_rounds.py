@@ -18,14 +18,30 @@ from coterie.studies.definition import make_study
 from coterie.studies.run import Study
 
 
-def run(kind: str, accuracy: dict[int, tuple[float, float]], *, seed: int = 0, trained: int = 0, **provenance: Any):
+def run(
+    kind: str,
+    accuracy: dict[int, tuple[float, float]],
+    *,
+    seed: int = 0,
+    trained: int = 0,
+    **provenance: Any,
+):
     """A finished run of two clients with these test accuracies, and so many rows of local training."""
-    rows = [(t, c, -1, "test", "current", "accuracy", v) for t, pair in accuracy.items() for c, v in enumerate(pair)]
-    rows += [(-1, 0, -1, "train", "current", "loss", 1.0), (0, 0, -1, "train", "current", "bytes_up", 8.0)]
+    rows = [
+        (t, c, -1, "test", "current", "accuracy", v)
+        for t, pair in accuracy.items()
+        for c, v in enumerate(pair)
+    ]
+    rows += [
+        (-1, 0, -1, "train", "current", "loss", 1.0),
+        (0, 0, -1, "train", "current", "bytes_up", 8.0),
+    ]
     rows += [(t, 0, -1, "train", "current", "loss", 1.0) for t in range(trained)]
     table = pd.DataFrame(rows, columns=METRIC_COLUMNS)
     config = {"methods": [{"kind": kind, "label": kind}]}
-    return StoredRun(Path(f"seed-{seed}"), config, provenance, table, pd.DataFrame(columns=EDGE_COLUMNS))
+    return StoredRun(
+        Path(f"seed-{seed}"), config, provenance, table, pd.DataFrame(columns=EDGE_COLUMNS)
+    )
 
 
 BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: the best in round 19
@@ -58,7 +74,11 @@ def test_sosicfl_plus_is_timed_against_ditto():
     rows = summary.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])
     found = {row["label"]: row for row in rows}
     assert (found["sosicfl-plus"]["base"], found["sosicfl-plus"]["ratio"]) == ("ditto", 1.0)
-    assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
+    assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (
+        0.0,
+        0,
+        math.inf,
+    )
 
 
 def test_a_method_of_another_package_is_timed_against_what_it_declared_when_it_ran():
@@ -79,15 +99,33 @@ def test_no_ratio_has_a_reason():
 
 def test_reasons_are_told_once():
     """Two seeds with the same reason are one line."""
-    runs = [run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"}) for s in range(2)]
-    assert summary.undefined(runs) == [{"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}]
+    runs = [
+        run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"})
+        for s in range(2)
+    ]
+    assert summary.undefined(runs) == [
+        {"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}
+    ]
 
 
 def test_what_the_command_line_shows():
     """Metrics in short, the reason beside what is undefined, times and participation; nothing without a server."""
     rows = [
-        {"method": "cfl", "label": "CFL", "cluster": "all", "metric": metric, "mean": mean, "std": 0.0, "seeds": 1}
-        for metric, mean in (("accuracy", 0.5), ("accuracy_max", 0.625), ("n_clusters", 1.0), ("was", None))
+        {
+            "method": "cfl",
+            "label": "CFL",
+            "cluster": "all",
+            "metric": metric,
+            "mean": mean,
+            "std": 0.0,
+            "seeds": 1,
+        }
+        for metric, mean in (
+            ("accuracy", 0.5),
+            ("accuracy_max", 0.625),
+            ("n_clusters", 1.0),
+            ("was", None),
+        )
     ]
     summary = {
         "rows": rows,

@@ -31,9 +31,13 @@ def test_a_mean_has_the_interval_of_its_seeds():
 
 
 def test_only_what_is_established_is_bold():
-    table = tables.means(rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", True), pair("A", "C", True)], ACCURACY, "t", {})
+    table = tables.means(
+        rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", True), pair("A", "C", True)], ACCURACY, "t", {}
+    )
     assert (table.strong, table.foot) == ({(0, 2)}, tables.BEST)
-    table = tables.means(rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", False), pair("A", "C", True)], ACCURACY, "t", {})
+    table = tables.means(
+        rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", False), pair("A", "C", True)], ACCURACY, "t", {}
+    )
     assert (table.strong, table.foot) == (set(), tables.SAME)
     assert [row[2].endswith("*") for row in table.rows] == [True, True, False]
     shown = tables.of_pairs([pair("A", "B", False), pair("A", "C", True)], ACCURACY)
@@ -51,8 +55,13 @@ def test_a_pair_without_an_interval_has_dashes():
 
 
 def test_markdown_and_latex_escape_what_has_a_meaning_there():
-    table = TextTable("t\nt", ("a_b", "c"), [("50 % & {x}", "-1.5 ± 2"), ("p|q*", "<0.001")], "100 %", {(0, 1)})
-    assert markdown(table).splitlines()[2:4] == ["| 50 % & {x} | **-1.5 ± 2** |", r"| p\|q\* | <0.001 |"]
+    table = TextTable(
+        "t\nt", ("a_b", "c"), [("50 % & {x}", "-1.5 ± 2"), ("p|q*", "<0.001")], "100 %", {(0, 1)}
+    )
+    assert markdown(table).splitlines()[2:4] == [
+        "| 50 % & {x} | **-1.5 ± 2** |",
+        r"| p\|q\* | <0.001 |",
+    ]
     assert latex(table).splitlines() == [
         "% t t", r"\begin{tabular}{lr}", r"\toprule", r"a\_b & c \\", r"\midrule",
         r"50 \% \& \{x\} & \textbf{$-$1.5 $\pm$ 2} \\", r"p|q* & $<$0.001 \\", r"\bottomrule", r"\end{tabular}",

@@ -31,15 +31,19 @@ PAPER = Setting(population=100, params=62_006, samples=400, group=25)
 def test_panm_reads_what_its_paper_counts_and_the_bag_it_averages_with(k):
     """Invariant 39: l = 4, T1 = 100, T2 = 200, a correction every 10 rounds: 4 + 99 (4 + k) + 20 x 8 + 180 k.
 
-    The paper leaves out the members averaged with in a correction: k of a bag of 24, of which 4 were read already. For
-    k = 2 PANMGrad reads an update beside each model it scores: 4 + 99 x 6 + 20 x 8.
+    The paper leaves out the members averaged with in a correction: k of a bag of 24, of which 4
+    were read already. For k = 2 PANMGrad reads an update beside each model it scores: 4 + 99 x 6 +
+    20 x 8.
     """
     loss, grad = (
-        kind(num_peers=k, num_candidates=4, stage_one_rounds=100, interval=10) for kind in (PanmLoss, PanmGrad)
+        kind(num_peers=k, num_candidates=4, stage_one_rounds=100, interval=10)
+        for kind in (PanmLoss, PanmGrad)
     )
     paper = 4 + 99 * (4 + k) + 20 * 8 + 180 * k
     for method in (loss, grad):
-        assert traffic.total(method, PAPER, 300).models == pytest.approx(paper + 20 * k * (1 - 4 / 24))
+        assert traffic.total(method, PAPER, 300).models == pytest.approx(
+            paper + 20 * k * (1 - 4 / 24)
+        )
     assert traffic.total(grad, PAPER, 300).extra_models == 4 + 99 * (4 + k) + 20 * 8
     assert traffic.total(dataclasses.replace(grad, alpha=0.0), PAPER, 300).extra_models == 0
 
@@ -90,7 +94,9 @@ def test_every_method_is_predicted_or_says_why_not():
             method().cost(PAPER, 0)
         except ConfigError as error:
             refused[kind] = str(error)
-    assert set(refused) == {kind for kind, method in METHODS.items() if issubclass(method, SimplexMethod)}
+    assert set(refused) == {
+        kind for kind, method in METHODS.items() if issubclass(method, SimplexMethod)
+    }
     assert all("count" in text for text in refused.values())
 
 
@@ -114,12 +120,22 @@ def test_what_is_predicted_is_what_is_counted(method, init):
     """Models, bytes, passes and everything beside, per client and round, in a run in which everybody answers."""
     federation = tiny_federation()
     run = simulate(federation, method, model="linear", settings=tiny_settings(rounds=3, init=init))
-    counted = run.metrics[run.metrics["split"] == "train"].groupby(["round", "metric"], observed=True)["value"].sum()
+    counted = (
+        run.metrics[run.metrics["split"] == "train"]
+        .groupby(["round", "metric"], observed=True)["value"]
+        .sum()
+    )
     setting = Setting(population=6, params=15, samples=12, group=3, number_bytes=8)
     for round in range(3):
         read = run.edges[(run.edges["round"] == round) & (run.edges["purpose"] != "missing")]
-        found = {name: counted.get((round, name), 0.0) for name in ("extra_models", "extra_floats", "passes")}
-        found |= {"models": len(read), "bytes": read["bytes"].sum() + counted.get((round, "extra_bytes"), 0.0)}
+        found = {
+            name: counted.get((round, name), 0.0)
+            for name in ("extra_models", "extra_floats", "passes")
+        }
+        found |= {
+            "models": len(read),
+            "bytes": read["bytes"].sum() + counted.get((round, "extra_bytes"), 0.0),
+        }
         expected = method.cost(setting, round)
         for name, value in found.items():
             assert value / 6 == pytest.approx(getattr(expected, name)), f"{name} in round {round}"
@@ -142,7 +158,9 @@ PARTS = [
 @pytest.mark.parametrize(("method", "shared", "on", "sent", "compared"), PARTS)
 @pytest.mark.filterwarnings("ignore:.*clients start from different models")
 def test_the_ledger_counts_what_is_shared_and_what_is_compared(method, shared, on, sent, compared):
-    settings = tiny_settings(rounds=2, init="per_client", shared=shared, similarity_on=on, engine="loop")
+    settings = tiny_settings(
+        rounds=2, init="per_client", shared=shared, similarity_on=on, engine="loop"
+    )
     federation = tiny_federation()
     run = simulate(federation, method, model=headed, settings=settings)
     apart = run.settings.init == "per_client"

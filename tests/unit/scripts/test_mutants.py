@@ -41,7 +41,11 @@ def test_the_stored_results_are_of_the_listed_faults():
     assert stored["totals"] == mutants.totals(stored["results"])
     assert stored["totals"]["all"]["kill_rate"] >= mutants.AIM
     reasons = {fault.name: fault.survives for fault in FAULTS if fault.survives}
-    assert {row["name"]: row.get("survives") for row in stored["results"] if row["outcome"] == "survived"} == reasons
+    assert {
+        row["name"]: row.get("survives")
+        for row in stored["results"]
+        if row["outcome"] == "survived"
+    } == reasons
 
 
 SOURCE = """import time
@@ -116,7 +120,13 @@ def test_each_fault_is_tried_by_itself(tiny: Path, capsys: pytest.CaptureFixture
     }
     assert rows["the smaller one"]["by"] == "tests/test_tiny.py::test_larger"
     assert rows["the second of equals"]["survives"] == "equal numbers are one number"
-    assert stored["totals"]["all"] == {"faults": 3, "noticed": 1, "timed out": 1, "survived": 1, "kill_rate": 0.6667}
+    assert stored["totals"]["all"] == {
+        "faults": 3,
+        "noticed": 1,
+        "timed out": 1,
+        "survived": 1,
+        "kill_rate": 0.6667,
+    }
     assert {"command", "version", "commit", "machine"} <= stored["origin"].keys()
     assert stored["origin"]["speaks_of"] == ["src/tiny.py"]
     assert (tiny / "src/tiny.py").read_text() == SOURCE
@@ -134,17 +144,25 @@ def test_a_part_leaves_the_stored_results_of_the_rest_but_those_of_another_text(
         "the second of equals",
     ]
     faults = tiny / "tests/mutants/tiny.toml"
-    faults.write_text(faults.read_text().replace("a < b", "b > a").partition('[[fault]]\nname = "never')[0])
+    faults.write_text(
+        faults.read_text().replace("a < b", "b > a").partition('[[fault]]\nname = "never')[0]
+    )
     assert run(tiny, "--new") == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
-    assert {name: row["digest"] for name, row in rows.items()} == {f.name: f.digest for f in mutants.load(tiny)}
+    assert {name: row["digest"] for name, row in rows.items()} == {
+        f.name: f.digest for f in mutants.load(tiny)
+    }
     assert run(tiny, "--package", "tiny", "--only", "smaller", "--dry") == 0
 
 
-def test_a_fault_that_does_not_fit_the_code_is_named(tiny: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fault_that_does_not_fit_the_code_is_named(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+):
     (tiny / "src/tiny.py").write_text(SOURCE.replace("a > b", "b < a"))
     assert run(tiny) == 2
-    assert capsys.readouterr().err.startswith("stale fault: 'the smaller one' of tests/mutants/tiny.toml")
+    assert capsys.readouterr().err.startswith(
+        "stale fault: 'the smaller one' of tests/mutants/tiny.toml"
+    )
     assert run(tiny, "--only", "nothing like it") == 2
     assert not (tiny / mutants.STORED).exists()
 
@@ -152,7 +170,10 @@ def test_a_fault_that_does_not_fit_the_code_is_named(tiny: Path, capsys: pytest.
 def test_a_test_that_fails_without_a_fault_is_named(tiny: Path, capsys: pytest.CaptureFixture[str]):
     (tiny / "tests/test_tiny.py").write_text(TESTS.replace("== 3", "== 4"))
     assert run(tiny) == 2
-    assert "fails without any fault; mend it first: tests/test_tiny.py::test_count" in capsys.readouterr().err
+    assert (
+        "fails without any fault; mend it first: tests/test_tiny.py::test_count"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +200,16 @@ def place() -> Iterator[Path]:
 
 
 def test_an_interrupt_leaves_no_folder_and_no_process(tiny: Path, place: Path):
-    words = [sys.executable, "scripts/mutants.py", "--root", str(tiny), "--only", "never", "--limit", "60"]
+    words = [
+        sys.executable,
+        "scripts/mutants.py",
+        "--root",
+        str(tiny),
+        "--only",
+        "never",
+        "--limit",
+        "60",
+    ]
     environment = {**os.environ, "TMPDIR": str(place)}
     process = subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     with process:

@@ -1,7 +1,7 @@
 """The page on the network is the one that the stored results make, and shows what was stored.
 
-What was measured once is not tested here: tests/unit/net has every method beside the simulation, damaged messages and
-counted bytes, live.
+What was measured once is not tested here: tests/unit/net has every method beside the simulation,
+damaged messages and counted bytes, live.
 """
 
 import json
@@ -42,16 +42,32 @@ def shown(tmp_path, monkeypatch):
 
 
 def test_what_differed_from_the_simulation_is_shown_and_how_old_the_result_is(shown):
-    row = {"method": "dac", "nodes": 6, "rounds": 8, "same_edges": True, "same_metrics": True, "seconds": 1.0}
+    row = {
+        "method": "dac",
+        "nodes": 6,
+        "rounds": 8,
+        "same_edges": True,
+        "same_metrics": True,
+        "seconds": 1.0,
+    }
     page = shown(
         "network/parity",
         {**row, "same_peers": True, "largest_difference": 0.0},
-        {**row, "method": "pens", "same_peers": False, "same_metrics": False, "largest_difference": 0.00123},
+        {
+            **row,
+            "method": "pens",
+            "same_peers": False,
+            "same_metrics": False,
+            "largest_difference": 0.00123,
+        },
     )
     assert "6 nodes as processes, 8 rounds" in page
     assert "| dac | yes | yes | 0 |" in page
     assert "| pens | NO | NO | 1.2e-03 |" in page
-    assert "`python it.py`, 1,234 s on 4 cores (P), Python 3.11, torch 2, zenoh 1. Commit `012345678`" in page
+    assert (
+        "`python it.py`, 1,234 s on 4 cores (P), Python 3.11, torch 2, zenoh 1. Commit `012345678`"
+        in page
+    )
     assert "Commits since to the code that it speaks of: 12 to `net`" in page
     assert "**The golden results of wire have changed since.**" in page
 
@@ -100,7 +116,13 @@ def test_an_attack_that_ends_a_node_is_shown(shown):
         "done": [True, True], "events": {"redraw: gone": 3}, "rounds": [9, 8], "mixed": [0, 1], "refused": [7, 6],
         "validation": [90.0, 80.5], "test": [70.0, 71.0],
     }  # fmt: skip
-    ended = {**lived, "attack": "server, wide", "method": "fedavg", "statuses": [0, 2], "done": [True, False]}
+    ended = {
+        **lived,
+        "attack": "server, wide",
+        "method": "fedavg",
+        "statuses": [0, 2],
+        "done": [True, False],
+    }
     for what in ("rounds", "mixed", "refused", "validation", "test"):
         del ended[what]
     page = shown("network/members", lived, ended)
@@ -113,8 +135,13 @@ def test_what_accuses_somebody_in_an_honest_run_is_shown(shown):
     row = {"nodes": 32, "rounds": 6, "rounds_finished": [5, 6], "alarms": {}, "missing": {"timeout": 2},
            "statuses": [0], "deadline_s": 60.0, "longest_exchange_s": 2.8, "seconds": 1.0}  # fmt: skip
     page = shown("network/alarms", row)
-    assert "or roster): none. Messages that did not come: timeout: 2. Every node finished 5 to 6 rounds" in page
-    assert "or roster): refused replay: 3." in shown("network/alarms", {**row, "alarms": {"refused replay": 3}})
+    assert (
+        "or roster): none. Messages that did not come: timeout: 2. Every node finished 5 to 6 rounds"
+        in page
+    )
+    assert "or roster): refused replay: 3." in shown(
+        "network/alarms", {**row, "alarms": {"refused replay": 3}}
+    )
 
 
 def test_what_honest_members_notice_of_a_flood_is_shown(shown):

@@ -16,12 +16,19 @@ def made():
 
 
 def test_the_page_is_up_to_date(made):
-    assert (ROOT / "docs/reference/performance.md").read_text() == made["page"](), "make docs writes it"
+    assert (ROOT / "docs/reference/performance.md").read_text() == made["page"](), (
+        "make docs writes it"
+    )
 
 
 def test_a_measurement_is_a_section_with_a_column_for_each_key(made, tmp_path):
     rows = [{"peers": 5, "median_ms": 1234.5}, {"peers": 20, "share": 0.12345, "kept": True}]
-    head = {"command": "measure it", "machine": {"cores": 2}, "commit": "0123456789abc", "made": "2026-01-01"}
+    head = {
+        "command": "measure it",
+        "machine": {"cores": 2},
+        "commit": "0123456789abc",
+        "made": "2026-01-01",
+    }
     content = {"origin": {**head, "version": "0.1", "dirty": False}, "results": rows}
     (tmp_path / "links.json").write_text(json.dumps(content))
     (tmp_path / "links.md").write_text("## Links\n\nWhat was measured.\n")
@@ -37,7 +44,10 @@ def test_models_below_the_aim_stand_under_the_table_with_reasons(made):
     """Numbers of what auto takes, the other engines beside the lean loop, and a dash for one that does not run it."""
 
     def row(model: str, lean: dict[str, float], reason: str) -> dict[str, object]:
-        spread = {name: {"median": value, "low": value / 2, "high": 2 * value} for name, value in lean.items()}
+        spread = {
+            name: {"median": value, "low": value / 2, "high": 2 * value}
+            for name, value in lean.items()
+        }
         return {
             "model": model, "batch": 8, "mflop": 1234.5, "auto": next(iter(lean)), "reason": reason,
             "ms": {"usual": 40.0, "lean": 30.0, **{name: 30 / value for name, value in lean.items()}},
@@ -46,17 +56,32 @@ def test_models_below_the_aim_stand_under_the_table_with_reasons(made):
             "lean": spread, "ready_s": dict.fromkeys(lean, 3.14159),
         }  # fmt: skip
 
-    rows = [row("fast", {"compiled": 12.0, "loop": 1.5}, ""), row("slow", {"loop": 1.04}, "its layer 'x' is unknown")]
+    rows = [
+        row("fast", {"compiled": 12.0, "loop": 1.5}, ""),
+        row("slow", {"loop": 1.04}, "its layer 'x' is unknown"),
+    ]
     table = made["models"](rows)
     assert table.rows[0] == (
         "fast", "8", "1,234", "40", "30", "compiled", "2.5", "16", "12", "6.00, 24", "26%", "3.14", "12", "1.50",
     )  # fmt: skip
-    assert table.rows[1][5:] == ("loop", "28.8", "1.39", "1.04", "0.52, 2.08", "26%", "3.14", "-", "1.04")
+    assert table.rows[1][5:] == (
+        "loop",
+        "28.8",
+        "1.39",
+        "1.04",
+        "0.52, 2.08",
+        "26%",
+        "3.14",
+        "-",
+        "1.04",
+    )
     assert len(table.head) == len(table.rows[0])
     below, reason = table.foot.split("\n\n")
     assert below == "Below 1.1 times the lean loop with what auto takes: 1 of 2: slow (8) 1.04."
     assert reason == "slow (8): its layer 'x' is unknown"
-    assert made["models"](rows[:1]).foot == "Below 1.1 times the lean loop with what auto takes: none."
+    assert (
+        made["models"](rows[:1]).foot == "Below 1.1 times the lean loop with what auto takes: none."
+    )
 
 
 def test_a_population_is_compared_with_the_first_of_its_own_pass():
@@ -74,6 +99,10 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     )
     name = "times that of the first"
     assert (small["ms a client-round"], small[name], small["to"]) == (1.5, 1.0, 1.0)
-    assert (large["ms a client-round"], large["seconds a round"], large["peak memory, GiB"]) == (2.0, 2.0, 3.0)
+    assert (large["ms a client-round"], large["seconds a round"], large["peak memory, GiB"]) == (
+        2.0,
+        2.0,
+        3.0,
+    )
     assert (small["report, s"], large["report, s"]) == (3.0, 4.0)
     assert (large[name], large["from"], large["to"]) == (1.375, 1.25, 1.5)

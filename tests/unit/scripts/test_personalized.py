@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/reference/personalized.md").read_text() == personalized.page(), "make docs writes it"
+    assert (ROOT / "docs/reference/personalized.md").read_text() == personalized.page(), (
+        "make docs writes it"
+    )
 
 
 @pytest.mark.parametrize("name", personalized.STUDIES)
@@ -41,9 +43,23 @@ def test_the_best_setting_is_never_one_that_diverged(tmp_path, monkeypatch):
     monkeypatch.setattr(personalized, "STORED", tmp_path)
     folder = tmp_path / "personalized" / "made"
     folder.mkdir(parents=True)
-    values = {(0.1, 1): 0.5, (0.1, 2): 0.7, (0.2, 1): 0.65, (0.2, 2): 0.65, (0.3, 1): 0.9, (0.3, 2): None}
+    values = {
+        (0.1, 1): 0.5,
+        (0.1, 2): 0.7,
+        (0.2, 1): 0.65,
+        (0.2, 2): 0.65,
+        (0.3, 1): 0.9,
+        (0.3, 2): None,
+    }
     trials = [
-        {"label": "A", "seed": seed, "metric": "accuracy", "value": value, "lr": lr, "buffers": "local"}
+        {
+            "label": "A",
+            "seed": seed,
+            "metric": "accuracy",
+            "value": value,
+            "lr": lr,
+            "buffers": "local",
+        }
         for (lr, seed), value in values.items()
     ]
     (folder / "trials.json").write_text(json.dumps(trials))
@@ -53,4 +69,6 @@ def test_the_best_setting_is_never_one_that_diverged(tmp_path, monkeypatch):
     assert value == pytest.approx(0.65)
     assert sum(math.isnan(one) for one in points.values()) == 1
     assert personalized.edges(points) == []
-    assert personalized.edges({p: v for p, v in points.items() if dict(p)["lr"] != 0.1}) == ["lr 0.2"]
+    assert personalized.edges({p: v for p, v in points.items() if dict(p)["lr"] != 0.1}) == [
+        "lr 0.2"
+    ]

@@ -15,18 +15,25 @@ def made():
 
 
 def test_the_page_is_up_to_date(made):
-    assert (ROOT / "docs/reference/reliability.md").read_text("utf-8") == made["page"](), "scripts/reliability.py"
+    assert (ROOT / "docs/reference/reliability.md").read_text("utf-8") == made["page"](), (
+        "scripts/reliability.py"
+    )
 
 
 def test_nothing_that_was_stored_went_wrong_without_a_word(made):
     for name, least in (("corruptions", 1000), ("kills", 200), ("faults", 200)):
-        rows = json.loads((ROOT / f"docs/reference/runs/reliability/{name}.json").read_text())["results"]
+        rows = json.loads((ROOT / f"docs/reference/runs/reliability/{name}.json").read_text())[
+            "results"
+        ]
         assert len(rows) >= least
         assert {row["outcome"] for row in rows} <= {"right", "right, and said", "refused"}
 
 
 def test_other_bytes_are_counted_and_named(made):
-    rows = [{"kind": "flip", "then": "go on", "outcome": outcome} for outcome in ("right", "WRONG", "WRONG")]
+    rows = [
+        {"kind": "flip", "then": "go on", "outcome": outcome}
+        for outcome in ("right", "WRONG", "WRONG")
+    ]
     text = made["corruptions"](rows)
     assert "other bytes, no word" in text
     assert "| 1 to 4 bits of a file flipped, then gone on with | 3 | 1 | 0 | 0 | 2 | 0 |" in text
@@ -34,7 +41,12 @@ def test_other_bytes_are_counted_and_named(made):
 
 def test_a_survivor_is_named_with_its_reason(made):
     rows = [
-        {"package": "net", "name": "a late answer", "outcome": "survived", "survives": "nobody waits"},
+        {
+            "package": "net",
+            "name": "a late answer",
+            "outcome": "survived",
+            "survives": "nobody waits",
+        },
         {"package": "net", "name": "a wrong key", "outcome": "noticed"},
     ]
     text = made["mutants"](rows)

@@ -14,10 +14,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), "make docs writes it"
+    assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), (
+        "make docs writes it"
+    )
 
 
-def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_asked_for(tmp_path, monkeypatch):
+def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_asked_for(
+    tmp_path, monkeypatch
+):
     """The clusters that IFCA ended with and its best round, of a study that repeats no paper."""
     study = config.loads("""
         name = "small"
@@ -32,7 +36,10 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
     """)
     run = run_study(study, out=tmp_path / "runs", federation=tiny_federation())
     kept = stored.keep(run.folder, where=tmp_path / "kept")
-    rows = {row["metric"]: row["mean"] for row in json.loads((kept / "summary.json").read_text())["rows"]}
+    rows = {
+        row["metric"]: row["mean"]
+        for row in json.loads((kept / "summary.json").read_text())["rows"]
+    }
     assert rows["accuracy_max"] >= rows["accuracy"]
     assert rows["n_clusters"] in (1.0, 2.0)
     assert 0 <= rows["rand"] <= 1
@@ -49,8 +56,12 @@ def test_a_stored_sweep_is_one_table_with_a_column_for_each_point(tmp_path, monk
     sweep.run_sweep(tmp_path / "small.toml", out=tmp_path)
     kept = stored.keep(tmp_path / "small", where=tmp_path / "kept")
     rows = json.loads((kept / "summary.json").read_text())["rows"]
-    means = {row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
-    cells = [f"{100 * means[f'Alone, one, train={n}'][k]:.2f}" for n in (5, 8) for k in ("mean", "std")]
+    means = {
+        row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")
+    }
+    cells = [
+        f"{100 * means[f'Alone, one, train={n}'][k]:.2f}" for n in (5, 8) for k in ("mean", "std")
+    ]
     monkeypatch.setattr(reproduction, "STORED", tmp_path / "kept")
     page = reproduction.section(kept)
     assert "| method | train=5 | train=8 |" in page

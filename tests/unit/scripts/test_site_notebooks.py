@@ -25,7 +25,9 @@ def test_links_lead_to_the_page_but_the_notebooks_own():
     link = '<a href="../x/one.ipynb">one</a> <a href="https://example.org/two.ipynb">two</a>'
 
     def led(generated_by):
-        return site_notebooks.on_page_content(link, SimpleNamespace(file=SimpleNamespace(generated_by=generated_by)))
+        return site_notebooks.on_page_content(
+            link, SimpleNamespace(file=SimpleNamespace(generated_by=generated_by))
+        )
 
     assert led(None) == link.replace("one.ipynb", "one.html")
     assert led("scripts/site_notebooks.py") == link

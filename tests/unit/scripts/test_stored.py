@@ -34,7 +34,12 @@ def history():
 
 def test_every_stored_result_says_where_it_comes_from_and_what_it_speaks_of(history):
     found = stored.results()
-    assert {one.name.split("/")[0] for one in found} >= {"network", "performance", "rotated-digits", "similarity"}
+    assert {one.name.split("/")[0] for one in found} >= {
+        "network",
+        "performance",
+        "rotated-digits",
+        "similarity",
+    }
     assert [line for one in found for line in stored.problems(one)] == []
 
 
@@ -55,8 +60,12 @@ def test_results_that_have_grown_old_since_they_were_counted_are_told_again(hist
         (name, part): number - told[name]["commits"].get(part, 0)
         for name, age in now.items() for part, number in age["commits"].items()
     }  # fmt: skip
-    assert {key: number for key, number in lag.items() if number > 50} == {}, "make docs counts anew"
-    assert {name: age["golden"] for name, age in now.items()} == {name: age["golden"] for name, age in told.items()}
+    assert {key: number for key, number in lag.items() if number > 50} == {}, (
+        "make docs counts anew"
+    )
+    assert {name: age["golden"] for name, age in now.items()} == {
+        name: age["golden"] for name, age in told.items()
+    }
 
 
 def test_a_stored_summary_is_the_mean_over_its_stored_runs():
@@ -70,7 +79,11 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
         assert {run["seed"] for run in runs} == set(seeds)
         assert rows
         for row in rows:
-            found = [run["values"][row["metric"]][row["cluster"]] for run in runs if run["label"] == row["label"]]
+            found = [
+                run["values"][row["metric"]][row["cluster"]]
+                for run in runs
+                if run["label"] == row["label"]
+            ]
             assert row["seeds"] == len(found)
             if None in found:  # a measure that some run leaves undefined, as WADB of one cluster
                 assert row["mean"] is None
@@ -81,35 +94,46 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
 def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     """Every method of the bundled study with its first seed.
 
-    On the kind of machine that it was stored on, with its vector instructions, the values are the same; on another the
-    last bits of sums differ, which training amplifies. Another seed moves the mean over clients by far more than
-    that: it has to be within three of the stored deviations, and no more than five points of accuracy.
+    On the kind of machine that it was stored on, with its vector instructions, the values are the
+    same; on another the last bits of sums differ, which training amplifies. Another seed moves the
+    mean over clients by far more than that: it has to be within three of the stored deviations, and
+    no more than five points of accuracy.
     """
     folder = stored.STORED / "rotated-digits"
     study = config.load(folder / "config.toml")
     head = json.loads((folder / "origin.json").read_text())
     runs = run_study(replace(study, seeds=study.seeds[:1]), out=tmp_path).folder
     expected = {
-        run["label"]: run["values"] for run in json.loads((folder / "runs.json").read_text()) if run["seed"] == 0
+        run["label"]: run["values"]
+        for run in json.loads((folder / "runs.json").read_text())
+        if run["seed"] == 0
     }
     deviation = {
         row["label"]: row["std"] for row in json.loads((folder / "summary.json").read_text())["rows"]
         if (row["metric"], row["cluster"]) == ("accuracy", "all")
     }  # fmt: skip
-    same = all(head["machine"].get(name) == value for name, value in origin.machine().items() if name != "cores")
+    same = all(
+        head["machine"].get(name) == value
+        for name, value in origin.machine().items()
+        if name != "cores"
+    )
     found = {run.label: stored.values(run) for run in summary.find_runs([runs])[0]}
     assert found.keys() == expected.keys() == {"DAC", "Random", "Local", "Oracle"}
     for label, values in found.items():
         if same:
             assert values == expected[label]
         allowed = min(3 * deviation[label], 0.05)
-        assert values["accuracy"]["all"] == pytest.approx(expected[label]["accuracy"]["all"], abs=allowed)
+        assert values["accuracy"]["all"] == pytest.approx(
+            expected[label]["accuracy"]["all"], abs=allowed
+        )
 
 
 NUMBER = re.compile(r"(?<![\w-])\d[\d.,]*")
 
 
-@pytest.mark.parametrize("path", sorted(stored.STORED.rglob("notes.md")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(stored.STORED.rglob("notes.md")), ids=lambda path: path.parent.name
+)
 def test_no_number_of_the_notes_is_typed(path):
     """They are filled in; settings stand in backticks, and a digit in a name (CNN-10, L2) is no number."""
     text = re.sub(r"\{\{.+?\}\}|`[^`]*`|\$[^$]*\$", "", path.read_text())
@@ -117,7 +141,10 @@ def test_no_number_of_the_notes_is_typed(path):
 
 
 def test_a_typed_number_is_found():
-    assert NUMBER.findall("CNN-10 and L2 of CIFAR-100: 2.6 points, 4,000 rounds") == ["2.6", "4,000"]
+    assert NUMBER.findall("CNN-10 and L2 of CIFAR-100: 2.6 points, 4,000 rounds") == [
+        "2.6",
+        "4,000",
+    ]
 
 
 # ---------------------------------------------------------------------- what is wrong is found
@@ -127,17 +154,28 @@ def test_a_typed_number_is_found():
 def good():
     """A stored result with nothing wrong, of this commit."""
     head = origin.head(["net"], config={}, seeds=[0], where={}) | {"dirty": False}
-    return stored.Stored(stored.STORED / "network/made-up.json", {**head, "commit": stored.git("rev-parse", "HEAD")})
+    return stored.Stored(
+        stored.STORED / "network/made-up.json", {**head, "commit": stored.git("rev-parse", "HEAD")}
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"commit": "0" * 40}, "network/made-up: its commit 0000000000000000000000000000000000000000 is not in"),
-        ({"commits": ["HEAD", "1" * 40]}, f"network/made-up: its commit {'1' * 40} is not in the history"),
+        (
+            {"commit": "0" * 40},
+            "network/made-up: its commit 0000000000000000000000000000000000000000 is not in",
+        ),
+        (
+            {"commits": ["HEAD", "1" * 40]},
+            f"network/made-up: its commit {'1' * 40} is not in the history",
+        ),
         ({"speaks_of": []}, "network/made-up names no part of the package that it speaks of"),
         ({"speaks_of": ["nets"]}, "network/made-up speaks of nets, which is not in the package"),
-        ({"dirty": None}, "network/made-up: dirty is not known, and the head is not marked as inferred"),
+        (
+            {"dirty": None},
+            "network/made-up: dirty is not known, and the head is not marked as inferred",
+        ),
         ({"commit": None, "inferred": True}, "network/made-up: commit is not known"),
     ],
 )
@@ -185,10 +223,16 @@ def repository(tmp_path, monkeypatch):
     commits: list[str] = []
     git("init", "--quiet")
     monkeypatch.setattr(stored, "ROOT", tmp_path)
-    monkeypatch.setattr(stored, "GOLDEN", {name: tmp_path / f"golden/{name}.json" for name in ("wire", "runs")})
+    monkeypatch.setattr(
+        stored, "GOLDEN", {name: tmp_path / f"golden/{name}.json" for name in ("wire", "runs")}
+    )
     for function in (stored.in_history, stored.commits_since, stored.golden):
         function.cache_clear()
-    net, data, local = "src/coterie/net/wire.py", "src/coterie/data/arrays.py", "src/coterie/methods/local.py"
+    net, data, local = (
+        "src/coterie/net/wire.py",
+        "src/coterie/data/arrays.py",
+        "src/coterie/methods/local.py",
+    )
     commit("golden/wire.json", "golden/runs.json", net, data, local)
     commit(net)
     commit(data)
@@ -225,7 +269,9 @@ def test_a_result_from_before_there_were_golden_results_says_so(repository, monk
 def test_a_shallow_clone_is_told_apart(repository, tmp_path_factory, monkeypatch):
     whole, _, _ = repository
     shallow = tmp_path_factory.mktemp("shallow") / "clone"
-    subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{whole}", str(shallow)], check=True)
+    subprocess.run(
+        ["git", "clone", "--quiet", "--depth=1", f"file://{whole}", str(shallow)], check=True
+    )
     stored.check_history()
     monkeypatch.setattr(stored, "ROOT", shallow)
     with pytest.raises(OSError, match="the clone is shallow; git fetch --unshallow"):
@@ -247,7 +293,9 @@ def test_pages_tell_the_age_and_what_is_inferred(tmp_path, monkeypatch):
         "Made before provenance was recorded: commit `abcdef012` of 2026-01-01 is inferred from the history of the "
         "file."
     )
-    assert stored.told("b", {**head, "dirty": False, "inferred": "Its own commit is not in the history"}) == (
+    assert stored.told(
+        "b", {**head, "dirty": False, "inferred": "Its own commit is not in the history"}
+    ) == (
         "Its own commit is not in the history: commit `abcdef012` of 2026-01-01 is inferred from the history of the "
         "file."
     )
@@ -284,7 +332,9 @@ def finished(folder: Path, write_run, final_rows, **changes) -> Path:
     return folder
 
 
-def test_a_study_is_kept_with_each_of_its_runs_and_where_it_comes_from(history, tmp_path, write_run, final_rows):
+def test_a_study_is_kept_with_each_of_its_runs_and_where_it_comes_from(
+    history, tmp_path, write_run, final_rows
+):
     run = finished(tmp_path / "small", write_run, final_rows)
     kept = stored.keep(run, in_one_go=False, where=tmp_path / "kept")
     assert kept == tmp_path / "kept/small"
@@ -309,20 +359,31 @@ def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp
         tells_its_origin(points, "coterie run small")
     kept = stored.keep(tmp_path / "small", in_one_go=False, where=tmp_path / "kept")
     runs = json.loads((kept / "runs.json").read_text())
-    assert {(one["label"], one["seed"]) for one in runs} == {("Local, train=5", 0), ("Local, train=8", 0)}
+    assert {(one["label"], one["seed"]) for one in runs} == {
+        ("Local, train=5", 0),
+        ("Local, train=8", 0),
+    }
     rows = json.loads((kept / "summary.json").read_text())["rows"]
-    means = {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
+    means = {
+        row["label"]: row["mean"]
+        for row in rows
+        if (row["cluster"], row["metric"]) == ("all", "accuracy")
+    }
     assert means == {one["label"]: one["values"]["accuracy"]["all"] for one in runs}
     assert json.loads((kept / "origin.json").read_text())["runs"] == 2
     first = tmp_path / "small/train=5/config.toml"
     os.utime(first, (0, (tmp_path / "small/summary.json").stat().st_mtime - 90))
     kept = stored.keep(tmp_path / "small", where=tmp_path / "kept")
-    assert json.loads((kept / "origin.json").read_text())["elapsed_s"] == 90, "since its first point began"
+    assert json.loads((kept / "origin.json").read_text())["elapsed_s"] == 90, (
+        "since its first point began"
+    )
     with pytest.raises(CoterieError, match="cannot be joined"):
         stored.keep(tmp_path / "small", join=True, where=tmp_path / "kept")
 
 
-def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(history, tmp_path, write_run, final_rows):
+def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(
+    history, tmp_path, write_run, final_rows
+):
     run = finished(tmp_path / "open", write_run, final_rows, done=False)
     with pytest.raises(CoterieError, match="have not finished; run it to its end"):
         stored.keep(run, where=tmp_path / "kept")
@@ -336,12 +397,18 @@ def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(hist
         stored.keep(run, where=tmp_path / "kept")
 
 
-def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(history, tmp_path, write_run, final_rows):
+def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(
+    history, tmp_path, write_run, final_rows
+):
     run = finished(tmp_path / "small", write_run, final_rows)
     path = run / "Local/seed-1/provenance.json"
-    before, last = stored.git("rev-list", "--max-count=2", "--reverse", "--first-parent", "HEAD").splitlines()
+    before, last = stored.git(
+        "rev-list", "--max-count=2", "--reverse", "--first-parent", "HEAD"
+    ).splitlines()
     changed(path, {**json.loads(path.read_text()), "commit": before, "dirty": True})
-    told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
+    told = json.loads(
+        (stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text()
+    )
     assert (told["commit"], set(told["commits"]), told["dirty"]) == (before, {before, last}, True)
 
 
@@ -364,8 +431,15 @@ def a_part(folder: Path, write_run, final_rows, results, **changes) -> Path:
             seed=seed,
             metrics=final_rows(accuracy, [0, 1]),
         )
-        tells_its_origin(run, "coterie run rotated-digits --seeds 1 --set data.train=9 --set 'use_methods=[\"Local\"]'")
-    study = study_of(dict.fromkeys(label for label, _ in results), sorted({seed for _, seed in results}), **changes)
+        tells_its_origin(
+            run,
+            "coterie run rotated-digits --seeds 1 --set data.train=9 --set 'use_methods=[\"Local\"]'",
+        )
+    study = study_of(
+        dict.fromkeys(label for label, _ in results),
+        sorted({seed for _, seed in results}),
+        **changes,
+    )
     (folder / "config.toml").write_text(config.dumps(study))
     return folder
 
@@ -375,48 +449,84 @@ ACCURACIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", [lambda label, seed: label == "Local", lambda label, seed: seed == 0])
+@pytest.mark.parametrize(
+    "cut", [lambda label, seed: label == "Local", lambda label, seed: seed == 0]
+)
 def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_run, final_rows, cut):
     """Other methods with the same seeds, and other seeds of the same methods."""
     first = {key: value for key, value in ACCURACIES.items() if cut(*key)}
     second = {key: value for key, value in ACCURACIES.items() if not cut(*key)}
     whole = stored.keep(
-        a_part(tmp_path / "w", write_run, final_rows, ACCURACIES), in_one_go=False, where=tmp_path / "whole"
+        a_part(tmp_path / "w", write_run, final_rows, ACCURACIES),
+        in_one_go=False,
+        where=tmp_path / "whole",
     )
-    stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
-    kept = stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+    stored.keep(
+        a_part(tmp_path / "a", write_run, final_rows, first),
+        in_one_go=False,
+        where=tmp_path / "kept",
+    )
+    kept = stored.keep(
+        a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept"
+    )
 
     def read(folder, name):
         return json.loads((folder / name).read_text())
 
     assert read(kept, "runs.json") == read(whole, "runs.json")
     for name in ("seeds", "rows", "left_out", "timing", "participation"):
-        assert sorted(map(str, read(kept, "summary.json")[name])) == sorted(map(str, read(whole, "summary.json")[name]))
+        assert sorted(map(str, read(kept, "summary.json")[name])) == sorted(
+            map(str, read(whole, "summary.json")[name])
+        )
     assert "pairs" not in read(kept, "summary.json")
     told, wanted = read(kept, "origin.json"), read(whole, "origin.json")
-    for name in ("commit", "dirty", "seeds", "speaks_of", "runs", "rounds", "rounds_trained", "train_samples"):
+    for name in (
+        "commit",
+        "dirty",
+        "seeds",
+        "speaks_of",
+        "runs",
+        "rounds",
+        "rounds_trained",
+        "train_samples",
+    ):
         assert told[name] == wanted[name]
     assert told["wall_s"] == pytest.approx(wanted["wall_s"])
     methods = """'use_methods=["Local","Random"]'"""
-    assert told["command"] == f"coterie run rotated-digits --set data.train=9 --seeds 2 --set {methods}"
+    assert (
+        told["command"]
+        == f"coterie run rotated-digits --set data.train=9 --seeds 2 --set {methods}"
+    )
     assert config.loads((kept / "config.toml").read_text(), "kept") == config.loads(
         (whole / "config.toml").read_text(), "whole"
     )
-    assert [row["mean"] for row in compare.read(kept).rows] == [row["mean"] for row in compare.read(whole).rows]
+    assert [row["mean"] for row in compare.read(kept).rows] == [
+        row["mean"] for row in compare.read(whole).rows
+    ]
 
 
 @pytest.mark.parametrize(
     ("cut", "kept"), [(lambda label, _: label == "Local", True), (lambda _, seed: seed == 0, False)]
 )
-def test_times_to_an_accuracy_stay_where_other_methods_are_joined(history, tmp_path, write_run, final_rows, cut, kept):
+def test_times_to_an_accuracy_stay_where_other_methods_are_joined(
+    history, tmp_path, write_run, final_rows, cut, kept
+):
     """Where other seeds are, a time would be the mean over some of them alone."""
     first = {key: value for key, value in ACCURACIES.items() if cut(*key)}
     second = {key: value for key, value in ACCURACIES.items() if not cut(*key)}
-    place = stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
+    place = stored.keep(
+        a_part(tmp_path / "a", write_run, final_rows, first),
+        in_one_go=False,
+        where=tmp_path / "kept",
+    )
     content = json.loads((place / "summary.json").read_text())
-    content["time_to_accuracy"] = [{"label": "Local", "base": "FedAvg", "metric": "accuracy", "ratio": 2.0}]
+    content["time_to_accuracy"] = [
+        {"label": "Local", "base": "FedAvg", "metric": "accuracy", "ratio": 2.0}
+    ]
     (place / "summary.json").write_text(json.dumps(content))
-    stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+    stored.keep(
+        a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept"
+    )
     found = json.loads((place / "summary.json").read_text())
     assert found.get("time_to_accuracy", []) == (content["time_to_accuracy"] if kept else [])
 
@@ -427,26 +537,44 @@ def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
     """As when methods run beside each other, into a folder each, and are put together."""
     run = a_part(tmp_path / "w", write_run, final_rows, ACCURACIES)
     for label, seed in ACCURACIES:
-        command = f"coterie run rotated-digits --seeds 1 --out {label} --set 'use_methods=[\"{label}\"]'"
+        command = (
+            f"coterie run rotated-digits --seeds 1 --out {label} --set 'use_methods=[\"{label}\"]'"
+        )
         tells_its_origin(run / label / f"seed-{seed}", command)
-    told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
-    assert told["command"] == """coterie run rotated-digits --seeds 2 --set 'use_methods=["Local","Random"]'"""
+    told = json.loads(
+        (stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text()
+    )
+    assert (
+        told["command"]
+        == """coterie run rotated-digits --seeds 2 --set 'use_methods=["Local","Random"]'"""
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "labels", "methods"),
     [
         ("dac/tau", ["DAC tau=1", "DAC tau=3"], ""),
-        ("similarity/peers", ["L2 num_peers=1", "L2 FedSim num_peers=1"], ' --set \'use_methods=["L2","L2 FedSim"]\''),
+        (
+            "similarity/peers",
+            ["L2 num_peers=1", "L2 FedSim num_peers=1"],
+            ' --set \'use_methods=["L2","L2 FedSim"]\'',
+        ),
     ],
 )
 def test_the_command_of_a_sweep_names_methods_and_not_their_points(name, labels, methods):
     study = config.load(name)
-    expanded = replace(study, seeds=(0,), methods=tuple(replace(study.methods[0], label=label) for label in labels))
-    assert stored._command(f"coterie run {name} --seeds 1", expanded) == f"coterie run {name} --seeds 1{methods}"
+    expanded = replace(
+        study, seeds=(0,), methods=tuple(replace(study.methods[0], label=label) for label in labels)
+    )
+    assert (
+        stored._command(f"coterie run {name} --seeds 1", expanded)
+        == f"coterie run {name} --seeds 1{methods}"
+    )
 
 
-@pytest.mark.parametrize(("seeds", "said"), [((0,), "1"), ((0, 1), "2"), ((1,), "1,"), ((1, 2), "1,2")])
+@pytest.mark.parametrize(
+    ("seeds", "said"), [((0,), "1"), ((0, 1), "2"), ((1,), "1,"), ((1, 2), "1,2")]
+)
 def test_the_command_of_joined_runs_says_their_seeds(seeds, said):
     study = replace(config.load("dac/cifar10-rotation-4x25"), seeds=seeds)
     command = stored._command("coterie run dac/cifar10-rotation-4x25 --seeds 5", study)
@@ -457,20 +585,31 @@ def test_the_command_of_joined_runs_says_their_seeds(seeds, said):
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
     """A method with fewer rounds of its own does not make the study a shorter one."""
     first, second = (
-        {key: value for key, value in ACCURACIES.items() if key[0] == name} for name in ("Local", "Random")
+        {key: value for key, value in ACCURACIES.items() if key[0] == name}
+        for name in ("Local", "Random")
     )
-    kept = stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
+    kept = stored.keep(
+        a_part(tmp_path / "a", write_run, final_rows, first),
+        in_one_go=False,
+        where=tmp_path / "kept",
+    )
     told = json.loads((kept / "origin.json").read_text())
     (kept / "origin.json").write_text(json.dumps({**told, "rounds": told["rounds"] + 40}))
-    stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+    stored.keep(
+        a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept"
+    )
     assert json.loads((kept / "origin.json").read_text())["rounds"] == told["rounds"] + 40
 
 
-def test_what_only_a_part_has_measured_is_left_out_where_parts_are_joined(history, tmp_path, write_run, final_rows):
+def test_what_only_a_part_has_measured_is_left_out_where_parts_are_joined(
+    history, tmp_path, write_run, final_rows
+):
     """A mean over fewer seeds than the others would not be told apart."""
     first = a_part(tmp_path / "a", write_run, final_rows, {("Local", 0): [0.5, 1.0]})
     kept = stored.keep(first, in_one_go=False, where=tmp_path / "kept")
-    content, runs = (json.loads((kept / name).read_text()) for name in ("summary.json", "runs.json"))
+    content, runs = (
+        json.loads((kept / name).read_text()) for name in ("summary.json", "runs.json")
+    )
     content["rows"].append({**content["rows"][0], "metric": "loss"})
     runs[0]["values"]["loss"] = runs[0]["values"]["accuracy"]
     (kept / "summary.json").write_text(json.dumps(content))
@@ -481,17 +620,31 @@ def test_what_only_a_part_has_measured_is_left_out_where_parts_are_joined(histor
     assert {(row["metric"], row["seeds"]) for row in rows} == {("accuracy", 2)}
 
 
-def test_parts_with_other_settings_or_seeds_are_not_joined(history, tmp_path, write_run, final_rows):
+def test_parts_with_other_settings_or_seeds_are_not_joined(
+    history, tmp_path, write_run, final_rows
+):
     def part(name, *runs, **changes):
-        return a_part(tmp_path / name, write_run, final_rows, {key: ACCURACIES[key] for key in runs}, **changes)
+        return a_part(
+            tmp_path / name,
+            write_run,
+            final_rows,
+            {key: ACCURACIES[key] for key in runs},
+            **changes,
+        )
 
     where = tmp_path / "kept"
-    with pytest.raises(CoterieError, match="rotated-digits is not stored, there is nothing to join; leave out --join"):
+    with pytest.raises(
+        CoterieError,
+        match="rotated-digits is not stored, there is nothing to join; leave out --join",
+    ):
         stored.keep(part("a", ("Local", 0)), join=True, where=where)
     kept = stored.keep(tmp_path / "a", in_one_go=False, where=where)
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
     for name, runs in (("again", [("Local", 0)]), ("uneven", [("Random", 1)])):
-        with pytest.raises(CoterieError, match="other methods with the same seeds, or other seeds of the same methods"):
+        with pytest.raises(
+            CoterieError,
+            match="other methods with the same seeds, or other seeds of the same methods",
+        ):
             stored.keep(part(name, *runs), join=True, where=where)
     data = replace(config.load("rotated-digits").data, train=7)
     with pytest.raises(CoterieError, match=r"other settings: data\.train is 60 there and 7 here"):
@@ -540,10 +693,22 @@ def test_notes_can_speak_of_one_seed():
     ("commands", "told"),
     [
         (["coterie run a/b -q --json"], "coterie run a/b -q --json"),
-        (["coterie run a/b --seeds 3 --out /big/disk --data-dir=/data --resume"], "coterie run a/b --seeds 3"),
-        (["coterie resume /big/disk/a/b", "coterie run a/b -o /big/disk --scale 0.1"], "coterie run a/b --scale 0.1"),
-        (["coterie resume /big/disk/a/b --workers 2"], "coterie run docs/reference/runs/a/b/config.toml"),
-        (["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"], "coterie run a/b --set 'methods.DAC.tau=[1, 2]'"),
+        (
+            ["coterie run a/b --seeds 3 --out /big/disk --data-dir=/data --resume"],
+            "coterie run a/b --seeds 3",
+        ),
+        (
+            ["coterie resume /big/disk/a/b", "coterie run a/b -o /big/disk --scale 0.1"],
+            "coterie run a/b --scale 0.1",
+        ),
+        (
+            ["coterie resume /big/disk/a/b --workers 2"],
+            "coterie run docs/reference/runs/a/b/config.toml",
+        ),
+        (
+            ["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"],
+            "coterie run a/b --set 'methods.DAC.tau=[1, 2]'",
+        ),
         (
             ["coterie run /home/me/b.toml --scale 0.1 --set local.lr=1"],
             "coterie run docs/reference/runs/a/b/config.toml",

@@ -76,11 +76,16 @@ def test_results_are_of_the_honest_and_say_how_much_attackers_weigh():
     assert sorted(run.metrics["client"].unique()) == [1, 2, 4, 5]
     assert sorted(run.edges["reader"].unique()) == [0, 1, 2, 3, 4, 5]
     tests = final_tests(run.metrics)
-    means = {str(name): values.tolist() for name, values in tests.groupby("metric", observed=True)["value"]}
+    means = {
+        str(name): values.tolist()
+        for name, values in tests.groupby("metric", observed=True)["value"]
+    }
     assert means[metrics.ATTACKER_WEIGHT.name] == pytest.approx([1 / 3] * 4)
     assert means[metrics.ATTACKER_READS.name] == pytest.approx([2 / 5] * 4)
     weighted = means[metrics.ACCURACY_SAMPLE_WEIGHTED.name]
-    assert weighted == pytest.approx([sum(means["accuracy"]) / 4] * 4), "test sets are of equal size"
+    assert weighted == pytest.approx([sum(means["accuracy"]) / 4] * 4), (
+        "test sets are of equal size"
+    )
 
 
 STUDY = """
@@ -109,8 +114,12 @@ def test_a_summary_shows_the_weight_of_attackers_and_the_results_of_the_honest(t
 
 
 def test_without_attacks_and_acceptance_nothing_of_them_is_in_a_run():
-    run = simulate(tiny_federation(), METHODS["random"](), model="linear", settings=tiny_settings(), seed=3)
-    assert not {"refused", "attacker_weight", "passes"} & {*map(str, run.metrics["metric"].unique())}
+    run = simulate(
+        tiny_federation(), METHODS["random"](), model="linear", settings=tiny_settings(), seed=3
+    )
+    assert not {"refused", "attacker_weight", "passes"} & {
+        *map(str, run.metrics["metric"].unique())
+    }
     assert "refused" not in run.edges["purpose"].cat.categories
 
 
@@ -147,7 +156,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, kind, attack):
 
     def go(folder, **more):
         method = METHODS[kind](num_peers=2)
-        return simulate(tiny_federation(), method, model="linear", settings=given, seed=3, folder=folder, **more)
+        return simulate(
+            tiny_federation(), method, model="linear", settings=given, seed=3, folder=folder, **more
+        )
 
     whole = go(tmp_path / "whole")
     with pytest.raises(Stop):
@@ -155,7 +166,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, kind, attack):
     parts = go(tmp_path / "parts", resume=True)
     assert torch.equal(whole.params, parts.params)
     for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+        assert (tmp_path / "whole" / name).read_bytes() == (
+            tmp_path / "parts" / name
+        ).read_bytes(), name
     assert "refused" in whole.edges["purpose"].cat.categories
 
 

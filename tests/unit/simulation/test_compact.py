@@ -25,7 +25,9 @@ def sparse(dtype: torch.dtype, share: float) -> torch.Tensor:
     drawn = torch.randn(int(here.sum()), generator=stream, dtype=torch.float64)
     table[here] = (drawn * 40).to(dtype) if not dtype.is_floating_point else drawn.to(dtype)
     if dtype.is_floating_point:
-        odd = torch.tensor([-0.0, torch.nan, torch.inf, -torch.inf, 1e-320, 1e300, 0.5], dtype=torch.float64)
+        odd = torch.tensor(
+            [-0.0, torch.nan, torch.inf, -torch.inf, 1e-320, 1e300, 0.5], dtype=torch.float64
+        )
         table[3, : len(odd)] = odd.to(dtype)
         table[-1, -1] = 1 / 3
     elif dtype != torch.bool:
@@ -33,7 +35,16 @@ def sparse(dtype: torch.dtype, share: float) -> torch.Tensor:
     return table
 
 
-KINDS = [torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64]
+KINDS = [
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+]
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -101,6 +112,13 @@ def test_a_checkpoint_of_whole_tables_is_read_too(monkeypatch, tmp_path):
     simulate(tiny_federation(40), METHODS["dac"](), model=model, settings=settings, folder=tmp_path)
     monkeypatch.setattr(_compact, "LEAST", 1)
     longer = tiny_settings(rounds=3, engine="loop")
-    one = simulate(tiny_federation(40), METHODS["dac"](), model=model, settings=longer, folder=tmp_path, resume=True)
+    one = simulate(
+        tiny_federation(40),
+        METHODS["dac"](),
+        model=model,
+        settings=longer,
+        folder=tmp_path,
+        resume=True,
+    )
     other = simulate(tiny_federation(40), METHODS["dac"](), model=model, settings=longer)
     assert torch.equal(one.params, other.params)

@@ -42,7 +42,9 @@ def uneven():
     """A tiny federation whose second test set has only 7 samples."""
     federation = testing.tiny_federation()
     first, second = federation.tests
-    return dataclasses.replace(federation, tests=(first, TestSet(second.x[:7], second.y[:7], second.name)))
+    return dataclasses.replace(
+        federation, tests=(first, TestSet(second.x[:7], second.y[:7], second.name))
+    )
 
 
 def run(method: Method, **settings: Any):
@@ -50,7 +52,9 @@ def run(method: Method, **settings: Any):
     setup = testing.tiny_settings(extra_metrics=ALL, evaluate="final", **settings)
     loop = testing.follow(method, federation=uneven(), settings=setup)
     params = loop.final()
-    table = loop.record.metrics.query("split == 'test'").pivot(index="client", columns="metric", values="value")
+    table = loop.record.metrics.query("split == 'test'").pivot(
+        index="client", columns="metric", values="value"
+    )
     return loop, params, table
 
 
@@ -64,7 +68,9 @@ def test_class_metrics_are_those_of_the_predictions(engine: str):
         test = federation.tests[int(federation.test_of[client])]
         predicted = loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
         prior = loop.task.class_counts()[client]
-        assert table.balanced_accuracy[client] == pytest.approx(balanced_accuracy_score(test.y, predicted))
+        assert table.balanced_accuracy[client] == pytest.approx(
+            balanced_accuracy_score(test.y, predicted)
+        )
         expected = accuracy_score(test.y, predicted, sample_weight=prior[test.y])
         assert table.train_prior_accuracy[client] == pytest.approx(expected)
 
@@ -74,14 +80,21 @@ def test_a_class_without_test_samples_is_left_out_of_balanced_accuracy():
     federation = testing.tiny_federation()
     first, second = federation.tests
     held = first.y < 2
-    federation = dataclasses.replace(federation, tests=(TestSet(first.x[held], first.y[held], first.name), second))
+    federation = dataclasses.replace(
+        federation, tests=(TestSet(first.x[held], first.y[held], first.name), second)
+    )
     settings = testing.tiny_settings(extra_metrics=("balanced_accuracy",), evaluate="final")
     loop = testing.follow(FedAvg(), federation=federation, settings=settings)
     params = loop.final()
-    table = loop.record.metrics.query("split == 'test' and metric == 'balanced_accuracy'").set_index("client")["value"]
+    table = loop.record.metrics.query(
+        "split == 'test' and metric == 'balanced_accuracy'"
+    ).set_index("client")["value"]
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
-        right = loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1) == test.y
+        right = (
+            loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
+            == test.y
+        )
         recalls = [float(right[test.y == label].double().mean()) for label in test.y.unique()]
         assert table[client] == pytest.approx(sum(recalls) / len(recalls))
     assert table[0] > 0
@@ -91,7 +104,9 @@ def pooled(loop, row: torch.Tensor) -> float:
     """Accuracy of one model on both test sets together."""
     federation = uneven()
     x, y = (torch.cat([getattr(test, name) for test in federation.tests]) for name in ("x", "y"))
-    return float((loop.task.layout.module(row, dtype=loop.task.dtype)(x).argmax(1) == y).double().mean())
+    return float(
+        (loop.task.layout.module(row, dtype=loop.task.dtype)(x).argmax(1) == y).double().mean()
+    )
 
 
 @pytest.mark.option("Settings.extra_metrics", "global_accuracy")
@@ -106,7 +121,8 @@ def test_the_global_accuracy_is_that_of_the_common_model():
     for method in (SosicFl(endpoints=3, regions=2), SosicFlPlus(endpoints=3, regions=2)):
         simplex, _, mixed = run(method)
         whole = simplex.state.shared.models[0]
-        assert mixed.global_accuracy.tolist() == pytest.approx([pooled(simplex, whole)] * 6)  # at its barycenter
+        # at its barycenter
+        assert mixed.global_accuracy.tolist() == pytest.approx([pooled(simplex, whole)] * 6)
 
 
 def test_clusters_are_weighed_by_their_members():
@@ -128,7 +144,11 @@ def test_only_a_server_has_a_global_model():
 
 def test_the_best_round_is_that_of_the_mean_over_clients():
     """Means 0.4, 0.5 and 0.3 over two clients: the values of the second round, whatever single clients did."""
-    rows = [(t, c, v) for t, pair in enumerate([(0.8, 0.0), (0.6, 0.4), (0.0, 0.6)]) for c, v in enumerate(pair)]
+    rows = [
+        (t, c, v)
+        for t, pair in enumerate([(0.8, 0.0), (0.6, 0.4), (0.0, 0.6)])
+        for c, v in enumerate(pair)
+    ]
     table = pd.DataFrame(rows, columns=["round", "client", "value"])
     table = table.assign(split="test", model="current", metric="accuracy")
     assert final_metrics.maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
@@ -138,7 +158,9 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
 @pytest.mark.option("Settings.extra_metrics", "clusters", "maxima")
 def test_clusters_are_scored_at_the_end():
     """One-shot clustering finds the two planted rules or not; either way the scores are those of its labels."""
-    settings = testing.tiny_settings(extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final")
+    settings = testing.tiny_settings(
+        extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final"
+    )
     loop = testing.follow(OneShot(clusters=2, warmup_rounds=2), settings=settings)
     loop.record.clusters = torch.arange(6).numpy() % 2
     loop.final()
@@ -157,7 +179,9 @@ def test_clusters_are_scored_at_the_end():
 
 def test_one_cluster_has_no_was():
     """NaN, not 0, and no warning in the middle of a run; without a truth there is no Rand index."""
-    scores = final_metrics.cluster_metrics(torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64))
+    scores = final_metrics.cluster_metrics(
+        torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64)
+    )
     assert scores["n_clusters"] == 1.0
     assert math.isnan(scores["was"])
     assert math.isnan(scores["wadb"])
@@ -167,7 +191,9 @@ def test_one_cluster_has_no_was():
     )
     assert set(reasons) == {"was", "wadb"}
     assert "WAS is undefined: it needs at least 2 clusters" in reasons["was"]
-    regression = final_metrics.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
+    regression = final_metrics.cluster_metrics(
+        torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64)
+    )
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
 
 
@@ -185,17 +211,25 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind)
+@pytest.mark.parametrize(
+    "method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind
+)
 @pytest.mark.option("Settings.extra_metrics", "gradient_variance")
-def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, monkeypatch: pytest.MonkeyPatch):
+def test_the_gradient_variance_is_that_of_what_clients_trained(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+):
     """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
     seen = updates(monkeypatch)
-    settings = testing.tiny_settings(extra_metrics=("gradient_variance",), participation=0.5, rounds=3)
+    settings = testing.tiny_settings(
+        extra_metrics=("gradient_variance",), participation=0.5, rounds=3
+    )
     loop = testing.follow(method, settings=settings)
     found = loop.record.metrics.query("metric == 'gradient_variance'").groupby("round")["value"]
     assert found.size().tolist() == [3, 3, 3]
     assert found.nunique().tolist() == [1, 1, 1]
-    assert found.mean().tolist() == pytest.approx([metrics.total_variance(updates) for updates in seen])
+    assert found.mean().tolist() == pytest.approx(
+        [metrics.total_variance(updates) for updates in seen]
+    )
 
 
 def test_the_gradient_variance_is_of_the_last_layer():
@@ -220,7 +254,9 @@ def test_diverged_updates_do_not_count():
     params = start.clone()
     params[1, :2] = torch.tensor([2.0, 4.0])
     params[2, 0] = torch.nan
-    rnd = dataclasses.replace(rnd, extra_metrics=frozenset({"gradient_variance", "composed_gradient_variance"}))
+    rnd = dataclasses.replace(
+        rnd, extra_metrics=frozenset({"gradient_variance", "composed_gradient_variance"})
+    )
     found = gradient_variance(rnd, start, params)
     assert {name: value.tolist() for name, value in found.items()} == {
         "composed_gradient_variance": [5.0] * 3, "gradient_variance": [5.0] * 3
@@ -230,11 +266,16 @@ def test_diverged_updates_do_not_count():
 @pytest.mark.parametrize(("gain", "bias"), [(1.0, True), (2.0, True), (1.0, False)])
 def test_the_composed_update_is_that_of_the_layer_at_the_barycenter(gain: float, bias: bool):
     """Against the layer that the model computes with before and after, for endpoints of its own or a shared bias."""
-    layout = Layout(simplex_layers.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(), torch.float64)
+    layout = Layout(
+        simplex_layers.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(),
+        torch.float64,
+    )
     before, after = torch.from_numpy(Rng(0).generator("rows").normal(size=(2, 1, layout.size)))
 
     def outputs(row: torch.Tensor) -> torch.Tensor:
-        tensors = layout.views(row[0]) | {name: value[0] for name, value in layout.zero_inputs(1).items()}
+        tensors = layout.views(row[0]) | {
+            name: value[0] for name, value in layout.zero_inputs(1).items()
+        }
         at_zero = layout.call(tensors, torch.zeros(1, 5, dtype=torch.float64), training=False)
         weight = layout.call(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
         return torch.cat([weight.T.flatten(), at_zero[0]])
@@ -266,7 +307,9 @@ def test_fedgwc_says_how_much_its_matrix_still_changes():
 
 def test_a_host_of_some_clients_cannot_say_what_is_of_all():
     """Two hosts: neither the variance over the cohort nor the server's state is theirs to report."""
-    settings = testing.tiny_settings(extra_metrics=("gradient_variance", "interaction_change"), rounds=2)
+    settings = testing.tiny_settings(
+        extra_metrics=("gradient_variance", "interaction_change"), rounds=2
+    )
     loop = testing.follow(FedGwc(), settings=settings)
     part = loop._context(1, torch.arange(2), torch.arange(6))
     rows = loop.state.params[:2]
@@ -276,7 +319,13 @@ def test_a_host_of_some_clients_cannot_say_what_is_of_all():
 def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
     """FedAvg has one cluster: NaN in the tables, and the reason in provenance.json."""
     settings = testing.tiny_settings(extra_metrics=("clusters",), rounds=1, evaluate="final")
-    simulate(testing.tiny_federation(), FedAvg(), model="linear", settings=settings, folder=tmp_path / "run")
+    simulate(
+        testing.tiny_federation(),
+        FedAvg(),
+        model="linear",
+        settings=settings,
+        folder=tmp_path / "run",
+    )
     reasons = json.loads((tmp_path / "run/provenance.json").read_text())["undefined"]
     assert "fewer than the 6 clients; found 1" in reasons["was"]
     assert set(reasons) == {"was", "wadb"}
@@ -286,9 +335,13 @@ def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
 def test_accuracies_can_be_reduced_with_other_weights():
     """Test sets of different sizes: by samples, and by samples inside the clusters that were found."""
     settings = testing.tiny_settings(extra_metrics=("reductions",), evaluate="final")
-    loop = testing.follow(OneShot(clusters=2, warmup_rounds=2), federation=uneven(), settings=settings)
+    loop = testing.follow(
+        OneShot(clusters=2, warmup_rounds=2), federation=uneven(), settings=settings
+    )
     loop.final()
-    table = loop.record.metrics.query("split == 'test'").pivot(index="client", columns="metric", values="value")
+    table = loop.record.metrics.query("split == 'test'").pivot(
+        index="client", columns="metric", values="value"
+    )
     sizes = [len(test.y) for test in uneven().tests]
     samples = torch.tensor([sizes[int(place)] for place in uneven().test_of])
     assert loop.task.test_counts().tolist() == samples.tolist()
@@ -298,7 +351,9 @@ def test_accuracies_can_be_reduced_with_other_weights():
     total = 0.0
     for cluster in range(2):
         inside = label == cluster
-        total += int(inside.sum()) * float((samples * accuracy)[inside].sum() / samples[inside].sum())
+        total += int(inside.sum()) * float(
+            (samples * accuracy)[inside].sum() / samples[inside].sum()
+        )
     assert table.accuracy_cluster_then_client.tolist() == pytest.approx([total / 6] * 6)
 
 
@@ -308,15 +363,25 @@ def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: p
     seen = updates(monkeypatch)
     settings = testing.tiny_settings(extra_metrics=("composed_gradient_variance",), rounds=2)
     loop = testing.follow(SosicFl(endpoints=3, regions=2), settings=settings)
-    found = loop.record.metrics.query("metric == 'composed_gradient_variance'").groupby("round")["value"].mean()
-    parts = [(update[:, :36].reshape(6, 3, 12).mean(1), update[:, 36:].reshape(6, 3, 3).mean(1)) for update in seen]
-    assert found.tolist() == pytest.approx([float(torch.cat(part, dim=1).var(0, correction=0).sum()) for part in parts])
+    found = (
+        loop.record.metrics.query("metric == 'composed_gradient_variance'")
+        .groupby("round")["value"]
+        .mean()
+    )
+    parts = [
+        (update[:, :36].reshape(6, 3, 12).mean(1), update[:, 36:].reshape(6, 3, 3).mean(1))
+        for update in seen
+    ]
+    assert found.tolist() == pytest.approx(
+        [float(torch.cat(part, dim=1).var(0, correction=0).sum()) for part in parts]
+    )
 
 
 @pytest.mark.parametrize(
     ("metric", "kept"),
     [
-        (metrics.AUROC, [0, 2, 3]),  # client 1 lacks a class; client 2 diverged, which no mean hides
+        # client 1 lacks a class; client 2 diverged, which no mean hides
+        (metrics.AUROC, [0, 2, 3]),
         (metrics.Metric("own_of_samples", on_samples=True), [0, 2, 3]),
         (metrics.Metric("of_a_method"), [0, 1, 2, 3]),
         (metrics.TRAIN_PRIOR_ACCURACY, [0, 1, 2, 3]),

@@ -21,12 +21,20 @@ from coterie.testing import tiny_federation, tiny_settings
 
 
 def run(method=None, **changes):
-    return simulate(tiny_federation(), method or Random(2), model="linear", settings=tiny_settings(**changes), seed=1)
+    return simulate(
+        tiny_federation(),
+        method or Random(2),
+        model="linear",
+        settings=tiny_settings(**changes),
+        seed=1,
+    )
 
 
 def losses(result, client, model="current"):
     m = result.metrics
-    rows = m[(m.client == client) & (m.split == "validation") & (m.metric == "loss") & (m.model == model)]
+    rows = m[
+        (m.client == client) & (m.split == "validation") & (m.metric == "loss") & (m.model == model)
+    ]
     return rows.sort_values("round").value.tolist()
 
 
@@ -35,7 +43,9 @@ def test_the_best_model_is_that_of_the_lowest_recorded_validation_loss(order):
     """Spec invariant 7, first part; where training comes first, what is judged is the model before the exchange."""
     result = run(rounds=8, order=order)
     for client in range(6):
-        assert losses(result, client, "best")[0] == pytest.approx(min(losses(result, client)), abs=1e-9)
+        assert losses(result, client, "best")[0] == pytest.approx(
+            min(losses(result, client)), abs=1e-9
+        )
 
 
 def test_a_client_stops_after_exactly_patience_rounds_without_improvement():
@@ -44,7 +54,9 @@ def test_a_client_stops_after_exactly_patience_rounds_without_improvement():
     everyone, none = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
     stops = []
     for number, loss in enumerate((3.0, 2.0, 2.0, 2.5)):
-        tracker = tracker.observe(torch.full((1, 1), float(number)), torch.tensor([loss]), everyone, none, 2)
+        tracker = tracker.observe(
+            torch.full((1, 1), float(number)), torch.tensor([loss]), everyone, none, 2
+        )
         stops.append(bool(tracker.stopped))
     assert stops == [False, False, False, True]
     assert float(tracker.best) == 1.0
@@ -78,13 +90,22 @@ def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_wh
     settings = tiny_settings(rounds=60, patience=2, local=LocalTraining(optimizer="sgd", lr=0.5))
     federation = tiny_federation()
     exchange = InMemory(federation.ids, 6)
-    loop = Loop(_task(federation, settings), Random(2), exchange, settings, Rng(1), Record(torch.zeros(6).long()))
+    loop = Loop(
+        _task(federation, settings),
+        Random(2),
+        exchange,
+        settings,
+        Rng(1),
+        Record(torch.zeros(6).long()),
+    )
     broadcasts: dict[int, torch.Tensor] = {}
     while not loop.finished:
         before = loop.state.params.clone()
         stopped = loop.tracker.stopped.clone()
         loop.step()
-        assert torch.equal(loop.state.params[stopped], before[stopped]), "a stopped client neither merges nor trains"
+        assert torch.equal(loop.state.params[stopped], before[stopped]), (
+            "a stopped client neither merges nor trains"
+        )
         for client, row in exchange._stopped.items():
             assert torch.equal(broadcasts.setdefault(client, row.clone()), row)
             assert torch.equal(row, loop.tracker.best[client])
@@ -135,19 +156,26 @@ def test_no_metric_is_stored_twice_when_the_last_models_are_evaluated(order):
 def test_tests_happen_in_rounds_of_validation_and_both_end_with_the_last_round():
     rows = run(evaluate="final", rounds=5, validate_every=2, eval_every=2).metrics
     current = rows[(rows["metric"] == "loss") & (rows["model"] == "current")]
-    happened = {split: sorted(current[current["split"] == split]["round"].unique()) for split in ("validation", "test")}
+    happened = {
+        split: sorted(current[current["split"] == split]["round"].unique())
+        for split in ("validation", "test")
+    }
     assert happened == {"validation": [-1, 1, 3, 4], "test": [1, 3, 4]}
 
 
 def test_the_last_round_is_validated_so_that_its_models_can_be_the_best():
     """Five rounds, every second of them validated: the fifth all the same, before the best models are tested."""
     rows = run(rounds=5, validate_every=2).metrics
-    current = rows[(rows["split"] == "validation") & (rows["model"] == "current") & (rows["metric"] == "loss")]
+    current = rows[
+        (rows["split"] == "validation") & (rows["model"] == "current") & (rows["metric"] == "loss")
+    ]
     assert sorted(current["round"].unique()) == [-1, 1, 3, 4]
 
 
 def test_tests_between_validations_are_refused():
-    with pytest.raises(ConfigError, match=r"eval_every is 3; expected a multiple of validate_every \(2\)"):
+    with pytest.raises(
+        ConfigError, match=r"eval_every is 3; expected a multiple of validate_every \(2\)"
+    ):
         tiny_settings(validate_every=2, eval_every=3)
 
 
@@ -165,28 +193,37 @@ def test_the_warm_up_has_the_epochs_that_it_is_given():
 
 def test_noise_that_is_drawn_at_every_access_is_another_in_each_round():
     """With a learning rate of 0 nothing else changes a validation loss from round to round."""
-    federation = dataclasses.replace(tiny_federation(), noise=torch.tensor([0.0, 0.5] * 3, dtype=torch.float64))
+    federation = dataclasses.replace(
+        tiny_federation(), noise=torch.tensor([0.0, 0.5] * 3, dtype=torch.float64)
+    )
     settings = tiny_settings(rounds=3, local=LocalTraining(lr=0.0))
     result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
     for client in range(6):
-        found = {round(loss, 9) for loss in losses(result, client)}  # of the warm-up and three rounds
+        # of the warm-up and three rounds
+        found = {round(loss, 9) for loss in losses(result, client)}
         assert len(found) == (4 if client % 2 else 1)
 
 
 def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
     """Spec invariants 1 and 3: with lr = 0 each parameter stays within the first range over the clients."""
     federation = tiny_federation()
-    settings = tiny_settings(init="per_client", local=LocalTraining(lr=0.0), rounds=6, evaluate="final")
+    settings = tiny_settings(
+        init="per_client", local=LocalTraining(lr=0.0), rounds=6, evaluate="final"
+    )
     from coterie.engine.task import Task
 
-    first = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
+    first = Task(
+        federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
+    ).init(Rng(1))
     result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
     low, high = first.min(0).values, first.max(0).values
     assert bool(((result.params >= low - 1e-12) & (result.params <= high + 1e-12)).all())
     spread = (result.params.max(0).values - result.params.min(0).values).max()
     assert float(spread) < float((high - low).max())
     weights = result.edges.groupby(["round", "reader"]).weight.sum()
-    assert ((weights - 2 / 3).abs() < 1e-9).all(), "two peers of equal size weigh two thirds beside oneself"
+    assert ((weights - 2 / 3).abs() < 1e-9).all(), (
+        "two peers of equal size weigh two thirds beside oneself"
+    )
 
 
 def test_only_the_cohort_takes_part_and_only_the_cohort_is_read():
@@ -204,11 +241,18 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
     """With lr = 0 and everyone reading everyone, only the first client to act merges the original models."""
     federation = tiny_federation()
     settings = tiny_settings(
-        schedule=schedule, init="per_client", local=LocalTraining(lr=0.0), rounds=1, evaluate="final", warmup_epochs=0
+        schedule=schedule,
+        init="per_client",
+        local=LocalTraining(lr=0.0),
+        rounds=1,
+        evaluate="final",
+        warmup_epochs=0,
     )
     from coterie.engine.task import Task
 
-    start = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
+    start = Task(
+        federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
+    ).init(Rng(1))
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
     order = Rng(1).at(0).generator("order").permutation(6).tolist()
     live = start.clone()
@@ -222,7 +266,14 @@ def test_a_run_is_made_longer_and_not_shorter(tmp_path):
     federation = tiny_federation()
     for rounds in (3, 5):
         settings = tiny_settings(rounds=rounds)
-        simulate(federation, Random(2), model="linear", settings=settings, folder=tmp_path / "run", resume=True)
+        simulate(
+            federation,
+            Random(2),
+            model="linear",
+            settings=settings,
+            folder=tmp_path / "run",
+            resume=True,
+        )
     with pytest.raises(CheckpointError, match="is that of round 5; expected at most rounds = 3"):
         simulate(
             federation, Random(2), model="linear", settings=tiny_settings(rounds=3), folder=tmp_path / "run",
@@ -248,12 +299,16 @@ def test_the_end_of_memory_is_one_line_and_no_reason_for_another_engine(monkeypa
     from coterie.engine._loop import LoopEngine
 
     def full(*_, **__):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
+        )
 
     for name in ("train", "gradients"):
         with monkeypatch.context() as patch:
             patch.setattr(LoopEngine, name, full)
-            with pytest.raises(OutOfMemory, match="cpu has no more memory: set a smaller block") as told:
+            with pytest.raises(
+                OutOfMemory, match="cpu has no more memory: set a smaller block"
+            ) as told:
                 run(rounds=1, engine="loop")
         assert "\n" not in str(told.value)
 
@@ -263,12 +318,20 @@ def test_faults_are_masks_and_counted():
 
     federation = tiny_federation()
     door = Faulty(InMemory(federation.ids, 6), drop=0.3, delay=0.3, duplicate=0.3)
-    result = simulate(federation, Random(3), model="linear", settings=tiny_settings(rounds=40), seed=1, exchange=door)
+    result = simulate(
+        federation,
+        Random(3),
+        model="linear",
+        settings=tiny_settings(rounds=40),
+        seed=1,
+        exchange=door,
+    )
     edges = result.edges
     missing = edges[edges.purpose == "missing"]
     assert (missing.bytes == 0).all()
     assert (missing.weight == 0).all()
-    # dropped 0.3; of the rest nothing else is missing after round 0, when there is no older message to be late
+    # dropped 0.3; of the rest nothing else is missing after round 0, when there is no older message
+    # to be late
     later = edges[edges["round"] > 0]
     assert 0.25 < (later.purpose == "missing").mean() < 0.35
     single = edges[edges.bytes > 0].bytes.min()
@@ -288,18 +351,34 @@ def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_i
     with pytest.raises(RunExistsError, match="holds a run already"):
         simulate(federation, Random(2), model="linear", settings=tiny_settings(), folder=folder)
     with pytest.raises(CheckpointError, match="other settings or data"):
-        simulate(federation, Random(3), model="linear", settings=tiny_settings(), folder=folder, resume=True)
+        simulate(
+            federation,
+            Random(3),
+            model="linear",
+            settings=tiny_settings(),
+            folder=folder,
+            resume=True,
+        )
     assert (folder / "checkpoint.safetensors").read_bytes() == before
     assert checkpoint.finished(folder)
     (folder / "checkpoint.safetensors").write_bytes(before[: len(before) // 2])
     with pytest.raises(CheckpointError, match="is damaged"):
-        simulate(federation, Random(2), model="linear", settings=tiny_settings(), folder=folder, resume=True)
+        simulate(
+            federation,
+            Random(2),
+            model="linear",
+            settings=tiny_settings(),
+            folder=folder,
+            resume=True,
+        )
     assert not list(folder.glob("*.tmp"))
 
 
 def test_resuming_after_clients_stopped_gives_the_same_bytes(tmp_path):
     federation = tiny_federation()
-    settings = tiny_settings(rounds=12, patience=1, participation=0.7, local=LocalTraining(optimizer="sgd", lr=0.3))
+    settings = tiny_settings(
+        rounds=12, patience=1, participation=0.7, local=LocalTraining(optimizer="sgd", lr=0.3)
+    )
     whole, parts, stopped = tmp_path / "whole", tmp_path / "parts", []
     simulate(federation, Random(2), model="linear", settings=settings, folder=whole)
     for rounds in (3, 7, 12):
@@ -336,7 +415,15 @@ def test_a_run_does_not_go_on_with_another_seed(tmp_path):
     federation, settings = tiny_federation(), tiny_settings(rounds=2)
     simulate(federation, Random(), model="linear", settings=settings, seed=1, folder=tmp_path)
     with pytest.raises(CheckpointError, match="other settings or data"):
-        simulate(federation, Random(), model="linear", settings=settings, seed=2, folder=tmp_path, resume=True)
+        simulate(
+            federation,
+            Random(),
+            model="linear",
+            settings=settings,
+            seed=2,
+            folder=tmp_path,
+            resume=True,
+        )
 
 
 def test_a_run_does_not_go_on_with_inputs_that_were_prepared_otherwise(tmp_path):
@@ -364,13 +451,17 @@ def test_a_run_does_not_go_on_with_inputs_that_were_prepared_otherwise(tmp_path)
 )
 def test_a_rule_that_is_not_there_is_told_before_anything_is_written(path, said, tmp_path):
     with pytest.raises(ConfigError) as raised:
-        simulate(tiny_federation(), Random(aggregation=path), model="linear", folder=tmp_path / "run")
+        simulate(
+            tiny_federation(), Random(aggregation=path), model="linear", folder=tmp_path / "run"
+        )
     assert said in str(raised.value)
     assert not checkpoint.exists(tmp_path / "run")
 
 
 def test_a_function_without_a_name_is_no_rule():
-    with pytest.raises(ConfigError, match=r"random: the function is .*<lambda>.*; expected one that is defined"):
+    with pytest.raises(
+        ConfigError, match=r"random: the function is .*<lambda>.*; expected one that is defined"
+    ):
         Random(aggregation=lambda received: received.before)
 
 
@@ -383,7 +474,9 @@ def test_a_run_does_not_go_on_with_another_rule_or_other_arguments_of_its_model(
     with pytest.raises(CheckpointError, match="other settings or data"):
         simulate(federation, Random(aggregation="math:sqrt"), **given)
     with pytest.raises(CheckpointError, match="other settings or data"):
-        simulate(federation, Random(), **{**given, "model": NamedModel(model.kind, {"temperature": 3.0})})
+        simulate(
+            federation, Random(), **{**given, "model": NamedModel(model.kind, {"temperature": 3.0})}
+        )
 
 
 class Tempered(torch.nn.Linear):

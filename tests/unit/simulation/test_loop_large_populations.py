@@ -22,7 +22,9 @@ def inbox(params: int) -> Inbox:
     """Three models read by two clients; one message did not come."""
     index, mask = torch.tensor([[2, 1], [0, 0]]), torch.tensor([[True, True], [True, False]])
     table = torch.arange(3.0 * params).reshape(3, params)
-    return Inbox(table, index, torch.tensor([[2, 1], [0, 2]]), mask, torch.zeros_like(index), {}, mask * 4)
+    return Inbox(
+        table, index, torch.tensor([[2, 1], [0, 2]]), mask, torch.zeros_like(index), {}, mask * 4
+    )
 
 
 def test_wide_models_are_mixed_as_narrow_ones_and_a_model_without_weight_has_no_influence():
@@ -75,14 +77,25 @@ def _parts(federation):
     number = len(federation)
     record = Record(torch.full((number,), -1))
     door = InMemory(federation.ids, number)
-    return Task(federation, "linear", engine="loop"), METHODS["random"](), door, tiny_settings(), Rng(3), record
+    return (
+        Task(federation, "linear", engine="loop"),
+        METHODS["random"](),
+        door,
+        tiny_settings(),
+        Rng(3),
+        record,
+    )
 
 
 def test_served_models_are_fetched_once_at_the_end(monkeypatch):
     """Also where metrics ask who belongs where: once for each validation and once for the end."""
     rounds: list[int] = []
     served = Loop._served
-    monkeypatch.setattr(Loop, "_served", lambda self, index: rounds.append(index) or served(self, index))
-    settings = tiny_settings(rounds=2, evaluate="final", engine="loop", extra_metrics=("clusters", "reductions"))
+    monkeypatch.setattr(
+        Loop, "_served", lambda self, index: rounds.append(index) or served(self, index)
+    )
+    settings = tiny_settings(
+        rounds=2, evaluate="final", engine="loop", extra_metrics=("clusters", "reductions")
+    )
     simulate(tiny_federation(), METHODS["fedavg"](), model="linear", settings=settings)
     assert rounds == [-1, 0, 1, 1]

@@ -71,7 +71,12 @@ def test_every_method_says_what_is_not_covered(kind, monkeypatch):
 def test_epsilon_is_that_of_the_steps_of_all_rounds():
     """12 samples in batches of 4: three steps an epoch, in the warm-up and each round."""
     local = replace(SETTINGS.local, epochs=1, steps=None)
-    run = simulate(tiny_federation(), METHODS["random"](), model="linear", settings=replace(SETTINGS, local=local))
+    run = simulate(
+        tiny_federation(),
+        METHODS["random"](),
+        model="linear",
+        settings=replace(SETTINGS, local=local),
+    )
     spent = Spent()
     spent.add(0, Query(1 / 3, 1.5), 3 * 4)
     expected = float(spent.epsilon(torch.tensor([0]), 1e-3))
@@ -85,17 +90,26 @@ def test_epsilon_is_that_of_the_steps_of_all_rounds():
 def test_the_report_and_the_terminal_show_epsilon(tmp_path, capsys):
     """The mean over clients and seeds, and the largest; and the settings among those of the training."""
     study = make_study(
-        {"Random": METHODS["random"]()}, settings=replace(SETTINGS, participation=3), seeds=2, model="linear"
+        {"Random": METHODS["random"]()},
+        settings=replace(SETTINGS, participation=3),
+        seeds=2,
+        model="linear",
     )
     done = run_study(study, out=tmp_path, federation=tiny_federation())
-    values = torch.cat([torch.tensor(run.final("epsilon").to_numpy()) for run in find_runs([done.folder])[0]])
+    values = torch.cat(
+        [torch.tensor(run.final("epsilon").to_numpy()) for run in find_runs([done.folder])[0]]
+    )
     assert len(values) == 12
     page = write_report(done.folder).read_text("utf-8")
     said = f"Random {values.mean():.2f} ({values.max():.2f})"
-    assert f"Epsilon of differential privacy, mean over clients and seeds (largest): {said}." in page
+    assert (
+        f"Epsilon of differential privacy, mean over clients and seeds (largest): {said}." in page
+    )
     assert "differentially private (clip 0.5, noise_multiplier 1.5, delta 0.001)" in page
     rounds(read_study(done.folder), Console(width=80))
-    assert ["Random", "2", f"{values.mean():.1f}"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["Random", "2", f"{values.mean():.1f}"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["dac", "pfedme"])
@@ -106,7 +120,12 @@ def test_a_killed_run_ends_with_the_same_bytes(kind, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Unprotected)
             return simulate(
-                tiny_federation(), METHODS[kind](), model="linear", settings=settings, folder=folder, **more
+                tiny_federation(),
+                METHODS[kind](),
+                model="linear",
+                settings=settings,
+                folder=folder,
+                **more,
             )
 
     def stop(progress):
@@ -140,11 +159,17 @@ def test_what_cannot_be_private_is_refused_before_the_first_round(monkeypatch):
     cox = replace(SETTINGS, loss=Cox())
     times = torch.stack([federation.y.double() + 1, (federation.y > 0).double()], -1)
     tests = tuple(
-        replace(one, y=torch.stack([one.y.double() + 1, (one.y > 0).double()], -1)) for one in federation.tests
+        replace(one, y=torch.stack([one.y.double() + 1, (one.y > 0).double()], -1))
+        for one in federation.tests
     )
     survival = replace(federation, y=times, tests=tests, classes=0)
     with pytest.raises(ModelError, match=r"loss 'cox' joins those of a batch"):
         simulate(survival, METHODS["local"](), model="linear", settings=cox)
-    monkeypatch.setattr("coterie.engine.privacy._accountant", lambda: (_ for _ in ()).throw(ImportError("no opacus")))
-    with pytest.raises(ConfigError, match=r"opacus, which cannot be imported \(no opacus\); pip install"):
+    monkeypatch.setattr(
+        "coterie.engine.privacy._accountant",
+        lambda: (_ for _ in ()).throw(ImportError("no opacus")),
+    )
+    with pytest.raises(
+        ConfigError, match=r"opacus, which cannot be imported \(no opacus\); pip install"
+    ):
         simulate(federation, METHODS["local"](), model="linear", settings=SETTINGS)

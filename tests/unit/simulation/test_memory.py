@@ -30,14 +30,18 @@ def test_a_forecast_is_worked_out_by_hand():
 
 def test_the_allocator_loses_64_mebibytes_at_most():
     """A thousand models of a million numbers: 3 x 4e9 bytes."""
-    wanted = _memory.forecast(clients=1000, params=10**6, itemsize=4, block=1, data=0, keeps_best=False)
+    wanted = _memory.forecast(
+        clients=1000, params=10**6, itemsize=4, block=1, data=0, keeps_best=False
+    )
     assert wanted.models == 12 * 10**9 + 64 * 2**20
 
 
 def test_what_is_remembered_is_there_before_and_after_a_round():
     """2 x 1,000 bytes, and 300 that are published; 10 clients x 4 rounds x (5 + 3) rows of 32 bytes, three times."""
     more = {"remembered": 1000, "published": 300, "rounds": 4, "reads": 3.0}
-    wanted = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=False, **more)
+    wanted = _memory.forecast(
+        clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=False, **more
+    )
     assert (wanted.memory, wanted.record, wanted.writing) == (2300, 30720, 0)
     assert wanted.needed == WANTED.needed + 2300 + 30720
 
@@ -45,14 +49,24 @@ def test_what_is_remembered_is_there_before_and_after_a_round():
 def test_a_checkpoint_takes_copies_where_a_round_takes_fewer():
     """Two moments of 10 x 400 bytes: a checkpoint of 3 x 4,000 twice, less than 3 + 4 copies; and the tables once."""
     wanted = _memory.forecast(
-        clients=10, params=100, itemsize=4, block=1, data=0, keeps_best=False, remembered=10**6, rounds=1, stored=True
+        clients=10,
+        params=100,
+        itemsize=4,
+        block=1,
+        data=0,
+        keeps_best=False,
+        remembered=10**6,
+        rounds=1,
+        stored=True,
     )
     assert wanted.writing == (2 * 4000 + 10**6) - 18000 - 1600 + 10 * 5 * 32
 
 
 def test_optimizer_states_that_are_kept_are_there_twice_in_a_round():
     """Two moments: four copies of the models of 4,000 bytes beside the three, and one of the best."""
-    kept = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=True, moments=2)
+    kept = _memory.forecast(
+        clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=True, moments=2
+    )
     assert kept.models == (3 + 1 + 2 * 2) * 4000 * 1.5
 
 
@@ -69,7 +83,10 @@ def test_servers_second_models_and_training_first_take_further_copies():
 def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_keeps():
     """DAC's three matrices of 8, 1 and 4 bytes a pair, FedGWC's two of 8 and 4; more than those is small."""
     data, settings = tiny_federation(60), Settings()
-    for kind, whole, part in (("dac", 13 * 60 * 60, 13 * 15 * 60), ("fedgwc", 12 * 60 * 60, 12 * 60 * 60)):
+    for kind, whole, part in (
+        ("dac", 13 * 60 * 60, 13 * 15 * 60),
+        ("fedgwc", 12 * 60 * 60, 12 * 60 * 60),
+    ):
         method = METHODS[kind]()
         task = make_task(data, method, "linear", settings)
         block = make_task(data.host(torch.arange(15, 30)), method, "linear", settings)
@@ -78,18 +95,25 @@ def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_ke
         for one, pairs in ((task, whole), (block, part)):
             kept, _ = _memory.remembered(method, one)
             assert pairs <= kept < 1.2 * pairs
-    assert _memory.remembered(METHODS["dac"](), block)[1] == _memory.remembered(METHODS["dac"](), task)[1] // 4
+    assert (
+        _memory.remembered(METHODS["dac"](), block)[1]
+        == _memory.remembered(METHODS["dac"](), task)[1] // 4
+    )
 
 
 def test_models_that_come_from_other_processes_count_twice():
     """Seven of 400 bytes: as they came, and as they are read."""
-    wanted = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False, received=7.0)
+    wanted = _memory.forecast(
+        clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False, received=7.0
+    )
     assert wanted.needed == WANTED.needed + 2 * 7 * 400
 
 
 def test_who_drives_blocks_holds_the_models_while_they_are_written_and_the_tables():
     """10 clients x 2 models x 400 bytes, twice; 50 bytes, twice; 10 x 3 rounds x (5 + 4) rows of 32 bytes, thrice."""
-    wanted = _memory.of_driver(clients=10, params=100, itemsize=4, kept=2, data=7, remembered=50, rounds=3, reads=4.0)
+    wanted = _memory.of_driver(
+        clients=10, params=100, itemsize=4, kept=2, data=7, remembered=50, rounds=3, reads=4.0
+    )
     assert (wanted.models, wanted.memory, wanted.record, wanted.block) == (16000, 100, 25920, 0)
 
 
@@ -104,7 +128,9 @@ def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     """Before anything is trained."""
     monkeypatch.setattr(_memory, "available", lambda _device: 100)
-    with pytest.raises(ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"
+    ):
         simulate(tiny_federation(), METHODS["random"](), model="mlp-c", settings=Settings(rounds=1))
 
 
@@ -123,7 +149,8 @@ def test_what_a_method_remembers_is_told_from_small_populations(clients):
         4 * clients,
     )
     assert remembered("random", clients) == (0, 4 * clients)
-    assert remembered("fedavg", clients)[0] == 15 * 4 + 8 * clients  # 4 x 3 + 3 numbers, and who has which model
+    # 4 x 3 + 3 numbers, and who has which model
+    assert remembered("fedavg", clients)[0] == 15 * 4 + 8 * clients
 
 
 @pytest.mark.parametrize("kind", sorted(METHODS))
@@ -132,7 +159,9 @@ def test_no_method_has_more_in_its_first_round_than_was_told(kind):
     federation = tiny_federation(60)
     truth = federation.truth.cluster if "truth" in METHODS[kind].needs else None
     module = METHODS[kind]().model(_memory_source(federation))
-    task = Task(federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth)
+    task = Task(
+        federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth
+    )
     state = METHODS[kind]().init(task, Rng(0))
     found = sum(t.nbytes for part in (state.memory, state.shared) for t in base.tensors(part))
     assert _memory.remembered(METHODS[kind](), task)[0] == found
@@ -153,7 +182,10 @@ def test_a_method_that_nobody_here_wrote_is_told_too():
         kind: ClassVar[str] = "mine"
 
         def memory(self, task, rng):
-            return Pairs(torch.zeros(len(task), 2 * task.population + 1, dtype=torch.int16), torch.zeros(len(task), 7))
+            return Pairs(
+                torch.zeros(len(task), 2 * task.population + 1, dtype=torch.int16),
+                torch.zeros(len(task), 7),
+            )
 
         def exchange(self, rnd, state):
             return state, {}
@@ -181,10 +213,14 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what the address space holds is read from /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="what the address space holds is read from /proc"
+)
 def test_a_run_that_does_not_fit_into_the_address_space_is_refused_before_it_takes_it():
     """DAC of 9,000 clients with 1 GiB left: 2 x 13 + 5 bytes for each of 81 million pairs are 2.3 GiB."""
-    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True, timeout=100
+    )
     assert len(done.stdout.splitlines()) == 1
     assert "2.3 GiB for what the method remembers" in done.stdout
     assert "Take fewer clients, a method that remembers less" in done.stdout
@@ -211,7 +247,12 @@ def test_a_control_group_leaves_what_it_has_not_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError(), RuntimeError("can't allocate memory: 9")]
+    "error",
+    [
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        MemoryError(),
+        RuntimeError("can't allocate memory: 9"),
+    ],
 )
 def test_memory_that_ends_on_the_way_is_one_line(error):
     with pytest.raises(OutOfMemory, match="cpu has no more memory"), _memory.told("cpu"):

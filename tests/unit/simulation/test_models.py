@@ -40,19 +40,31 @@ class Own(nn.Module):
 def final(run, client, metric="accuracy"):
     """The value of the final test of a client."""
     table = run.metrics
-    rows = table[(table["split"] == "test") & (table["round"] == table["round"].max()) & (table["client"] == client)]
+    rows = table[
+        (table["split"] == "test")
+        & (table["round"] == table["round"].max())
+        & (table["client"] == client)
+    ]
     rows = rows[rows["metric"] == metric]
     best = rows[rows["model"] == "best"]
     return float((best if len(best) else rows)["value"].iloc[0])
 
 
 def trained(kind="random", folder=None, model=Own, federation=None, **settings):
-    options = {"random": {"num_peers": 2}, "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1}}
+    options = {
+        "random": {"num_peers": 2},
+        "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
+    }
     options["sosicfl-all"] = options["sosicfl-plus"] = options["sosicfl"]
     method = METHODS[kind](**options.get(kind, {}))
     settings = {"rounds": 2, "engine": "loop", "dtype": "float32", **settings}
     return simulate(
-        federation or tiny_federation(), method, model=model, settings=tiny_settings(**settings), seed=1, folder=folder
+        federation or tiny_federation(),
+        method,
+        model=model,
+        settings=tiny_settings(**settings),
+        seed=1,
+        folder=folder,
     )
 
 
@@ -71,7 +83,9 @@ def test_the_module_is_the_users_own_and_gives_the_recorded_test_numbers(kind, e
         assert not any(part.training for part in module.modules())
         assert module.same is module.head
         found = {name: (tensor.dtype, tensor.shape) for name, tensor in module.state_dict().items()}
-        assert found == {name: (tensor.dtype, tensor.shape) for name, tensor in fresh.state_dict().items()}
+        assert found == {
+            name: (tensor.dtype, tensor.shape) for name, tensor in fresh.state_dict().items()
+        }
         Own().load_state_dict(stored.state_dict(client), strict=True)
         test = federation.tests[federation.test_of[client]]
         outputs = module(test.x.float()).detach()
@@ -87,7 +101,9 @@ def test_the_module_is_the_users_own_and_gives_the_recorded_test_numbers(kind, e
 def test_running_statistics_are_those_of_training_by_hand():
     """One epoch of one batch alone: the mean moves a tenth of the way to the batch's, and one batch was tracked."""
     local = LocalTraining(batch_size=100)
-    run = trained("local", rounds=0, warmup_epochs=1, evaluate="final", buffers="local", local=local)
+    run = trained(
+        "local", rounds=0, warmup_epochs=1, evaluate="final", buffers="local", local=local
+    )
     module, federation = run.model(2), tiny_federation()
     x = federation.x[2][federation.split[2] == 0].float()
     assert torch.allclose(module.norm.running_mean, 0.1 * module.frozen(x).mean(0), atol=1e-6)
@@ -100,7 +116,10 @@ def test_both_models_can_be_asked_for_where_both_are_kept(tmp_path):
     trained("random", tmp_path, evaluate="best_val", rounds=3, local=LocalTraining(lr=0.3))
     models = load_models(tmp_path, model=Own)
     with safe_open(str(tmp_path / "checkpoint.safetensors"), "pt") as file:
-        rows = {"best_val": file.get_tensor("tracker.best"), "final": file.get_tensor("state.params")}
+        rows = {
+            "best_val": file.get_tensor("tracker.best"),
+            "final": file.get_tensor("state.params"),
+        }
     assert not torch.equal(rows["best_val"], rows["final"])
     place = next(one for one in models.recipe.state if one.name == "head.weight")
     for which, table in rows.items():
@@ -117,15 +136,20 @@ def test_the_reference_says_how_to_read_a_model_without_coterie(tmp_path, monkey
     found = {"client": 3}
     exec(code, found)
     wanted = load_models(tmp_path).state_dict(3)
-    trainable = {name for name in wanted if name != "version" and not name.startswith("frozen.")}  # these are in no row
+    # these are in no row
+    trainable = {name for name in wanted if name != "version" and not name.startswith("frozen.")}
     assert all(torch.equal(found["state"][name], wanted[name]) for name in trainable)
 
 
 def test_a_model_that_was_not_kept_is_named(tmp_path):
     trained("fedavg", tmp_path, evaluate="best_val")
-    with pytest.raises(ConfigError, match=r"kept only 'best_val': evaluate = 'final' would keep it"):
+    with pytest.raises(
+        ConfigError, match=r"kept only 'best_val': evaluate = 'final' would keep it"
+    ):
         load_models(tmp_path, model=Own).model(0, "final")
-    with pytest.raises(ConfigError, match="without a folder a run keeps only 'best_val': give simulate a folder"):
+    with pytest.raises(
+        ConfigError, match="without a folder a run keeps only 'best_val': give simulate a folder"
+    ):
         trained("random").model(0, "final")
 
 
@@ -136,7 +160,9 @@ def test_clients_are_found_by_name_or_number():
         assert torch.equal(run.models.row(name), run.models.row(number))
     with pytest.raises(ConfigError, match="unknown client 'nroth'; did you mean 'north'"):
         run.model("nroth")
-    with pytest.raises(ConfigError, match=r"there is no client 6; the clients are 0, 1, 2, 3, 4, \.\.\."):
+    with pytest.raises(
+        ConfigError, match=r"there is no client 6; the clients are 0, 1, 2, 3, 4, \.\.\."
+    ):
         trained().model(6)
 
 
@@ -157,7 +183,9 @@ def test_a_served_mean_of_predictions_is_no_module():
     method = METHODS["sosicfl"](endpoints=4, regions=2, warmup_rounds=1, test_samples=2)
     settings = tiny_settings(rounds=1, engine="loop")
     run = simulate(tiny_federation(), method, model=lambda: Own().double(), settings=settings)
-    with pytest.raises(ModelError, match="sosicfl: with test_samples above 1 a client is served by several models"):
+    with pytest.raises(
+        ModelError, match="sosicfl: with test_samples above 1 a client is served by several models"
+    ):
         run.model(0)
 
 
@@ -165,12 +193,16 @@ def test_a_named_model_needs_nothing_but_the_folder_and_another_module_is_refuse
     run = trained(folder=tmp_path / "linear", model="linear")
     models = load_models(tmp_path / "linear")
     assert torch.equal(models.model(1)[1].weight, run.model(1)[1].weight)
-    with pytest.raises(ModelError, match=r"'1.weight' is missing in it, and of shape \(3, 4\) in the run"):
+    with pytest.raises(
+        ModelError, match=r"'1.weight' is missing in it, and of shape \(3, 4\) in the run"
+    ):
         load_models(tmp_path / "linear", model=Own).model(1)
     trained(folder=tmp_path / "own")
     models = load_models(tmp_path / "own")
     assert list(models.state_dict(0)) == list(Own().state_dict())  # weights need no module
-    with pytest.raises(ModelError, match=r"a module of your own, a \S+\.Own, which was given from Python"):
+    with pytest.raises(
+        ModelError, match=r"a module of your own, a \S+\.Own, which was given from Python"
+    ):
         models.model(0)
 
 
@@ -182,7 +214,10 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
         with pytest.raises(CheckpointError, match=f"{name} is damaged"):
             load_models(tmp_path, model=Own).row(0)
         (tmp_path / name).write_bytes(kept)
-    method, settings = METHODS["random"](num_peers=2), tiny_settings(rounds=4, engine="loop", dtype="float32")
+    method, settings = (
+        METHODS["random"](num_peers=2),
+        tiny_settings(rounds=4, engine="loop", dtype="float32"),
+    )
 
     def stop(progress):
         if progress.round == 3:
@@ -191,11 +226,28 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
     settings = dataclasses.replace(settings, checkpoint_seconds=0)
     with pytest.raises(KeyboardInterrupt):
         simulate(
-            tiny_federation(), method, model=Own, settings=settings, seed=1, folder=tmp_path, resume=True, observer=stop
+            tiny_federation(),
+            method,
+            model=Own,
+            settings=settings,
+            seed=1,
+            folder=tmp_path,
+            resume=True,
+            observer=stop,
         )
-    with pytest.raises(CheckpointError, match="had ended after 2 rounds and was made longer; it is at 3"):
+    with pytest.raises(
+        CheckpointError, match="had ended after 2 rounds and was made longer; it is at 3"
+    ):
         load_models(tmp_path, model=Own).row(0)
-    run = simulate(tiny_federation(), method, model=Own, settings=settings, seed=1, folder=tmp_path, resume=True)
+    run = simulate(
+        tiny_federation(),
+        method,
+        model=Own,
+        settings=settings,
+        seed=1,
+        folder=tmp_path,
+        resume=True,
+    )
     assert torch.equal(load_models(tmp_path, model=Own).row(0), run.models.row(0))
 
 
@@ -204,14 +256,19 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
 
 def test_images_are_normalized_as_in_training_and_classes_have_names():
     stream = np.random.default_rng(0)
-    x, y = stream.integers(0, 256, (60, 1, 4, 4), dtype=np.uint8), np.array(["cat", "dog"])[np.arange(60) % 2]
+    x, y = (
+        stream.integers(0, 256, (60, 1, 4, 4), dtype=np.uint8),
+        np.array(["cat", "dog"])[np.arange(60) % 2],
+    )
     data = coterie.from_arrays(x, y, clients=["a"] * 30 + ["b"] * 30, normalize="half")
     run = trained("local", model="linear", federation=data)
     module = run.model("b")
     wanted = module((torch.from_numpy(x).float() / 255 - 0.5) / 0.5).detach()
     assert torch.allclose(run.predict("b", x, batch_size=7), wanted, atol=1e-6)
     assert torch.allclose(run.predict("b", x, "probabilities"), wanted.softmax(1), atol=1e-6)
-    assert run.predict("b", x, "classes").tolist() == ["dog" if one[1] > one[0] else "cat" for one in wanted]
+    assert run.predict("b", x, "classes").tolist() == [
+        "dog" if one[1] > one[0] else "cat" for one in wanted
+    ]
     test = data.tests[data.test_of[1]]
     right = np.mean(run.predict("b", test.x, "classes") == np.array(["cat", "dog"])[test.y])
     assert right == pytest.approx(final(run, 1), abs=1e-6)
@@ -228,7 +285,9 @@ def table(rows=90):
     stream = np.random.default_rng(3)
     found = pd.DataFrame({"site": np.array(["Lund", "Åre", "Ystad"])[np.arange(rows) % 3]})
     found["age"] = stream.normal(50, 10, rows).round(1)
-    found["pulse"] = np.where(stream.random(rows) < 0.3, np.nan, stream.normal(70, 5, rows).round(1))
+    found["pulse"] = np.where(
+        stream.random(rows) < 0.3, np.nan, stream.normal(70, 5, rows).round(1)
+    )
     found["smokes"] = stream.choice(["never", "once", "daily"], rows)
     found["ill"] = np.where(found["age"] > 50, "yes", "no")
     return found
@@ -237,7 +296,9 @@ def table(rows=90):
 def test_rows_of_a_table_are_filled_and_scaled_with_the_clients_own_numbers():
     """Worked out from the client's training rows, which are found by their ages."""
     rows = table()
-    data = coterie.from_table(rows, target="ill", client="site", impute={"pulse": "mean"}, scale="standard")
+    data = coterie.from_table(
+        rows, target="ill", client="site", impute={"pulse": "mean"}, scale="standard"
+    )
     run = trained("local", model="linear", federation=data)
     new = pd.DataFrame({"smokes": ["once", "never"], "pulse": [80.0, None], "age": [41.0, 66.0]})
     row = list(data.client_names).index("Lund")
@@ -277,12 +338,17 @@ class Two(nn.Module):
 
 def test_several_tensors_go_in_by_their_names():
     stream = np.random.default_rng(1)
-    x = {"image": stream.integers(0, 256, (40, 1, 2, 2), dtype=np.uint8), "words": stream.integers(0, 5, (40, 3))}
+    x = {
+        "image": stream.integers(0, 256, (40, 1, 2, 2), dtype=np.uint8),
+        "words": stream.integers(0, 5, (40, 3)),
+    }
     data = coterie.from_arrays(x, np.arange(40) % 2, clients=np.arange(40) // 20)
     run = trained("local", model=Two, federation=data)
     some = {"words": x["words"][:5], "image": x["image"][:5]}
     module = run.model(0)
-    wanted = module((torch.from_numpy(some["image"]).float() / 255 - 0.5) / 0.5, torch.from_numpy(some["words"]))
+    wanted = module(
+        (torch.from_numpy(some["image"]).float() / 255 - 0.5) / 0.5, torch.from_numpy(some["words"])
+    )
     assert torch.allclose(run.predict(0, some), wanted.detach(), atol=1e-6)
     with pytest.raises(DataError, match="x has no 'words'; expected image: 1 x 2 x 2 numbers"):
         run.predict(0, {"image": some["image"]})
@@ -329,7 +395,9 @@ def test_tokens_have_a_class_at_each_position():
 
 
 def test_a_federation_keeps_what_it_did_to_tables_through_its_file(tmp_path):
-    data = coterie.from_table(table(), target="ill", client="site", impute={"pulse": "mean"}, scale="standard")
+    data = coterie.from_table(
+        table(), target="ill", client="site", impute={"pulse": "mean"}, scale="standard"
+    )
     data.save(tmp_path / "data.safetensors")
     again = coterie.Federation.load(tmp_path / "data.safetensors")
     assert again.table == data.table

@@ -45,13 +45,22 @@ def federation():
 
 
 def settings(**changes):
-    return tiny_settings(**{"rounds": 2, "engine": "loop", "new_clients": NEW, "new_client_rounds": 2, **changes})
+    return tiny_settings(
+        **{"rounds": 2, "engine": "loop", "new_clients": NEW, "new_client_rounds": 2, **changes}
+    )
 
 
 def run_of(kind, folder=None, data=None, **changes):
     method = METHODS[kind](**OPTIONS.get(kind, {}))
     model = torch.nn.Linear(4, 3) if kind != "sosicfl-all" else lambda: torch.nn.Linear(4, 3)
-    return simulate(data or federation(), method, model=model, settings=settings(**changes), seed=3, folder=folder)
+    return simulate(
+        data or federation(),
+        method,
+        model=model,
+        settings=settings(**changes),
+        seed=3,
+        folder=folder,
+    )
 
 
 def joined(run, metric="accuracy", model=None):
@@ -61,8 +70,11 @@ def joined(run, metric="accuracy", model=None):
     return rows.set_index("client")["value"]
 
 
-GO_ON = sorted(METHODS.keys() - {"pooled", "cfl", "fedgwc", "fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"})
-EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]  # which no client joins late
+GO_ON = sorted(
+    METHODS.keys() - {"pooled", "cfl", "fedgwc", "fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"}
+)
+# which no client joins late
+EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]
 EVERY += [(kind, "training") for kind in GO_ON]
 
 
@@ -125,7 +137,10 @@ def test_with_clusters_a_newcomer_takes_the_model_with_the_least_loss_on_its_dat
         test = data.tests[data.test_of[client]]
         best = []
         for row in models:
-            weight, bias = torch.tensor(row[:12]).double().reshape(3, 4), torch.tensor(row[12:]).double()
+            weight, bias = (
+                torch.tensor(row[:12]).double().reshape(3, 4),
+                torch.tensor(row[12:]).double(),
+            )
             loss = torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
             right = ((test.x @ weight.T + bias).argmax(1) == test.y).double().mean()
             best.append((float(loss), float(right)))
@@ -143,7 +158,9 @@ class Watched(InMemory):
 
 
 @pytest.mark.parametrize("kind", ["random", "oracle"])
-def test_a_newcomer_reads_clients_of_the_run_only_and_of_its_cluster_where_the_method_knows(kind, monkeypatch):
+def test_a_newcomer_reads_clients_of_the_run_only_and_of_its_cluster_where_the_method_knows(
+    kind, monkeypatch
+):
     monkeypatch.setattr(newcomers, "InMemory", Watched)
     Watched.seen = []
     run_of(kind)
@@ -154,7 +171,8 @@ def test_a_newcomer_reads_clients_of_the_run_only_and_of_its_cluster_where_the_m
         for client in read:
             read[client] |= {peer for peer in peers[client] if peer >= 0}
     assert all(peers and max(peers) < 6 for peers in read.values())
-    if kind == "oracle":  # odd clients are of one cluster: 3, 5 and 7 of the run, numbered 2, 3 and 5
+    # odd clients are of one cluster: 3, 5 and 7 of the run, numbered 2, 3 and 5
+    if kind == "oracle":
         assert read[6] <= {2, 3, 5}
         assert read[7] <= {0, 1, 4}
 
@@ -164,7 +182,9 @@ def by_hand(linear, data, client):
     own = copy.deepcopy(linear)
     mine = data.split[client] == 0
     torch.nn.functional.cross_entropy(own(data.x[client][mine]), data.y[client][mine]).backward()
-    return torch.cat([(t - 0.1 * t.grad).detach().flatten() for t in own.parameters()]), int(mine.sum())
+    return torch.cat([(t - 0.1 * t.grad).detach().flatten() for t in own.parameters()]), int(
+        mine.sum()
+    )
 
 
 def linear_of(row):
@@ -187,10 +207,14 @@ def test_where_the_others_train_on_the_server_averages_all_clients_new_ones_too(
     run = run_of("fedavg", evaluate="final", new_client_others="training", local=STEP)
     row = run.models.row("a")
     for _ in range(2):
-        rows, counts = zip(*(by_hand(linear_of(row), data, client) for client in range(8)), strict=True)
+        rows, counts = zip(
+            *(by_hand(linear_of(row), data, client) for client in range(8)), strict=True
+        )
         row = sum(n * one for n, one in zip(counts, rows, strict=True)) / sum(counts)
     for client in NEW:
-        assert joined(run, "loss", "current")[client] == pytest.approx(loss_of(linear_of(row), data, client), rel=1e-6)
+        assert joined(run, "loss", "current")[client] == pytest.approx(
+            loss_of(linear_of(row), data, client), rel=1e-6
+        )
 
 
 def test_where_the_others_train_on_peers_read_the_newcomers_and_those_each_other(monkeypatch):
@@ -215,7 +239,14 @@ def test_a_round_is_simultaneous_where_the_others_train_on(kind):
 
     def loss(others, rounds):
         return joined(
-            run_of(kind, evaluate="final", new_clients=[4], new_client_rounds=rounds, new_client_others=others), "loss"
+            run_of(
+                kind,
+                evaluate="final",
+                new_clients=[4],
+                new_client_rounds=rounds,
+                new_client_others=others,
+            ),
+            "loss",
         )[4]
 
     assert loss("training", 1) == loss("frozen", 1)
@@ -231,7 +262,10 @@ def test_where_everybody_reads_everybody_a_round_leaves_one_mean():
             new_client_others="training", new_client_rounds=rounds,
         )  # fmt: skip
         method = METHODS["random"](num_peers=7)
-        return joined(simulate(federation(), method, model=torch.nn.Linear(4, 3), seed=3, settings=chosen), "loss")[4]
+        return joined(
+            simulate(federation(), method, model=torch.nn.Linear(4, 3), seed=3, settings=chosen),
+            "loss",
+        )[4]
 
     assert loss(0) != pytest.approx(loss(1), rel=1e-3)
     assert loss(1) == pytest.approx(loss(2), rel=1e-9)
@@ -244,7 +278,15 @@ def test_optimizers_whose_state_is_kept_keep_it_where_the_others_train_on(kind):
     kept = dataclasses.replace(local, persistent_client_optimizer=True)
     both = [
         joined(
-            run_of(kind, new_client_others="training", participation=0.5, rounds=0, evaluate="final", local=one), "loss"
+            run_of(
+                kind,
+                new_client_others="training",
+                participation=0.5,
+                rounds=0,
+                evaluate="final",
+                local=one,
+            ),
+            "loss",
         )
         for one in (local, kept)
     ]
@@ -256,7 +298,17 @@ def test_clients_that_have_stopped_stay_as_they_are_where_the_others_train_on():
     """With a learning rate of 0 everybody stops at once, and a newcomer finds the same models in either case."""
     local = dataclasses.replace(STEP, lr=1e-12)
     values = [
-        joined(run_of("random", rounds=6, patience=1, new_clients=[4], new_client_others=others, local=local), "loss")
+        joined(
+            run_of(
+                "random",
+                rounds=6,
+                patience=1,
+                new_clients=[4],
+                new_client_others=others,
+                local=local,
+            ),
+            "loss",
+        )
         for others in ("frozen", "training")
     ]
     assert values[0].tolist() == pytest.approx(values[1].tolist(), rel=1e-9)
@@ -264,7 +316,9 @@ def test_clients_that_have_stopped_stay_as_they_are_where_the_others_train_on():
 
 @pytest.mark.parametrize("kind", ["cfl", "fedgwc", "fesem", "sosicfl"])
 def test_a_server_that_has_no_place_for_new_members_is_told_to_stay_frozen(kind):
-    with pytest.raises(ConfigError, match="remembers is of the clients that it knew from the start: use 'frozen'"):
+    with pytest.raises(
+        ConfigError, match="remembers is of the clients that it knew from the start: use 'frozen'"
+    ):
         run_of(kind, new_client_others="training")
 
 
@@ -296,20 +350,30 @@ def test_what_stays_at_home_a_newcomer_has_of_its_own_first_model():
     assert row[12:].tolist() != [3.0, 1.0, 2.0]
     row[12:] = torch.tensor([3.0, 1.0, 2.0])
     for client in NEW:
-        assert joined(run, "loss", "current")[client] == pytest.approx(loss_of(linear_of(row), data, client), rel=1e-6)
+        assert joined(run, "loss", "current")[client] == pytest.approx(
+            loss_of(linear_of(row), data, client), rel=1e-6
+        )
 
 
 def test_what_a_client_alone_learns_does_not_depend_on_the_rounds_of_the_others():
     """Local: a newcomer trains the warm-up and its rounds, whatever the others did before."""
-    first, second = (joined(run_of("local", rounds=rounds, evaluate="final"), "loss") for rounds in (1, 3))
+    first, second = (
+        joined(run_of("local", rounds=rounds, evaluate="final"), "loss") for rounds in (1, 3)
+    )
     assert first.tolist() == second.tolist()
     longer = joined(run_of("local", evaluate="final", new_client_rounds=5), "loss")
     assert (longer < first).all()
 
 
 def test_the_best_round_on_validation_data_is_tested_where_that_is_asked_for():
-    best, last = (run_of("random", evaluate=one, new_client_rounds=6) for one in ("best_val", "final"))
-    kinds = {str(kind) for run in (best, last) for kind in run.metrics.query("split == 'new_clients'")["model"]}
+    best, last = (
+        run_of("random", evaluate=one, new_client_rounds=6) for one in ("best_val", "final")
+    )
+    kinds = {
+        str(kind)
+        for run in (best, last)
+        for kind in run.metrics.query("split == 'new_clients'")["model"]
+    }
     assert kinds == {"best", "current"}
 
 
@@ -324,28 +388,49 @@ def test_a_run_that_is_resumed_has_the_same_bytes(kind, others, tmp_path):
 
     method = METHODS[kind](**OPTIONS.get(kind, {}))
     chosen = settings(rounds=4, checkpoint_seconds=0, new_client_others=others)
-    both = {"model": torch.nn.Linear(4, 3), "settings": chosen, "seed": 3, "folder": tmp_path / "parts"}
+    both = {
+        "model": torch.nn.Linear(4, 3),
+        "settings": chosen,
+        "seed": 3,
+        "folder": tmp_path / "parts",
+    }
     with pytest.raises(KeyboardInterrupt):
         simulate(federation(), method, observer=stop, **both)
     simulate(federation(), method, resume=True, **both)
-    for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors", "models.safetensors"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    for name in (
+        "metrics.parquet",
+        "edges.parquet",
+        "checkpoint.safetensors",
+        "models.safetensors",
+    ):
+        assert (tmp_path / "parts" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes(), name
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"), [(NEW, NEW), (["b", "e"], NEW), ([4], [4]), (0.25, None), (2, None), (["7", "b"], [1, 7])]
+    ("wanted", "found"),
+    [(NEW, NEW), (["b", "e"], NEW), ([4], [4]), (0.25, None), (2, None), (["7", "b"], [1, 7])],
 )
 def test_newcomers_are_a_share_a_number_or_named(wanted, found):
-    parts = [newcomers.parted(federation(), settings(new_clients=wanted), METHODS["local"](), seed) for seed in (3, 3)]
+    parts = [
+        newcomers.parted(federation(), settings(new_clients=wanted), METHODS["local"](), seed)
+        for seed in (3, 3)
+    ]
     ids = [part.ids[part.newcomers].tolist() for part in parts]
     assert ids[0] == ids[1]
     assert ids[0] == found if found is not None else len(ids[0]) == 2
-    assert parts[0].taking.client_names == tuple("abcdefgh"[i] for i in sorted({*range(8)} - {*ids[0]}))
+    assert parts[0].taking.client_names == tuple(
+        "abcdefgh"[i] for i in sorted({*range(8)} - {*ids[0]})
+    )
 
 
 def test_another_seed_draws_others():
     wanted = settings(new_clients=0.5)
-    drawn = {tuple(newcomers.parted(federation(), wanted, METHODS["local"](), seed).ids.tolist()) for seed in range(8)}
+    drawn = {
+        tuple(newcomers.parted(federation(), wanted, METHODS["local"](), seed).ids.tolist())
+        for seed in range(8)
+    }
     assert len(drawn) > 4
 
 
@@ -391,12 +476,18 @@ def test_a_study_shows_them_apart(tmp_path, monkeypatch):
     values = []
     for seed in (0, 1):
         table = pd.read_parquet(study.folder / "fedavg" / f"seed-{seed}" / "metrics.parquet")
-        own = table[(table["split"] == "new_clients") & (table["metric"] == "accuracy") & (table["model"] == "best")]
+        own = table[
+            (table["split"] == "new_clients")
+            & (table["metric"] == "accuracy")
+            & (table["model"] == "best")
+        ]
         assert own["client"].nunique() == 2
         assert not table.loc[table["split"] == "test", "client"].isin(own["client"]).any()
         values.append(own["value"].mean())
     rows = summarize(study.folder)["new_clients"]
-    [row] = [r for r in rows if (r["label"], r["metric"], r["model"]) == ("fedavg", "accuracy", "joined")]
+    [row] = [
+        r for r in rows if (r["label"], r["metric"], r["model"]) == ("fedavg", "accuracy", "joined")
+    ]
     assert row["mean"] == pytest.approx(np.mean(values))
     assert row["std"] == pytest.approx(np.std(values))
     assert (row["clients"], row["rounds"], row["seeds"]) == (2, 1, 2)

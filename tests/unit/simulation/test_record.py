@@ -68,8 +68,12 @@ def test_similarities_are_two_more_columns_where_a_run_asks_for_them():
     again = Record(torch.zeros(4, dtype=torch.int64), similarities=True)
     again.restore(*record.snapshot())
     for one in (record, again):
-        assert one.edges["similarity"].to_numpy() == pytest.approx([0.75, np.nan, np.nan], nan_ok=True)
-        assert one.edges["probability"].to_numpy() == pytest.approx([0.5, 0.25, np.nan], nan_ok=True)
+        assert one.edges["similarity"].to_numpy() == pytest.approx(
+            [0.75, np.nan, np.nan], nan_ok=True
+        )
+        assert one.edges["probability"].to_numpy() == pytest.approx(
+            [0.5, 0.25, np.nan], nan_ok=True
+        )
         assert one.edges["similarity"].dtype == "float32"
     assert again.files() == record.files()
 

@@ -27,7 +27,13 @@ from coterie.studies.run import run_study
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 TRUST = Metric(
-    "trust", "how much a client trusts its peers", "trust in peers", better="higher", unit="%", scale=100.0, digits=1
+    "trust",
+    "how much a client trusts its peers",
+    "trust in peers",
+    better="higher",
+    unit="%",
+    scale=100.0,
+    digits=1,
 )
 
 
@@ -86,7 +92,9 @@ def test_what_is_declared_is_recorded_and_described_in_the_run(study):
     assert {name: stored["trust"][name] for name in ("title", "unit", "better")} == {
         "title": "trust in peers", "unit": "%", "better": "higher"
     }  # fmt: skip
-    assert "metrics" not in json.loads((folder / "Local" / "seed-0" / "provenance.json").read_text())
+    assert "metrics" not in json.loads(
+        (folder / "Local" / "seed-0" / "provenance.json").read_text()
+    )
     last = [step for step in told if step.label == "Careless"][-1]
     assert last.reported["trust"] == pytest.approx(0.045)
 
@@ -134,7 +142,9 @@ def test_trackers_are_told_what_it_is(study):
             self.name = name
 
         def log(self, step, found):
-            values.setdefault(self.name, []).extend(v for k, v in found.items() if k == "train/trust")
+            values.setdefault(self.name, []).extend(
+                v for k, v in found.items() if k == "train/trust"
+            )
 
         def close(self):
             pass
@@ -154,7 +164,9 @@ def test_what_is_not_declared_is_named_once_and_breaks_a_promise():
     """A run goes on; the line says how to declare it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", Undeclared)
-        run = simulate(tiny_federation(), Silent(), model="linear", settings=tiny_settings(rounds=3))
+        run = simulate(
+            tiny_federation(), Silent(), model="linear", settings=tiny_settings(rounds=3)
+        )
     texts = [str(one.message) for one in said if issubclass(one.category, Undeclared)]
     assert [text.split("'")[1] for text in texts] == ["mood", "trust"]
     assert "declare it in `reports` of its class" in texts[0]

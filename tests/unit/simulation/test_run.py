@@ -20,7 +20,12 @@ from coterie.testing import tiny_federation, tiny_settings
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     return simulate(
-        tiny_federation(), Random(num_peers=2), model="linear", settings=tiny_settings(rounds=2), seed=3, folder=folder
+        tiny_federation(),
+        Random(num_peers=2),
+        model="linear",
+        settings=tiny_settings(rounds=2),
+        seed=3,
+        folder=folder,
     )
 
 
@@ -28,7 +33,9 @@ def test_print_tells_method_rounds_the_final_test_metrics_and_the_folder(run):
     last = run.metrics[(run.metrics["split"] == "test") & (run.metrics["round"] == 1)]
     values = last[(last["metric"] == "accuracy") & (last["model"] == "best")]["value"].to_numpy()
     if not len(values):
-        values = last[(last["metric"] == "accuracy") & (last["model"] == "current")]["value"].to_numpy()
+        values = last[(last["metric"] == "accuracy") & (last["model"] == "current")][
+            "value"
+        ].to_numpy()
     assert len(values) == 6
     title, facts = run.facts()
     assert title == "Run of 'random' with seed 3"
@@ -41,7 +48,10 @@ def test_print_tells_method_rounds_the_final_test_metrics_and_the_folder(run):
 
 
 def test_clients_that_diverged_are_counted(run):
-    assert dataclasses.replace(run, diverged=(1, 4), folder=None).facts()[1]["diverged"] == "2 of 6 clients"
+    assert (
+        dataclasses.replace(run, diverged=(1, 4), folder=None).facts()[1]["diverged"]
+        == "2 of 6 clients"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,9 @@ def test_clients_that_diverged_are_counted(run):
 def test_every_argument_of_the_front_door_has_a_name_and_a_type(name):
     """An editor can complete each: no *args, no **options."""
     for parameter in inspect.signature(getattr(coterie, name)).parameters.values():
-        assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL), parameter.name
+        assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL), (
+            parameter.name
+        )
         assert parameter.annotation is not parameter.empty, parameter.name
 
 
@@ -80,7 +92,14 @@ def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
     said = []
     for seed in (4, 5):
         settings = tiny_settings(rounds=1, engine="compiled")
-        simulate(tiny_federation(), Local(), model="linear", settings=settings, seed=seed, notes=said.append)
+        simulate(
+            tiny_federation(),
+            Local(),
+            model="linear",
+            settings=settings,
+            seed=seed,
+            notes=said.append,
+        )
     assert said == [Note("local", 4, "compiling the model (once for this machine)")]
 
 
@@ -89,7 +108,9 @@ NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", 'O\'Hara "B"', "
 
 def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_path):
     federation = dataclasses.replace(tiny_federation(), client_names=NAMES)
-    named = simulate(federation, Local(), model="linear", settings=tiny_settings(rounds=1), folder=tmp_path)
+    named = simulate(
+        federation, Local(), model="linear", settings=tiny_settings(rounds=1), folder=tmp_path
+    )
     assert named.metrics["client"].dtype == "int32"
     by_name = named.metrics_by_name
     for client, name in enumerate(NAMES):
@@ -104,7 +125,9 @@ def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_pa
 def test_names_do_not_change_a_run(run, tmp_path):
     federation = dataclasses.replace(tiny_federation(), client_names=NAMES)
     settings = tiny_settings(rounds=2)
-    named = simulate(federation, Random(num_peers=2), model="linear", settings=settings, seed=3, folder=tmp_path)
+    named = simulate(
+        federation, Random(num_peers=2), model="linear", settings=settings, seed=3, folder=tmp_path
+    )
     for file in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
         assert (tmp_path / file).read_bytes() == (run.folder / file).read_bytes()
     assert "client_names" not in json.loads((run.folder / "provenance.json").read_text("utf-8"))
@@ -118,15 +141,26 @@ def test_clients_without_names_are_numbered(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"federation": (1, 2)}, "federation is (1, 2); expected a Federation, as `from_arrays` makes one"),
-        ({"method": "local"}, "method is 'local'; expected a method, such as METHODS['dac'](num_peers=5)"),
+        (
+            {"federation": (1, 2)},
+            "federation is (1, 2); expected a Federation, as `from_arrays` makes one",
+        ),
+        (
+            {"method": "local"},
+            "method is 'local'; expected a method, such as METHODS['dac'](num_peers=5)",
+        ),
         ({"method": Local}, "method is <class 'coterie.methods.local.Local'>; expected a method"),
         ({"model": 5}, "model is 5; expected a name, an nn.Module, or a function that makes one"),
         ({"settings": {"rounds": 3}}, "settings is {'rounds': 3}; expected Settings(...)"),
     ],
 )
 def test_what_is_of_another_kind_is_refused_at_the_door(change, said):
-    given = {"federation": tiny_federation(), "method": Local(), "model": "linear", "settings": tiny_settings()}
+    given = {
+        "federation": tiny_federation(),
+        "method": Local(),
+        "model": "linear",
+        "settings": tiny_settings(),
+    }
     with pytest.raises(ConfigError, match=re.escape(said)):
         _check_given(**{**given, **change})
 

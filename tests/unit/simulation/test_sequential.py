@@ -44,7 +44,9 @@ def test_everybody_sees_in_waves_what_they_see_one_after_another(case):
     def play(groups):
         board = [str(row) for row in range(len(order))]
         for group in groups:
-            said = {row: f"{row}({','.join(board[other] for other in readings[row])})" for row in group}
+            said = {
+                row: f"{row}({','.join(board[other] for other in readings[row])})" for row in group
+            }
             for row, text in said.items():
                 board[row] = text
         return board
@@ -59,35 +61,54 @@ def test_clients_that_read_nobody_act_in_one_wave():
 
 
 def test_a_chain_of_readers_acts_one_by_one():
-    assert [wave.tolist() for wave in _sequential.waves([0, 1, 2], [[], [0], [1]])] == [[0], [1], [2]]
+    assert [wave.tolist() for wave in _sequential.waves([0, 1, 2], [[], [0], [1]])] == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
 def test_a_run_in_waves_is_a_run_one_by_one(schedule, monkeypatch):
-    settings = tiny_settings(schedule=schedule, init="per_client", local=LocalTraining(lr=0.01), rounds=4, patience=2)
+    settings = tiny_settings(
+        schedule=schedule, init="per_client", local=LocalTraining(lr=0.01), rounds=4, patience=2
+    )
 
     def run():
         return simulate(tiny_federation(), Random(2), model="linear", settings=settings, seed=3)
 
     in_waves = run()
-    monkeypatch.setattr(_sequential, "waves", lambda order, _: [torch.tensor([row]) for row in order])
+    monkeypatch.setattr(
+        _sequential, "waves", lambda order, _: [torch.tensor([row]) for row in order]
+    )
     one_by_one = run()
     assert torch.allclose(in_waves.params, one_by_one.params, rtol=1e-12, atol=0)
     assert in_waves.edges.equals(one_by_one.edges)
-    assert (in_waves.metrics[["round", "client", "metric"]] == one_by_one.metrics[["round", "client", "metric"]]).all(
-        axis=None
-    )
+    assert (
+        in_waves.metrics[["round", "client", "metric"]]
+        == one_by_one.metrics[["round", "client", "metric"]]
+    ).all(axis=None)
 
 
 def test_the_order_is_drawn_anew_in_every_round():
     """With lr = 0 and everyone reading everyone, three rounds of means taken one after another, by hand."""
     federation, number = tiny_federation(), 3
     settings = tiny_settings(
-        schedule="sequential", init="per_client", local=LocalTraining(lr=0.0), rounds=number, evaluate="final"
+        schedule="sequential",
+        init="per_client",
+        local=LocalTraining(lr=0.0),
+        rounds=number,
+        evaluate="final",
     )
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
-    live = Task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client").init(Rng(1)).clone()
-    orders = [Rng(1).at(index).generator("order").permutation(6).tolist() for index in range(number)]
+    live = (
+        Task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client")
+        .init(Rng(1))
+        .clone()
+    )
+    orders = [
+        Rng(1).at(index).generator("order").permutation(6).tolist() for index in range(number)
+    ]
     assert len(set(map(tuple, orders))) == number
     for client in chain.from_iterable(orders):
         live[client] = live.mean(0)
@@ -137,12 +158,16 @@ class Plain:
         mine = (self.data.split[client] == 0).numpy()
         x, y = self.data.x[client].numpy()[mine], self.data.y[client].numpy()[mine]
         scores = x @ model[:12].reshape(3, 4).T + model[12:]
-        return float(np.mean([np.log(np.exp(row - row[k]).sum()) for row, k in zip(scores, y, strict=True)]))
+        return float(
+            np.mean([np.log(np.exp(row - row[k]).sum()) for row, k in zip(scores, y, strict=True)])
+        )
 
     def drawn(self, client, index, count, allowed, purpose):
         """The client draws members that it may choose, all with the same probability."""
         noise = Rng(SEED).at(index).pairs(purpose, torch.tensor([client]), CLIENTS)[0].tolist()
-        return sorted((j for j in range(CLIENTS) if j in allowed and j != client), key=lambda j: noise[j])[:count]
+        return sorted(
+            (j for j in range(CLIENTS) if j in allowed and j != client), key=lambda j: noise[j]
+        )[:count]
 
     def merge(self, client, peers):
         """All have as many samples."""
@@ -176,13 +201,19 @@ def split_in_two(scores, start):
     if not members or len(members) == len(scores):
         return None
     for _ in range(100):
-        parts = [[s for j, s in scores.items() if (j in members) == inside] for inside in (True, False)]
+        parts = [
+            [s for j, s in scores.items() if (j in members) == inside] for inside in (True, False)
+        ]
         if not all(parts):
             break
 
         def log(s, part):
             deviation = max(float(np.std(part)), floor)
-            return np.log(len(part) / len(scores)) - np.log(deviation) - ((s - np.mean(part)) / deviation) ** 2 / 2
+            return (
+                np.log(len(part) / len(scores))
+                - np.log(deviation)
+                - ((s - np.mean(part)) / deviation) ** 2 / 2
+            )
 
         new = {j for j, s in scores.items() if log(s, parts[0]) > log(s, parts[1])}
         if new == members:
@@ -216,7 +247,8 @@ class PlainPanm(Plain):
         if number <= m.stage_one_rounds:
             seen = [*bag, *self.drawn(client, index, m.num_candidates, outside, "candidates")]
             scores = {j: self.score(client, j) for j in seen}
-            neighbors = sorted(seen, key=lambda j: (-scores[j], j))[: m.num_peers]  # ties go to the lowest id
+            # ties go to the lowest id
+            neighbors = sorted(seen, key=lambda j: (-scores[j], j))[: m.num_peers]
             self.bags[client] = set(neighbors)
         else:
             if number % m.interval == 0:
@@ -235,7 +267,8 @@ class PlainPanm(Plain):
 def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, order):
     """Models and bags of eight clients through both stages, with two corrections of the bag.
 
-    With one candidate a client averages, in a correction, with members of the bag that it did not score.
+    With one candidate a client averages, in a correction, with members of the bag that it did not
+    score.
     """
     method = kind(num_peers=2, num_candidates=candidates, stage_one_rounds=3, interval=2)
     loop = started(method, schedule=schedule, order=order)
@@ -243,7 +276,9 @@ def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, or
     for index in range(7):
         plain.round(index)
         loop.step()
-        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
+        )
         bags = [set(row.nonzero().flatten().tolist()) for row in loop.state.memory.bag]
         assert bags == plain.bags
         sizes |= {len(bag) for bag in bags}
@@ -278,7 +313,9 @@ def test_what_earlier_peers_measured_is_the_newest_that_they_know(schedule):
     for index in range(3):
         plain.round(index)
         loop.step()
-        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
+        )
         memory = loop.state.memory
         for client in range(CLIENTS):
             mine, told = plain.measured[client], plain.told[client]
@@ -301,20 +338,30 @@ def test_a_run_of_two_exchanges_goes_on_to_the_same_bytes(schedule, tmp_path):
     def run(folder, rounds, *, resume=False):
         changed = dataclasses.replace(settings, rounds=rounds)
         return simulate(
-            tiny_federation(CLIENTS), method, model="linear", settings=changed, seed=1, folder=folder, resume=resume
+            tiny_federation(CLIENTS),
+            method,
+            model="linear",
+            settings=changed,
+            seed=1,
+            folder=folder,
+            resume=resume,
         )
 
     whole = run(tmp_path / "whole", 7)
     for rounds in (2, 5, 7):
         run(tmp_path / "parts", rounds, resume=rounds > 2)
-    trained = whole.metrics.loc[((whole.metrics["split"] == "train") & (whole.metrics["metric"] == "loss")).to_numpy()]
+    trained = whole.metrics.loc[
+        ((whole.metrics["split"] == "train") & (whole.metrics["metric"] == "loss")).to_numpy()
+    ]
     assert 0 < int((trained["round"] == 6).sum()) < CLIENTS, "some stopped, and not all"
     for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_answers_to_a_question_of_the_same_round_cannot_have_been_published():
-    with pytest.raises(ConfigError, match="schedule = 'sequential': dac with loss_direction = 'push' is answered"):
+    with pytest.raises(
+        ConfigError, match="schedule = 'sequential': dac with loss_direction = 'push' is answered"
+    ):
         started(Dac(loss_direction="push"), schedule="sequential")
 
 
@@ -365,7 +412,10 @@ class Told(Silent):
     [
         (Silent(2), "silent makes 2 exchanges a round, and its `messages` does not say"),
         (Short(2), "short makes 2 exchanges a round, and its `messages` returns 1"),
-        (Wrong(2), r"exchange 0 of a round publishes models of 0 numbers with nothing; by `messages` it is models of"),
+        (
+            Wrong(2),
+            r"exchange 0 of a round publishes models of 0 numbers with nothing; by `messages` it is models of",
+        ),
     ],
 )
 def test_a_method_says_what_it_publishes_in_each_exchange(method, said):
@@ -375,7 +425,9 @@ def test_a_method_says_what_it_publishes_in_each_exchange(method, said):
 
 def test_an_exchange_that_asks_nobody_changes_nothing():
     """Two exchanges, of which the first is empty, are run in waves like the second alone."""
-    loops = [started(method, schedule="sequential", init="shared") for method in (Told(2), Random(2))]
+    loops = [
+        started(method, schedule="sequential", init="shared") for method in (Told(2), Random(2))
+    ]
     for loop in loops:
         loop.step()
         loop.step()
@@ -387,11 +439,15 @@ def test_training_comes_first_where_it_is_asked_for(schedule):
     """Everyone reads everyone, by hand; what is judged are the models before the exchange that ends a round."""
     loop = started(Random(CLIENTS - 1), schedule=schedule, order="train_first", init="shared")
     plain = Plain(loop)
-    plain.exchange = lambda client, index: plain.merge(client, [j for j in range(CLIENTS) if j != client])
+    plain.exchange = lambda client, index: plain.merge(
+        client, [j for j in range(CLIENTS) if j != client]
+    )
     for index in range(2):
         plain.round(index)
         loop.step()
-        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
+        )
     if schedule == "sequential":
         last = Rng(SEED).at(1).generator("order").permutation(CLIENTS).tolist()[-1]
         merged = torch.from_numpy(plain.models[last])[None]

@@ -34,7 +34,10 @@ def normalized() -> nn.Module:
 
 
 def started(
-    method: Method = EVERYBODY, model: Any = "linear", federation: Federation | None = None, **settings: Any
+    method: Method = EVERYBODY,
+    model: Any = "linear",
+    federation: Federation | None = None,
+    **settings: Any,
 ) -> Loop:
     """A run after its warm-up, which is none unless it is asked for."""
     federation = federation or tiny_federation()
@@ -67,7 +70,9 @@ def test_first_models_are_one_or_each_clients_own_or_given():
     own = torch.cat([part.detach().flatten() for part in (module.weight, module.bias)])
     assert torch.equal(first["given"], own.expand(6, -1))
     assert not torch.isclose(first["shared"], own).any()
-    alone = Task(tiny_federation().host([4]), "linear", init="per_client", dtype=torch.float64).init(Rng(3))
+    alone = Task(
+        tiny_federation().host([4]), "linear", init="per_client", dtype=torch.float64
+    ).init(Rng(3))
     assert torch.equal(alone[0], first["per_client"][4])
 
 
@@ -82,10 +87,14 @@ def test_first_models_are_one_or_each_clients_own_or_given():
         (PanmLoss(num_peers=5, num_candidates=5), "exchange_first", False),
     ],
 )
-def test_models_are_merged_before_or_after_they_are_trained(method: Method, order: Any, training_comes_first: bool):
+def test_models_are_merged_before_or_after_they_are_trained(
+    method: Method, order: Any, training_comes_first: bool
+):
     """Two rounds of a mean of all; where training comes first there is no warm-up."""
     loop = started(method, order=order, init="per_client", warmup_epochs=1)
-    params = Task(tiny_federation().host(range(6)), "linear", init="per_client", dtype=torch.float64).init(Rng(3))
+    params = Task(
+        tiny_federation().host(range(6)), "linear", init="per_client", dtype=torch.float64
+    ).init(Rng(3))
     if not training_comes_first:
         params = trained(loop, params, -1)
     for index in range(2):
@@ -122,10 +131,14 @@ def test_clients_act_at_once_or_one_after_another(schedule: str):
 @pytest.mark.option("Settings.stopped_broadcast", "best", "last")
 @pytest.mark.parametrize("schedule", ["synchronous", "sequential_exchange"])
 @pytest.mark.parametrize("broadcast", ["best", "last"])
-def test_a_stopped_client_goes_on_publishing_its_best_or_its_last_model(broadcast: str, schedule: str):
+def test_a_stopped_client_goes_on_publishing_its_best_or_its_last_model(
+    broadcast: str, schedule: str
+):
     """Steps that are too long: some clients stop before others, which read them in the next rounds."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=3.0)
-    loop = started(local=local, rounds=30, patience=2, stopped_broadcast=broadcast, schedule=schedule)
+    loop = started(
+        local=local, rounds=30, patience=2, stopped_broadcast=broadcast, schedule=schedule
+    )
     best, least = loop.state.params.clone(), loop.validation["loss"].clone()
     checked = 0
     while not loop.finished:
@@ -137,8 +150,14 @@ def test_a_stopped_client_goes_on_publishing_its_best_or_its_last_model(broadcas
             order = Rng(3).at(index).generator("order").permutation(len(active)).tolist()
             for client in [active[row] for row in order] if schedule != "synchronous" else ():
                 shown[client] = shown.mean(0)
-            merged = shown[active] if schedule != "synchronous" else shown.mean(0).expand(len(active), -1)
-            torch.testing.assert_close(loop.state.params[active], trained(loop, merged, index, active))
+            merged = (
+                shown[active]
+                if schedule != "synchronous"
+                else shown.mean(0).expand(len(active), -1)
+            )
+            torch.testing.assert_close(
+                loop.state.params[active], trained(loop, merged, index, active)
+            )
             assert torch.equal(loop.state.params[stopped], before[stopped])
             assert not torch.allclose(best[stopped], before[stopped]), "otherwise both would be one"
             checked += 1
@@ -198,7 +217,9 @@ def test_numbers_have_the_asked_precision():
             x, y = federation.x[client, :12].numpy(), np.eye(3)[federation.y[client, :12]]
             scores = np.exp(x @ start[client, :12].reshape(3, 4).T + start[client, 12:])
             gradient = (scores / scores.sum(1, keepdims=True) - y) / 12
-            expected = start[client] - 0.5 * np.concatenate([(gradient.T @ x).ravel(), gradient.sum(0)])
+            expected = start[client] - 0.5 * np.concatenate(
+                [(gradient.T @ x).ravel(), gradient.sum(0)]
+            )
             gaps.append(np.abs(loop.state.params[client].double().numpy() - expected).max())
         assert max(gaps) < (1e-14 if dtype == "float64" else 1e-6)
         assert max(gaps) > (0 if dtype == "float64" else 1e-9)
@@ -216,15 +237,23 @@ def refused(**settings: Any) -> bool:
 @pytest.mark.option("Settings.precision", "full", "tf32", "bf16")
 def test_products_have_the_asked_precision():
     """Outputs at the first step: those of inputs and weights that were rounded to 8 bits, or not; no TF32 on a CPU."""
-    assert [refused(precision=precision) for precision in ("full", "tf32", "bf16")] == [False, True, False]
+    assert [refused(precision=precision) for precision in ("full", "tf32", "bf16")] == [
+        False,
+        True,
+        False,
+    ]
     federation = tiny_federation()
     start = make_task(federation, Local(), "linear", Settings()).init(Rng(3))[0]
     x, y = federation.x[0, :12].float(), federation.y[0, :12]
     local = LocalTraining(batch_size=12, optimizer="sgd")
     for precision in ("full", "bf16"):
         rounded = (lambda value: value.bfloat16()) if precision == "bf16" else (lambda value: value)
-        outputs = functional.linear(rounded(x), rounded(start[:12].reshape(3, 4)), rounded(start[12:])).float()
-        task = make_task(federation, Local(), "linear", Settings(precision=precision, engine="loop"))
+        outputs = functional.linear(
+            rounded(x), rounded(start[:12].reshape(3, 4)), rounded(start[12:])
+        ).float()
+        task = make_task(
+            federation, Local(), "linear", Settings(precision=precision, engine="loop")
+        )
         _, info = task.train(task.init(Rng(3)), Rng(3).at(0), local)
         expected = float(functional.cross_entropy(outputs, y))
         assert float(info["losses"][0, 0]) == pytest.approx(expected, abs=1e-6)
@@ -252,13 +281,21 @@ def test_a_run_trains_with_the_engine_that_it_names():
             settings = Settings(engine=name, rounds=rounds)
             assert make_task(tiny_federation(), Local(), "linear", settings).engine.name == name
     for rounds, name in ((1, "vmap"), (10**6, "compiled")):
-        assert make_task(tiny_federation(), Local(), "linear", Settings(rounds=rounds)).engine.name == name
+        assert (
+            make_task(tiny_federation(), Local(), "linear", Settings(rounds=rounds)).engine.name
+            == name
+        )
     with pytest.warns(UserWarning, match="the loop engine is used: Decides"):
-        assert make_task(tiny_federation(), Local(), lambda: Decides(4, 3), Settings()).engine.name == "loop"
+        assert (
+            make_task(tiny_federation(), Local(), lambda: Decides(4, 3), Settings()).engine.name
+            == "loop"
+        )
 
 
 @pytest.mark.parametrize(("warmup", "samples"), [(None, 12), (0, 0), (2, 24)])
 def test_the_warm_up_is_counted_in_epochs_where_it_is_given(warmup: int | None, samples: int):
     """Rounds of three steps (5, 5 and 2 samples), and a warm-up of as many, of none, or of two passes over twelve."""
-    loop = started(local=LocalTraining(steps=3, batch_size=5, optimizer="sgd", lr=0.1), warmup_epochs=warmup)
+    loop = started(
+        local=LocalTraining(steps=3, batch_size=5, optimizer="sgd", lr=0.1), warmup_epochs=warmup
+    )
     assert loop.train_samples == 6 * samples

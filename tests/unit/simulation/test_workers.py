@@ -147,7 +147,11 @@ def test_ctrl_c_while_workers_import_is_heard_by_the_main_process_alone(tmp_path
     """Two workers are in the middle of an import when the signal reaches them: they go on until their parent says."""
     (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
     process = subprocess.Popen(
-        [sys.executable, "slow.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "slow.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         until = time.monotonic() + 60

@@ -40,7 +40,9 @@ def source(name):
 
     def part(size):
         users = {"user_id": torch.arange(size) % USERS}
-        return Samples(torch.zeros(size, *shape, dtype=torch.uint8), torch.arange(size) % classes, users)
+        return Samples(
+            torch.zeros(size, *shape, dtype=torch.uint8), torch.arange(size) % classes, users
+        )
 
     return Source(name, part(2000), part(600), classes)
 
@@ -53,16 +55,24 @@ def test_a_study_can_start(name):
     if "hospital" in name or "heart" in name:  # bundled, and small
         federation = build_federation(data, 0)
     else:
-        data = replace(data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None)
+        data = replace(
+            data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None
+        )
         federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
         assert len(federation) == (study.data.num_clients or USERS)
     if study.paper is not None:
-        published = {p.cluster for p in numbers.published(study.paper) if p.metric in ("accuracy", "mse")}
-        planted = federation.truth.names if federation.truth is not None else ()  # natural users are of no cluster
+        published = {
+            p.cluster for p in numbers.published(study.paper) if p.metric in ("accuracy", "mse")
+        }
+        # natural users are of no cluster
+        planted = federation.truth.names if federation.truth is not None else ()
         assert published - {"all", "clusters"} <= set(planted)
     entry = study.methods[0]
-    if not study.model.kind.startswith(("resnet", "mobilenet", "squeezenet")):  # torchvision, and files with weights
-        make_task(federation, entry.method, study.model.kind, replace(entry.settings, engine="loop"))
+    # torchvision, and files with weights
+    if not study.model.kind.startswith(("resnet", "mobilenet", "squeezenet")):
+        make_task(
+            federation, entry.method, study.model.kind, replace(entry.settings, engine="loop")
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,8 +89,12 @@ def test_a_study_says_what_it_is(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if config.load(name).sweep])
 def test_a_sweep_changes_something_at_every_point(name):
     studies = expand(config.load(name))
-    points = {config.digest(study.only(entry.label, 0)) for study in studies for entry in study.methods}
-    assert len(points) == sum(len(study.methods) for study in studies) > len(config.load(name).methods)
+    points = {
+        config.digest(study.only(entry.label, 0)) for study in studies for entry in study.methods
+    }
+    assert (
+        len(points) == sum(len(study.methods) for study in studies) > len(config.load(name).methods)
+    )
 
 
 def test_every_published_experiment_has_its_study():
@@ -98,7 +112,9 @@ def test_the_synthetic_study_is_made_at_full_size():
 
 def test_pretrained_weights_that_are_not_there_are_asked_for(monkeypatch):
     monkeypatch.delenv("COTERIE_RESNET18", raising=False)
-    with pytest.raises(ModelError, match="COTERIE_RESNET18 is not set; expected a safetensors file"):
+    with pytest.raises(
+        ModelError, match="COTERIE_RESNET18 is not set; expected a safetensors file"
+    ):
         build("resnet-18-pretrained", (3, 32, 32), 100)
 
 
@@ -109,7 +125,10 @@ def test_the_studies_of_hospitals_have_them_by_name(name):
     federation = build_federation(study.data, 0)
     assert federation.client_names == ("cleveland", "hungary", "long-beach-va", "switzerland")
     assert federation.truth is None
-    assert (study.data.folds, len(study.seeds)) == {"four-hospitals": (5, 25), "flamby-heart-disease": (None, 5)}[name]
+    assert (study.data.folds, len(study.seeds)) == {
+        "four-hospitals": (5, 25),
+        "flamby-heart-disease": (None, 5),
+    }[name]
     assert {"local", "pooled"} < {entry.kind for entry in study.methods}
 
 

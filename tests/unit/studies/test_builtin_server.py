@@ -58,7 +58,12 @@ def test_there_is_a_study_for_every_table():
     assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 3
 
 
-SWEEPS = {"fedgwc/beta": 5, "sosicfl/regions": 1 + 16, "sosicfl/late-start": 1 + 3, "sosicfl/calibration": 1 + 8}
+SWEEPS = {
+    "fedgwc/beta": 5,
+    "sosicfl/regions": 1 + 16,
+    "sosicfl/late-start": 1 + 3,
+    "sosicfl/calibration": 1 + 8,
+}
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -84,8 +89,13 @@ def test_guesses_are_marked(name: str):
     assert "maxima" in study.settings.extra_metrics
     assert ("clusters" in study.settings.extra_metrics) == name.startswith("fedgwc/")
     labels = {entry.label for entry in study.methods}
-    wanted = {"FedGWC", "FedGWC paper", "FedGWC released"} if name.startswith("fedgwc") else {"FedAvg", "SosicFL"}
-    if name == "fedgwc/cifar100-cluster-methods":  # presets are compared by the study that it extends
+    wanted = (
+        {"FedGWC", "FedGWC paper", "FedGWC released"}
+        if name.startswith("fedgwc")
+        else {"FedAvg", "SosicFL"}
+    )
+    # presets are compared by the study that it extends
+    if name == "fedgwc/cifar100-cluster-methods":
         wanted = {"FedGWC paper", "FedAvg"}
     assert wanted <= labels
 
@@ -106,8 +116,11 @@ def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
     found = set(overall.loc[overall["metric"] == "global_accuracy", "label"])
     assert found == {"fedavg", "fedgwc", "sosicfl-plus"}
     total = {row["label"]: row["client_rounds"] for row in study.summary["participation"]}
-    assert total == {"random": 10, "fedavg": 10, "fedgwc": 10, "sosicfl-plus": 10}  # 5 of 10 clients, two rounds
-    timed = {(row["label"], row["base"], row["metric"]) for row in study.summary["time_to_accuracy"]}
+    # 5 of 10 clients, two rounds
+    assert total == {"random": 10, "fedavg": 10, "fedgwc": 10, "sosicfl-plus": 10}
+    timed = {
+        (row["label"], row["base"], row["metric"]) for row in study.summary["time_to_accuracy"]
+    }
     assert timed == {(one, "fedavg", "accuracy") for one in ("random", "fedgwc")} | {
         ("fedgwc", "fedavg", "global_accuracy")
     }

@@ -54,8 +54,16 @@ def error_of(text: str, *changes: str) -> str:
 
 def test_a_study_file_becomes_settings_methods_and_seeds():
     study = read()
-    assert (study.name, study.seeds, study.settings.rounds, study.settings.patience) == ("small", (0, 1), 4, 7)
-    assert [(entry.label, entry.kind) for entry in study.methods] == [("Gossip", "random"), ("local", "local")]
+    assert (study.name, study.seeds, study.settings.rounds, study.settings.patience) == (
+        "small",
+        (0, 1),
+        4,
+        7,
+    )
+    assert [(entry.label, entry.kind) for entry in study.methods] == [
+        ("Gossip", "random"),
+        ("local", "local"),
+    ]
     assert study.methods[0].method == METHODS["random"](num_peers=3)
 
 
@@ -76,7 +84,9 @@ def test_a_method_may_override_a_setting_of_the_study():
     assert (local.settings.evaluate, local.settings.patience) == ("best_val", 7)
 
 
-@pytest.mark.parametrize("changes", [(), ("methods.Gossip.patience=none",), ("scale=0.5",), ("seeds=5",)])
+@pytest.mark.parametrize(
+    "changes", [(), ("methods.Gossip.patience=none",), ("scale=0.5",), ("seeds=5",)]
+)
 def test_what_is_written_reads_back_as_the_same_study(changes):
     study = read(*changes)
     assert config.loads(config.dumps(study)) == study
@@ -117,7 +127,10 @@ def test_every_built_in_study_reads_back_as_itself(name):
         ("local.lr='0.1'", "lr is '0.1'; expected a number"),
         ("rounds=-1", "rounds is -1; expected a whole number, 0 or more"),
         ("evaluate=best", "evaluate is 'best'; expected 'best_val' or 'final'"),
-        ("seeds=[]", "seeds is []; expected a list of whole numbers, each 0 or more, 1 or more of them"),
+        (
+            "seeds=[]",
+            "seeds is []; expected a list of whole numbers, each 0 or more, 1 or more of them",
+        ),
         ("seeds=[1, 1]", "expected each seed once"),
         ("seeds=[-1]", "seeds is [-1]; expected a list of whole numbers, each 0 or more"),
         ("name='../up'", "name is '../up'"),
@@ -162,12 +175,18 @@ def test_a_file_without_a_name_is_called_like_the_file(tmp_path):
 def test_set_reaches_a_method_by_label_or_else_all_of_a_kind():
     by_label = read("methods.gossip.num_peers=1").methods[0]
     by_kind = read("methods.random.num_peers=2").methods[0]
-    assert (by_label.method, by_kind.method) == (METHODS["random"](num_peers=1), METHODS["random"](num_peers=2))
+    assert (by_label.method, by_kind.method) == (
+        METHODS["random"](num_peers=1),
+        METHODS["random"](num_peers=2),
+    )
 
 
 def test_a_kind_written_as_it_is_reaches_all_of_it_though_a_label_differs_by_case_only():
     """`methods.dac` is not the one that is labeled DAC alone."""
-    text = STUDY + '\n[[methods]]\nkind = "dac"\nlabel = "DAC"\n[[methods]]\nkind = "dac"\nlabel = "warm"\n'
+    text = (
+        STUDY
+        + '\n[[methods]]\nkind = "dac"\nlabel = "DAC"\n[[methods]]\nkind = "dac"\nlabel = "warm"\n'
+    )
     for name, reached in (("dac", [7, 7]), ("DAC", [7, 30]), ("Dac", [7, 30]), ("warm", [30, 7])):
         study = config.loads(text, overrides=[f"methods.{name}.tau=7"])
         assert [entry.method.tau for entry in study.methods if entry.kind == "dac"] == reached, name
@@ -175,7 +194,10 @@ def test_a_kind_written_as_it_is_reaches_all_of_it_though_a_label_differs_by_cas
 
 def test_set_takes_tables_lists_and_quoted_names():
     study = read(
-        'data.shift=[{kind="rotation", degrees=[0, 180]}]', 'methods."Gossip".label="A b"', "seeds=[3, 4]", "local.lr=1"
+        'data.shift=[{kind="rotation", degrees=[0, 180]}]',
+        'methods."Gossip".label="A b"',
+        "seeds=[3, 4]",
+        "local.lr=1",
     )
     assert [*study.data.shift[0]["degrees"]] == [0, 180]
     assert (study.methods[0].label, study.seeds, study.settings.local.lr) == ("A b", (3, 4), 1.0)
@@ -184,7 +206,10 @@ def test_set_takes_tables_lists_and_quoted_names():
 def test_the_hash_is_that_of_what_decides_the_results():
     """Names and what only changes the speed are left out; everything else is in."""
     base = config.digest(read())
-    assert config.digest(read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1")) == base
+    assert (
+        config.digest(read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1"))
+        == base
+    )
     for change in (
         "rounds=5",
         "local.lr=0.02",
@@ -248,7 +273,12 @@ def labels(study):
 def test_a_file_that_extends_another_says_only_what_differs(extended):
     study = extended('rounds = 9\nlocal.batch_size = 16\ndata.dataset = ["digits", "digits"]')
     settings = study.settings
-    assert (study.name, settings.rounds, settings.local.batch_size, settings.local.lr) == ("mine", 9, 16, 0.01)
+    assert (study.name, settings.rounds, settings.local.batch_size, settings.local.lr) == (
+        "mine",
+        9,
+        16,
+        0.01,
+    )
     assert study.data.dataset == ("digits", "digits")
     assert (study.seeds, settings.patience, study.data.num_clients) == ((0, 1), 7, 4)
     assert [entry.method for entry in study.methods] == [entry.method for entry in read().methods]
@@ -263,7 +293,11 @@ def test_set_wins_over_a_file_that_extends_and_what_is_stored_extends_nothing(ex
 
 @pytest.mark.parametrize(
     "text",
-    ["[[methods]]\nlabel = 'gossip'\nnum_peers = 1", "methods.Gossip.num_peers = 1", "[methods.random]\nnum_peers = 1"],
+    [
+        "[[methods]]\nlabel = 'gossip'\nnum_peers = 1",
+        "methods.Gossip.num_peers = 1",
+        "[methods.random]\nnum_peers = 1",
+    ],
 )
 def test_a_method_that_is_there_is_changed(extended, text):
     assert extended(text) == replace(read("methods.Gossip.num_peers=1"), name="mine")
@@ -277,8 +311,13 @@ def test_a_method_that_is_not_there_is_added_and_use_methods_chooses_and_orders(
 
 def test_an_assignment_too_chooses_methods_and_the_file_need_not_extend_another():
     assert labels(read('use_methods=["local"]')) == ["local"]
-    assert labels(config.loads('use_methods = ["local", "random"]\n' + STUDY)) == ["local", "Gossip"]
-    with pytest.raises(ConfigError, match="unknown method of this study 'Gosip'; did you mean 'Gossip'"):
+    assert labels(config.loads('use_methods = ["local", "random"]\n' + STUDY)) == [
+        "local",
+        "Gossip",
+    ]
+    with pytest.raises(
+        ConfigError, match="unknown method of this study 'Gosip'; did you mean 'Gossip'"
+    ):
         read('use_methods=["Gosip"]')
 
 
@@ -293,7 +332,9 @@ def test_what_is_unset_has_its_default_again(extended):
 def test_a_chain_is_followed_and_paths_are_relative_to_the_file_that_says_them(tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "base.toml").write_text(STUDY)
-    (tmp_path / "far/middle.toml").write_text('extends = "../base.toml"\nrounds = 5\nlocal.epochs = 3')
+    (tmp_path / "far/middle.toml").write_text(
+        'extends = "../base.toml"\nrounds = 5\nlocal.epochs = 3'
+    )
     (tmp_path / "mine.toml").write_text('extends = "far/middle.toml"\nrounds = 6')
     settings = config.load(tmp_path / "mine.toml").settings
     assert (settings.rounds, settings.local.epochs, settings.local.lr) == (6, 3, 0.01)
@@ -303,20 +344,31 @@ def test_a_chain_is_followed_and_paths_are_relative_to_the_file_that_says_them(t
 def test_a_circle_is_refused(tmp_path):
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')
-    with pytest.raises(ConfigError, match=r"extends itself: a\.toml extends b\.toml extends a\.toml$"):
+    with pytest.raises(
+        ConfigError, match=r"extends itself: a\.toml extends b\.toml extends a\.toml$"
+    ):
         config.load(tmp_path / "a.toml")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("methods.Gosip.num_peers = 1", "unknown method of this study 'Gosip'; did you mean 'Gossip'?"),
+        (
+            "methods.Gosip.num_peers = 1",
+            "unknown method of this study 'Gosip'; did you mean 'Gossip'?",
+        ),
         ("[[methods]]\nlabel = 'Gosip'", "unknown method 'Gosip'; did you mean 'Gossip'?"),
         ("methods = 3", "methods is 3; expected [[methods]] tables, each with a kind"),
         ("use_methods = ['Gosip']", "did you mean 'Gossip'?"),
         ("use_methods = 'Gossip'", "use_methods is 'Gossip'; expected a list of names"),
-        ("unset = ['stoping.patience']", "unset stoping.patience: unknown key 'stoping'; did you mean 'stopping'?"),
-        ("unset = ['methods.Gossip.num_peer']", "unknown key 'num_peer'; did you mean 'num_peers'?"),
+        (
+            "unset = ['stoping.patience']",
+            "unset stoping.patience: unknown key 'stoping'; did you mean 'stopping'?",
+        ),
+        (
+            "unset = ['methods.Gossip.num_peer']",
+            "unknown key 'num_peer'; did you mean 'num_peers'?",
+        ),
         ("unset = ['rounds.more']", "unset rounds.more: rounds is 4; expected a table"),
         ("rnds = 3", "unknown setting 'rnds'"),
     ],
@@ -329,7 +381,10 @@ def test_a_mistake_in_a_file_that_extends_is_one_line(extended, text, said):
 
 
 def test_a_parent_that_is_not_there_is_named_with_the_file_that_wants_it(extended):
-    for source, said in [("dac/_bas", "did you mean 'dac/_base'"), ("no.toml", r"no study file .*no\.toml")]:
+    for source, said in [
+        ("dac/_bas", "did you mean 'dac/_base'"),
+        ("no.toml", r"no study file .*no\.toml"),
+    ]:
         with pytest.raises(ConfigError, match=rf"mine\.toml: .*{said}"):
             extended("", source=source)
     with pytest.raises(ConfigError, match="extends is 3; expected the name of a study"):
@@ -347,7 +402,9 @@ def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, mon
     """What is here comes first; what lies beside the file gets its whole path, so that a resumed run finds it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "far").mkdir()
-    data = '[data]\ndataset = "table"\noptions = { path = "t.csv", target = "y", test = "held.csv" }\n'
+    data = (
+        '[data]\ndataset = "table"\noptions = { path = "t.csv", target = "y", test = "held.csv" }\n'
+    )
     (tmp_path / "far/base.toml").write_text(data + '[[methods]]\nkind = "local"\n')
     (tmp_path / "mine.toml").write_text('extends = "far/base.toml"\n')
     (tmp_path / "far/t.csv").write_text("y\n")
@@ -361,7 +418,8 @@ def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, mon
 @pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])
 def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
     study = config.loads(
-        STUDY.replace('label = "Gossip"', f'label = "{label}"'), overrides=[f'methods."{label}".num_peers=1']
+        STUDY.replace('label = "Gossip"', f'label = "{label}"'),
+        overrides=[f'methods."{label}".num_peers=1'],
     )
     assert study.entry(label).method.num_peers == 1
     assert config.loads(config.dumps(study)) == study
@@ -372,7 +430,21 @@ def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
 
 @pytest.mark.parametrize(
     "label",
-    ["..", ".a", "a.", "a ", " a", "a/b", "a\\\\b", "a\\u0007b", "_a", "a" * 201, "ä" * 101, "Config.toml", "B2SUMS"],
+    [
+        "..",
+        ".a",
+        "a.",
+        "a ",
+        " a",
+        "a/b",
+        "a\\\\b",
+        "a\\u0007b",
+        "_a",
+        "a" * 201,
+        "ä" * 101,
+        "Config.toml",
+        "B2SUMS",
+    ],
 )
 def test_a_label_that_is_no_good_folder_is_refused(label):
     assert "label is " in error_of(STUDY.replace('label = "Gossip"', f'label = "{label}"'))
@@ -392,7 +464,9 @@ def test_a_study_made_in_python_obeys_the_same_rules():
     assert make_study([METHODS["local"]()], seeds=2).seeds == (0, 1)
 
 
-@pytest.mark.parametrize("change", ["seeds=99999999999999999999", "seeds=20000", "seeds=0", "seeds=-3"])
+@pytest.mark.parametrize(
+    "change", ["seeds=99999999999999999999", "seeds=20000", "seeds=0", "seeds=-3"]
+)
 def test_a_number_of_seeds_that_nobody_means_is_refused(change):
     assert "expected a number of seeds, 1 to 10000, or a list of seeds" in error_of(STUDY, change)
 
@@ -403,7 +477,9 @@ def test_numbers_that_no_machine_counts_to_are_refused(change):
 
 
 def test_a_text_in_a_setting_may_be_of_any_script():
-    assert config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
+    assert (
+        config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
+    )
 
 
 OWN = """

@@ -31,7 +31,9 @@ def images():
     x = torch.arange(3 * 5 * 64).remainder(251).to(torch.uint8).reshape(3, 5, 1, 8, 8)
     y = torch.tensor([[0, 0, 1, 1, 0], [2, 2, 2, 0, 0], [1, 1, 1, 1, 0]])
     split = torch.tensor([[0, 0, 0, 1, -1], [0, 0, 1, 1, -1], [0, 0, 0, 0, -1]])
-    return federation(x, y, split, classes=3, cluster=[0, 0, 1], name="letters", class_names=("a", "b", "c"))
+    return federation(
+        x, y, split, classes=3, cluster=[0, 0, 1], name="letters", class_names=("a", "b", "c")
+    )
 
 
 def test_label_counts_are_of_training_samples_only(images):
@@ -54,15 +56,21 @@ def test_sample_images_are_the_clients_own_pixels(images):
 def test_samples_show_every_class_before_a_second_of_any(images):
     """Classes 0, 1 and 2 come first, as client 0's samples 0 and 2 and client 1's sample 0."""
     first = describe(images)["images"][0][:3]
-    pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(one.split(",")[1])))) for one in first]
-    for found, expected in zip(pixels, (images.x[0, 0, 0], images.x[0, 2, 0], images.x[1, 0, 0]), strict=True):
+    pixels = [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(one.split(",")[1])))) for one in first
+    ]
+    for found, expected in zip(
+        pixels, (images.x[0, 0, 0], images.x[0, 2, 0], images.x[1, 0, 0]), strict=True
+    ):
         np.testing.assert_array_equal(found, expected)
 
 
 def test_regression_is_counted_in_bins_and_has_no_images():
     """Targets 0 to 11 fall one into each of the twelve bins of width 11/12."""
     y = torch.arange(12.0).reshape(1, 12, 1)
-    told = describe(federation(torch.zeros(1, 12, 10), y, torch.zeros(1, 12, dtype=torch.int64), classes=0))
+    told = describe(
+        federation(torch.zeros(1, 12, 10), y, torch.zeros(1, 12, dtype=torch.int64), classes=0)
+    )
     assert told["labels"] == [[1] * 12]
     assert told["classes"][0] == "0 to 0.917"
     assert (told["images"], told["clusters"]) == ([], [])
@@ -72,9 +80,13 @@ def test_color_images_of_floats_are_stretched():
     """Values from -1 to 1 use the whole range from 0 to 255, channels last."""
     x = torch.linspace(-1, 1, 3 * 16).reshape(1, 1, 3, 4, 4)
     told = describe(
-        federation(x, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), classes=2)
+        federation(
+            x, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), classes=2
+        )
     )
-    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(told["images"][0][0].split(",")[1]))))
+    picture = np.asarray(
+        Image.open(io.BytesIO(base64.b64decode(told["images"][0][0].split(",")[1])))
+    )
     assert picture.shape == (4, 4, 3)
     assert (picture[0, 0, 0], picture[3, 3, 2]) == (0, 255)
 
@@ -86,7 +98,9 @@ def test_the_description_is_plain_json(images):
 
 def test_names_of_clients_and_of_the_numbers_of_an_input_are_told(images):
     assert (describe(images)["client_names"], describe(images)["features"]) == ([], [])
-    named = replace(images, client_names=("Oslo", "Lima", "مستشفى"), feature_names=("age", "<b>weight</b>"))
+    named = replace(
+        images, client_names=("Oslo", "Lima", "مستشفى"), feature_names=("age", "<b>weight</b>")
+    )
     told = json.loads(json.dumps(describe(named)))
     assert told["client_names"] == ["Oslo", "Lima", "مستشفى"]
     assert told["features"] == ["age", "<b>weight</b>"]

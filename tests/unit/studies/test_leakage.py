@@ -37,7 +37,9 @@ def attacked(lr, *kinds, private=None, epochs=15, shadows=6):
     local = LocalTraining(epochs=epochs, batch_size=10, optimizer="adam", lr=lr)
     settings = Settings(rounds=2, local=local, engine="vmap", evaluate="final", init="shared")
     study = make_study([METHODS[kind]() for kind in kinds], settings=settings, seeds=1)
-    return list(leakage.audit(study, shadows=shadows, federation=noisy(), model=Wide, private=private))
+    return list(
+        leakage.audit(study, shadows=shadows, federation=noisy(), model=Wide, private=private)
+    )
 
 
 def test_an_overfitted_model_is_found_out():
@@ -48,7 +50,8 @@ def test_an_overfitted_model_is_found_out():
     assert [one.target for one in found[::2]] == ["unpublished", "published", "published"]
     for one in found:
         assert one.auc_low > 0.7
-        if one.attack == "lira":  # by the loss alone, samples that are easy without being members come first
+        # by the loss alone, samples that are easy without being members come first
+        if one.attack == "lira":
             assert one.tpr > 0.05
         assert one.auc_low <= one.auc <= one.auc_high
         assert one.epsilon is None
@@ -73,7 +76,9 @@ def test_noise_hides_what_was_remembered():
 
 def test_a_study_that_is_private_is_attacked_without_too():
     local = LocalTraining(epochs=1, batch_size=10, dp={"clip": 1.0, "noise_multiplier": 3.0})
-    study = make_study([METHODS["fedper"]()], settings=Settings(rounds=1, local=local, engine="vmap"), seeds=1)
+    study = make_study(
+        [METHODS["fedper"]()], settings=Settings(rounds=1, local=local, engine="vmap"), seeds=1
+    )
     found = list(leakage.audit(study, shadows=6, federation=noisy(2, 10), model=Wide))
     assert [(one.noise_multiplier, one.target) for one in found] == [(None, "part"), (3.0, "part")]
     assert all(math.isnan(one.auc) for one in found)

@@ -18,7 +18,15 @@ from coterie.results.summary import find_runs
 from coterie.simulation import checkpoint
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
-from coterie.studies.run import Job, found_studies, read_study, resume_study, run_folder, run_study, stored
+from coterie.studies.run import (
+    Job,
+    found_studies,
+    read_study,
+    resume_study,
+    run_folder,
+    run_study,
+    stored,
+)
 from coterie.testing import tiny_federation
 
 STUDY = """
@@ -47,7 +55,11 @@ def small(*changes):
 
 
 def contents(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.name in FILES}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.name in FILES
+    }
 
 
 def shown(folder):
@@ -72,7 +84,13 @@ def test_a_study_leaves_the_agreed_files(finished):
     for label in ("random", "Alone"):
         for seed in (0, 1):
             names = shown(folder / label / f"seed-{seed}")
-            others = {"checkpoint-before.safetensors", "config.toml", "models.safetensors", "provenance.json", "B2SUMS"}
+            others = {
+                "checkpoint-before.safetensors",
+                "config.toml",
+                "models.safetensors",
+                "provenance.json",
+                "B2SUMS",
+            }
             assert names == {*FILES, *others}
 
 
@@ -94,15 +112,27 @@ def test_the_summary_has_the_agreed_shape_and_numbers(finished):
     """The mean over clients of a method is the mean of its final test rows, over clients and then over seeds."""
     content = json.loads((finished.folder / "summary.json").read_text())
     assert set(content) >= {"study", "rows", "timing"}
-    assert set(content["rows"][0]) == {"method", "label", "cluster", "metric", "mean", "std", "seeds"}
+    assert set(content["rows"][0]) == {
+        "method",
+        "label",
+        "cluster",
+        "metric",
+        "mean",
+        "std",
+        "seeds",
+    }
     assert set(content["timing"][0]) == {"label", "seed", "wall_s", "train_s", "train_samples"}
     per_seed = []
     for seed in (0, 1):
         table = pd.read_parquet(finished.folder / "random" / f"seed-{seed}" / "metrics.parquet")
-        last = table[(table["split"] == "test") & (table["metric"] == "accuracy") & (table["round"] == 2)]
+        last = table[
+            (table["split"] == "test") & (table["metric"] == "accuracy") & (table["round"] == 2)
+        ]
         per_seed.append(last["value"].mean())
     rows = finished.rows
-    row = rows[(rows["label"] == "random") & (rows["cluster"] == "all") & (rows["metric"] == "accuracy")].iloc[0]
+    row = rows[
+        (rows["label"] == "random") & (rows["cluster"] == "all") & (rows["metric"] == "accuracy")
+    ].iloc[0]
     assert row["mean"] == pytest.approx(sum(per_seed) / 2)
     assert row["std"] == pytest.approx(abs(per_seed[0] - per_seed[1]) / 2)
     assert (row["method"], row["seeds"]) == ("random", 2)
@@ -122,14 +152,22 @@ def test_each_client_is_compared_with_itself_trained_alone(finished):
 
 def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
     """Two processes of one thread leave the bytes that one leaves. The data come from a folder they can both read."""
-    one = run_study(small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "one")
-    two = run_study(small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "two", workers=2)
+    one = run_study(
+        small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "one"
+    )
+    two = run_study(
+        small("data.num_clients=4", "data.train=20", "data.validation=5"),
+        out=tmp_path / "two",
+        workers=2,
+    )
     assert contents(one.folder) == contents(two.folder)
     assert len(contents(one.folder)) == 4 * len(FILES)
 
 
 @pytest.mark.parametrize(("free", "given"), [(10**6, True), (0, False)])
-def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(free, given, tmp_path, monkeypatch):
+def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(
+    free, given, tmp_path, monkeypatch
+):
     """Else every worker builds its own."""
     study = small("data.num_clients=4", "data.train=20", "data.validation=5", "rounds=1")
     sent = []
@@ -138,10 +176,17 @@ def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(free,
         sent.extend(jobs)
         return fan_out(work, sent, 1, emit)
 
-    monkeypatch.setattr("coterie.studies.run.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        "coterie.studies.run.shutil.disk_usage", lambda path: SimpleNamespace(free=free)
+    )
     monkeypatch.setattr("coterie.studies.run.fan_out", alone)
     run_study(study, out=tmp_path, workers=2)
-    assert [str(job) for job in sent] == ["random, seed 0", "Alone, seed 0", "random, seed 1", "Alone, seed 1"]
+    assert [str(job) for job in sent] == [
+        "random, seed 0",
+        "Alone, seed 0",
+        "random, seed 1",
+        "Alone, seed 1",
+    ]
     assert [job.federation is not None for job in sent] == [given] * 4
 
 
@@ -201,7 +246,9 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
 def test_resuming_a_finished_study_runs_nothing(finished):
     before = contents(finished.folder)
     heard = []
-    again = resume_study(finished.folder, federation=lambda seed: tiny_federation(seed=seed), observer=heard.append)
+    again = resume_study(
+        finished.folder, federation=lambda seed: tiny_federation(seed=seed), observer=heard.append
+    )
     assert heard == []
     assert contents(finished.folder) == before
     assert again.rows.equals(finished.rows)
@@ -211,7 +258,9 @@ def test_a_study_can_grow_by_seeds_and_methods(finished, tmp_path):
     federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
     run_study(small("seeds=[0]"), out=tmp_path, federation=federation.__getitem__)
     heard = []
-    run_study(small(), out=tmp_path, federation=federation.__getitem__, resume=True, observer=heard.append)
+    run_study(
+        small(), out=tmp_path, federation=federation.__getitem__, resume=True, observer=heard.append
+    )
     assert {step.seed for step in heard} == {1}
     assert contents(tmp_path / "tiny") == contents(finished.folder)
 
@@ -226,7 +275,9 @@ def test_a_study_that_grows_by_a_seed_keeps_the_seeds_that_it_has(tmp_path):
 
 def test_resuming_with_other_settings_is_refused_and_names_the_setting(finished):
     with pytest.raises(CheckpointError, match="rounds is 3 there and 4 here"):
-        run_study(small("rounds=4"), out=finished.folder.parent, federation=tiny_federation(), resume=True)
+        run_study(
+            small("rounds=4"), out=finished.folder.parent, federation=tiny_federation(), resume=True
+        )
 
 
 def stopped(out):
@@ -244,7 +295,9 @@ def stopped(out):
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(finished, tmp_path, damage):
     (stopped(tmp_path) / checkpoint.FILE).write_bytes(damage)
-    with pytest.warns(UserWarning, match=r"checkpoint\.safetensors is damaged.* goes on from checkpoint-before"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint\.safetensors is damaged.* goes on from checkpoint-before"
+    ):
         resume_study(tmp_path / "tiny", federation=tiny_federation(seed=0))
     for name in FILES:
         path = f"random/seed-0/{name}"
@@ -271,7 +324,9 @@ def test_a_flipped_bit_that_is_still_a_checkpoint_is_not_believed(tmp_path):
         resume_study(tmp_path / "tiny", federation=tiny_federation(seed=0))
 
 
-@pytest.mark.parametrize("name", ["metrics.parquet", "edges.parquet", "provenance.json", "config.toml"])
+@pytest.mark.parametrize(
+    "name", ["metrics.parquet", "edges.parquet", "provenance.json", "config.toml"]
+)
 def test_a_damaged_file_of_a_finished_run_is_written_again(finished, tmp_path, name):
     shutil.copytree(finished.folder, tmp_path / "tiny")
     path = tmp_path / "tiny/random/seed-1" / name
@@ -306,15 +361,23 @@ def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
     other = threading.Thread(target=hold)
     other.start()
     ready.wait(60)
-    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True)
+    done = run_study(
+        small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True
+    )
     assert [str(one) for one in done.elsewhere] == ["random, seed 0"]
     assert finished_runs(tmp_path / "tiny") == {"random/seed-1", "Alone/seed-0", "Alone/seed-1"}
     with pytest.raises(FolderInUse, match="random/seed-0 is in use by process"):
-        run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, overwrite=True)
-    assert (tmp_path / "tiny/Alone/seed-0/metrics.parquet").exists(), "nothing is deleted while somebody works"
+        run_study(
+            small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, overwrite=True
+        )
+    assert (tmp_path / "tiny/Alone/seed-0/metrics.parquet").exists(), (
+        "nothing is deleted while somebody works"
+    )
     over.set()
     other.join()
-    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True)
+    done = run_study(
+        small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True
+    )
     assert (done.elsewhere, len(finished_runs(tmp_path / "tiny"))) == ({}, 4)
 
 
@@ -323,7 +386,9 @@ def test_a_study_that_was_killed_before_its_first_file_can_be_started(tmp_path):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny/B2SUMS").write_text(f"{'0' * 64}  config.toml\n")
     (tmp_path / "tiny/.lock").touch()
-    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation(seed=0))
+    done = run_study(
+        small("seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation(seed=0)
+    )
     assert len(done.rows)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.txt").touch()
@@ -338,7 +403,9 @@ def test_a_damaged_study_file_is_named_and_written_again(finished, tmp_path):
     path.write_text(whole.replace("rounds = 3", "rounds = 2"))
     with pytest.raises(ConfigError, match=r"config\.toml is damaged.*--resume` writes it again"):
         resume_study(tmp_path / "tiny", federation=lambda seed: tiny_federation(seed=seed))
-    run_study(small(), out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True)
+    run_study(
+        small(), out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True
+    )
     assert path.read_text() == whole
 
 
@@ -355,7 +422,9 @@ def test_finished_studies_are_listed_and_read_again(finished):
 
 
 def test_a_study_with_a_slash_in_its_name_nests(tmp_path):
-    done = run_study(small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation())
+    done = run_study(
+        small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation()
+    )
     assert done.folder == tmp_path / "a" / "b"
     assert stored(done.folder)[1] == tmp_path.resolve()
 
@@ -371,7 +440,10 @@ def test_resuming_with_other_data_is_refused_even_when_the_settings_are_the_same
     one = small("seeds=[0]", "rounds=1")
     run_study(one, out=tmp_path, federation=tiny_federation(seed=0))
     described = (tmp_path / "tiny/federation.json").read_bytes()
-    with pytest.raises(CheckpointError, match=r"was run with other data .*--overwrite starts again, --out keeps both"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"was run with other data .*--overwrite starts again, --out keeps both",
+    ):
         run_study(one, out=tmp_path, federation=tiny_federation(seed=1), resume=True)
     more = small("seeds=[3]", "rounds=1")
     run_study(more, out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True)
@@ -414,7 +486,9 @@ def test_a_renamed_study_is_read_and_goes_on_under_its_new_name(finished, tmp_pa
     copy = shutil.copytree(finished.folder, tmp_path / "Größe, neu!")
     assert read_study(copy).rows.equals(finished.rows)
     assert read_study(copy / "Alone" / "seed-0").config.name == "Größe, neu!"
-    with pytest.raises(ConfigError, match="the name of the folder is 'Größe, neu!'; expected letters of any script"):
+    with pytest.raises(
+        ConfigError, match="the name of the folder is 'Größe, neu!'; expected letters of any script"
+    ):
         resume_study(copy, federation=lambda seed: tiny_federation(seed=seed))
     moved = copy.rename(tmp_path / "Größe")
     shutil.rmtree(moved / "Alone" / "seed-1")
@@ -427,7 +501,9 @@ def test_a_renamed_study_is_read_and_goes_on_under_its_new_name(finished, tmp_pa
 
 
 def test_a_study_in_several_folders_can_be_renamed_at_its_end(tmp_path):
-    done = run_study(small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation())
+    done = run_study(
+        small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation()
+    )
     done.folder.rename(tmp_path / "a" / "c")
     study, out = stored(tmp_path / "a" / "c")
     assert (study.name, out) == ("c", tmp_path.resolve() / "a")
@@ -453,6 +529,8 @@ def test_data_that_a_method_can_do_nothing_with_are_refused_before_anything_is_w
     numbers = tiny_federation()
     regression = replace(numbers, y=numbers.y.double(), classes=0,
                          tests=tuple(replace(test, y=test.y.double()) for test in numbers.tests))  # fmt: skip
-    with pytest.raises(ConfigError, match="sosicfl compares clients by how many samples of each class they have"):
+    with pytest.raises(
+        ConfigError, match="sosicfl compares clients by how many samples of each class they have"
+    ):
         run_study(config.loads(text), out=tmp_path, federation=regression)
     assert not list(tmp_path.iterdir())

@@ -38,7 +38,10 @@ lr = 0.01
 
 
 def sweep(**axes):
-    lines = [f"{json.dumps(path.replace('__', '.'))} = {json.dumps(values)}" for path, values in axes.items()]
+    lines = [
+        f"{json.dumps(path.replace('__', '.'))} = {json.dumps(values)}"
+        for path, values in axes.items()
+    ]
     return config.loads(STUDY + "\n[sweep]\n" + "\n".join(lines))
 
 
@@ -61,16 +64,30 @@ def test_a_setting_of_a_method_repeats_that_method_alone_and_has_no_published_ro
 
 def test_a_kind_reaches_all_its_methods_and_two_axes_make_a_grid():
     (study,) = expand(sweep(methods__random__num_peers=[1, 2], methods__local__lr=[0.1, 0.2]))
-    assert labels(study) == ["Gossip num_peers=1", "Gossip num_peers=2", "local lr=0.1", "local lr=0.2"]
+    assert labels(study) == [
+        "Gossip num_peers=1",
+        "Gossip num_peers=2",
+        "local lr=0.1",
+        "local lr=0.2",
+    ]
     assert [entry.settings.local.lr for entry in study.methods[2:]] == [0.1, 0.2]
 
 
 def test_a_name_of_a_sweep_reaches_what_it_reaches_with_set():
     """`methods.random` is every method of the kind, also beside one that is labeled Random."""
-    text = STUDY + '[[methods]]\nkind = "random"\nlabel = "Random"\n[sweep]\n"methods.NAME.num_peers" = [1, 3]\n'
-    for name, varied in (("random", ["Gossip", "Random"]), ("Random", ["Random"]), ("RANDOM", ["Random"])):
+    text = (
+        STUDY
+        + '[[methods]]\nkind = "random"\nlabel = "Random"\n[sweep]\n"methods.NAME.num_peers" = [1, 3]\n'
+    )
+    for name, varied in (
+        ("random", ["Gossip", "Random"]),
+        ("Random", ["Random"]),
+        ("RANDOM", ["Random"]),
+    ):
         (study,) = expand(config.loads(text.replace("NAME", name)))
-        assert {label.split()[0] for label in labels(study) if "num_peers" in label} == {*varied}, name
+        assert {label.split()[0] for label in labels(study) if "num_peers" in label} == {*varied}, (
+            name
+        )
 
 
 def test_a_setting_of_training_repeats_every_method_even_one_that_overrides_it():
@@ -81,15 +98,24 @@ def test_a_setting_of_training_repeats_every_method_even_one_that_overrides_it()
 
 
 def test_settings_of_the_data_make_studies_of_their_own():
-    studies = expand(sweep(data__num_clients=[4, 6], data__train=[8, 16], methods__gossip__num_peers=[1, 2]))
+    studies = expand(
+        sweep(data__num_clients=[4, 6], data__train=[8, 16], methods__gossip__num_peers=[1, 2])
+    )
     assert [study.name for study in studies] == [
         "tiny/num_clients=4,train=8",
         "tiny/num_clients=4,train=16",
         "tiny/num_clients=6,train=8",
         "tiny/num_clients=6,train=16",
     ]
-    assert [(study.data.num_clients, study.data.train) for study in studies] == [(4, 8), (4, 16), (6, 8), (6, 16)]
-    assert {tuple(labels(study)) for study in studies} == {("Gossip num_peers=1", "Gossip num_peers=2", "local")}
+    assert [(study.data.num_clients, study.data.train) for study in studies] == [
+        (4, 8),
+        (4, 16),
+        (6, 8),
+        (6, 16),
+    ]
+    assert {tuple(labels(study)) for study in studies} == {
+        ("Gossip num_peers=1", "Gossip num_peers=2", "local")
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,9 +137,13 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     study = sweep(data__train=[8, 16])
     heard = []
     done = run_sweep(study, out=tmp_path, observer=heard.append)
-    assert {(step.label, step.round) for step in heard} == {(x, r) for x in ("Gossip", "local") for r in (-1, 0)}
+    assert {(step.label, step.round) for step in heard} == {
+        (x, r) for x in ("Gossip", "local") for r in (-1, 0)
+    }
     joined = json.loads((tmp_path / "tiny/summary.json").read_text())
-    assert {row["label"] for row in joined["rows"]} == {f"{x}, train={n}" for x in ("Gossip", "local") for n in (8, 16)}
+    assert {row["label"] for row in joined["rows"]} == {
+        f"{x}, train={n}" for x in ("Gossip", "local") for n in (8, 16)
+    }
     assert len(joined["timing"]) == 4
     assert (tmp_path / "tiny/train=8/Gossip/seed-0/metrics.parquet").exists()
     assert [one.summary for one in read_sweep(tmp_path / "tiny")] == [one.summary for one in done]
@@ -147,9 +177,15 @@ def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
 
 
 def test_a_sweep_over_methods_is_one_study(tmp_path):
-    (done,) = run_sweep(sweep(methods__gossip__num_peers=[1, 2]), out=tmp_path, federation=tiny_federation())
+    (done,) = run_sweep(
+        sweep(methods__gossip__num_peers=[1, 2]), out=tmp_path, federation=tiny_federation()
+    )
     assert done.folder == tmp_path / "tiny"
-    assert list(done.rows["label"].unique()) == ["Gossip num_peers=1", "Gossip num_peers=2", "local"]
+    assert list(done.rows["label"].unique()) == [
+        "Gossip num_peers=1",
+        "Gossip num_peers=2",
+        "local",
+    ]
 
 
 def test_run_study_points_to_run_sweep(tmp_path):
@@ -160,7 +196,10 @@ def test_run_study_points_to_run_sweep(tmp_path):
 @pytest.mark.parametrize(("kind", "field"), [("fedgwc", "ddof"), ("sosicfl", "radius")])
 def test_a_sweep_over_presets_runs_what_each_says(kind, field):
     """Also when it was written and read in between, and a setting that is given stays."""
-    text = STUDY + f'[[methods]]\nkind = "{kind}"\n[sweep]\n"methods.{kind}.preset" = ["coterie", "released"]\n'
+    text = (
+        STUDY
+        + f'[[methods]]\nkind = "{kind}"\n[sweep]\n"methods.{kind}.preset" = ["coterie", "released"]\n'
+    )
     study = config.loads(text)
     for one in (study, config.loads(config.dumps(study, decided=False))):
         (expanded,) = expand(one)

@@ -56,7 +56,8 @@ def test_no_choice_depends_on_the_test_sets(study, poison):
     def poisoned(seed):
         federation = build_federation(study.data, seed)
         tests = tuple(
-            TestSet(torch.full_like(t.x, poison), torch.full_like(t.y, poison), t.name) for t in federation.tests
+            TestSet(torch.full_like(t.x, poison), torch.full_like(t.y, poison), t.name)
+            for t in federation.tests
         )
         return replace(federation, tests=tests)
 
@@ -138,7 +139,9 @@ def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
 def test_a_setting_nobody_has_is_refused(study):
     with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
         tune.tune(study, {"tua": [1, 2]})
-    with pytest.raises(ConfigError, match="unknown setting of Random 'num_peer'; did you mean 'num_peers'"):
+    with pytest.raises(
+        ConfigError, match="unknown setting of Random 'num_peer'; did you mean 'num_peers'"
+    ):
         tune.tune(study, {"methods.Random.num_peer": [1, 2]})
 
 
@@ -168,7 +171,11 @@ def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path
     named = tune.tune(study, {**lrs, "seeds": [7, 9]}, widenings=0)
     assert {t.seed for t in given.trials} == {7, 9}
     assert tuple(given.study.seeds) == (0,)
-    assert given.trials == named.trials == tune.tune(replace(study, seeds=(7, 9)), lrs, widenings=0).trials
+    assert (
+        given.trials
+        == named.trials
+        == tune.tune(replace(study, seeds=(7, 9)), lrs, widenings=0).trials
+    )
     with pytest.raises(ConfigError, match="seeds"):
         tune.tune(study, lrs, seeds=[7, 7])
 
@@ -176,8 +183,14 @@ def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path
 def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tmp_path):
     path, out = tmp_path / "small.toml", tmp_path / "tuned"
     path.write_text(STUDY + "[tune]\nlr = [0.001]\nseeds = [5, 6]\n")
-    for options, seeds in (([], {5, 6}), (["--seeds", "8"], set(range(8))), (["--seeds", "8,9"], {8, 9})):
-        done = CliRunner().invoke(app, ["tune", str(path), "--out", str(out), "--workers", "1", "--quiet", *options])
+    for options, seeds in (
+        ([], {5, 6}),
+        (["--seeds", "8"], set(range(8))),
+        (["--seeds", "8,9"], {8, 9}),
+    ):
+        done = CliRunner().invoke(
+            app, ["tune", str(path), "--out", str(out), "--workers", "1", "--quiet", *options]
+        )
         assert done.exit_code == 0, done.output
         assert {one["seed"] for one in json.loads((out / "small-tuned.json").read_text())} == seeds
         assert list(config.load(out / "small-tuned.toml").seeds) == [0]
@@ -206,10 +219,16 @@ def test_data_and_modules_of_ones_own_can_be_tuned(study):
     """A federation of one's own, and a module: here those that the study names, so that nothing may change."""
     grid = {"lr": [0.001, 0.003]}
     named = tune.tune(study, grid, widenings=0)
-    own = replace(study, data=replace(study.data, dataset="own"), model=replace(study.model, kind="own"))
-    given = tune.tune(own, grid, widenings=0, federation=build_federation(study.data, 0), model="linear")
+    own = replace(
+        study, data=replace(study.data, dataset="own"), model=replace(study.model, kind="own")
+    )
+    given = tune.tune(
+        own, grid, widenings=0, federation=build_federation(study.data, 0), model="linear"
+    )
     assert given.trials == named.trials
-    with pytest.raises(ConfigError, match=r"of your own; give them from Python: tune\(\.\.\., federation="):
+    with pytest.raises(
+        ConfigError, match=r"of your own; give them from Python: tune\(\.\.\., federation="
+    ):
         tune.tune(own, grid, model="linear")
     with pytest.raises(ConfigError, match="data or a module of your own"):
         tune.tune(own, grid, federation=build_federation(study.data, 0))
@@ -226,7 +245,18 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
     text = f'{head}[data]\ndataset = "{__name__}:made"\n[model]{rest.partition("[model]")[2]}'
     (tmp_path / "own.toml").write_text(text)
     told = CliRunner().invoke(
-        app, ["tune", str(tmp_path / "own.toml"), "-g", "lr=0.001,0.01", "-o", str(tmp_path), "-w", "1", "--quiet"]
+        app,
+        [
+            "tune",
+            str(tmp_path / "own.toml"),
+            "-g",
+            "lr=0.001,0.01",
+            "-o",
+            str(tmp_path),
+            "-w",
+            "1",
+            "--quiet",
+        ],
     )
     assert told.exception is None, told.output
     tuned = config.load(tmp_path / "small-tuned.toml")
@@ -234,6 +264,10 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
 
 
 def test_the_client_without_validation_data_is_named(study):
-    bare = from_arrays(torch.zeros(20, 3), torch.zeros(20), clients=["é", "b"] * 10, validation_fraction=0)
-    with pytest.raises(ConfigError, match=r"validation data of every client, and b has none; .*validation="):
+    bare = from_arrays(
+        torch.zeros(20, 3), torch.zeros(20), clients=["é", "b"] * 10, validation_fraction=0
+    )
+    with pytest.raises(
+        ConfigError, match=r"validation data of every client, and b has none; .*validation="
+    ):
         tune.tune(study, {"lr": [0.1]}, federation=bare)

@@ -16,7 +16,10 @@ from coterie.rng import Rng
 from coterie.testing import check_loss, check_metric
 
 DRAW = Rng(0).generator("checks")
-OUTPUTS, TARGETS = torch.from_numpy(DRAW.normal(size=(8, 3))), torch.from_numpy(DRAW.integers(0, 3, 8))
+OUTPUTS, TARGETS = (
+    torch.from_numpy(DRAW.normal(size=(8, 3))),
+    torch.from_numpy(DRAW.integers(0, 3, 8)),
+)
 SURVIVAL = torch.from_numpy(DRAW.integers(0, 2, (8, 2))).double() + torch.tensor([1.0, 0.0])
 
 
@@ -56,7 +59,9 @@ def test_others_are_declared_whole():
 
 
 def test_a_loss_that_depends_on_the_data_runs_on_the_loop_engine():
-    assert check_loss(hard, OUTPUTS, TARGETS).startswith("runs on the loop engine only, one client after another: ")
+    assert check_loss(hard, OUTPUTS, TARGETS).startswith(
+        "runs on the loop engine only, one client after another: "
+    )
 
 
 def forgotten(outputs, targets):
@@ -103,14 +108,20 @@ def relabeling(outputs, targets):
     ("loss", "said"),
     [
         (forgotten, "the loss returned None for 8 samples: return the loss of each"),
-        (averaged, r"returned shape \(\) for 8 samples; expected \(8,\): take the mean over all other axes"),
+        (
+            averaged,
+            r"returned shape \(\) for 8 samples; expected \(8,\): take the mean over all other axes",
+        ),
         (number, r"returned \d.*; expected a tensor, one loss a sample"),
         (infinite, "the loss of sample 0 is inf; expected a finite number"),
         (detached, "has no gradient: compute with torch's operations"),
         (counted, "returned torch.int64; expected the numbers of the outputs"),
         (stepwise, "gradient of the loss is zero everywhere"),
         (rooted, "gradient of the loss is not finite"),
-        (centered, "the loss of sample 0 is .* beside the others and .* alone: leave the mean over samples to Coterie"),
+        (
+            centered,
+            "the loss of sample 0 is .* beside the others and .* alone: leave the mean over samples to Coterie",
+        ),
         (overwriting, "changes the outputs that it gets"),
         (relabeling, "changes the targets that it gets"),
     ],
@@ -159,7 +170,9 @@ def test_metrics_that_keep_the_contract_have_their_value():
     assert check_metric(recall, OUTPUTS, TARGETS) == pytest.approx(float(expected))
     assert check_metric(f"{__name__}:recall", OUTPUTS, TARGETS) == pytest.approx(float(expected))
     assert 0 <= check_metric("auroc", OUTPUTS, TARGETS) <= 1
-    assert check_metric("accuracy", OUTPUTS, TARGETS) == (OUTPUTS.argmax(1) == TARGETS).double().mean()
+    assert (
+        check_metric("accuracy", OUTPUTS, TARGETS) == (OUTPUTS.argmax(1) == TARGETS).double().mean()
+    )
     assert check_metric("concordance", OUTPUTS[:, 0], SURVIVAL) <= 1
 
 
@@ -201,16 +214,34 @@ def nothing(outputs, targets):
     ("metric", "said"),
     [
         (no_value, "the metric returned None: return the number"),
-        (many_values, r"returned shape \(8,\); expected one number \(or one a sample, with each=True\)"),
-        (silent, "the metric is NaN without a reason: warn with coterie.functional.metrics.Undefined"),
+        (
+            many_values,
+            r"returned shape \(8,\); expected one number \(or one a sample, with each=True\)",
+        ),
+        (
+            silent,
+            "the metric is NaN without a reason: warn with coterie.functional.metrics.Undefined",
+        ),
         (first, "the metric is .* and .* with the samples in another order"),
-        (strict, r"the metric of a single sample fails \(ValueError: only one class\): a client may have such data"),
+        (
+            strict,
+            r"the metric of a single sample fails \(ValueError: only one class\): a client may have such data",
+        ),
         (doubling, "the metric changes the outputs"),
         (clearing, "the metric changes the targets"),
-        (SampleMetric("large", function=lambda o, t: 3.0, most=1.0), "is 3; expected at most 1, as it says itself"),
-        (SampleMetric("small", function=lambda o, t: -3.0, least=0.0, most=1.0), "expected 0 or more and at most 1"),
+        (
+            SampleMetric("large", function=lambda o, t: 3.0, most=1.0),
+            "is 3; expected at most 1, as it says itself",
+        ),
+        (
+            SampleMetric("small", function=lambda o, t: -3.0, least=0.0, most=1.0),
+            "expected 0 or more and at most 1",
+        ),
         (SampleMetric("each", function=averaged, each=True), r"returned shape \(\) for 8 samples"),
-        (SampleMetric("none", function=nothing, each=True), "returned None; expected one value a sample"),
+        (
+            SampleMetric("none", function=nothing, each=True),
+            "returned None; expected one value a sample",
+        ),
     ],
 )
 def test_a_broken_guarantee_of_a_metric_is_named(metric, said):

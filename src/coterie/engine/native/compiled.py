@@ -19,7 +19,8 @@ from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import GRADIENT, LocalTraining
 from coterie.models.layout import Layout
 
-_LARGE = 1_000_000  # numbers of a model above which a stack's kernels pass over it too often, for a few samples each
+# numbers of a model above which a stack's kernels pass over it too often, for a few samples each
+_LARGE = 1_000_000
 _ROUNDING = 8  # times the loop engine's own rounding that a program may differ from it
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
@@ -27,10 +28,11 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 class CompiledEngine(Engine):
     """Trains and measures with a native program, on a CPU.
 
-    A plain stack of layers, unless it is large, runs on kernels that put the samples of a batch side by side; any other
-    module is traced, and the operations of its step are written one after another. The program is compared with the
-    loop engine on the sample batch before it is used. What a program cannot do (a mixture of endpoints for each
-    sample, batch normalization of one sample) is left to another engine.
+    A plain stack of layers, unless it is large, runs on kernels that put the samples of a batch
+    side by side; any other module is traced, and the operations of its step are written one after
+    another. The program is compared with the loop engine on the sample batch before it is used.
+    What a program cannot do (a mixture of endpoints for each sample, batch normalization of one
+    sample) is left to another engine.
 
     Args:
         layout: of the module.
@@ -39,7 +41,8 @@ class CompiledEngine(Engine):
         y: its targets.
 
     Raises:
-        NotTraceableError: when the module cannot be traced, or the program's results differ from the module's.
+        NotTraceableError: when the module cannot be traced, or the program's results differ from
+            the module's.
         CompilerError: when it cannot be compiled.
     """
 
@@ -83,9 +86,10 @@ class CompiledEngine(Engine):
     def _compare(self, x: Tensor, y: Tensor) -> None:
         """Take one gradient step with the program and with the loop engine, with other samples where results differ.
 
-        Rounding alone may move a result far: a batch normalization that sees few values magnifies it, and a gate that
-        it opens or shuts changes a gradient at once. So the program may differ by as much as the loop engine in double
-        precision does, and it has to agree on one of three batches: a wrong one agrees on none.
+        Rounding alone may move a result far: a batch normalization that sees few values magnifies
+        it, and a gate that it opens or shuts changes a gradient at once. So the program may differ
+        by as much as the loop engine in double precision does, and it has to agree on one of three
+        batches: a wrong one agrees on none.
         """
         half = len(x) // 2
         parts = (slice(None), slice(half), slice(half, None)) if half else (slice(None),)
@@ -95,7 +99,10 @@ class CompiledEngine(Engine):
     def _agrees(self, x: Tensor, y: Tensor) -> bool:
         layout = self.layout
         row = layout.flatten_copy(layout.train_module)[None]
-        ours, theirs = self._step(self, row, x, y), self._step(LoopEngine(layout, self.objective), row, x, y)
+        ours, theirs = (
+            self._step(self, row, x, y),
+            self._step(LoopEngine(layout, self.objective), row, x, y),
+        )
         exact = theirs
         if layout.dtype == torch.float32:
             double = LoopEngine(Layout(layout.train_module, torch.float64), self.objective)
@@ -103,7 +110,9 @@ class CompiledEngine(Engine):
 
         def near(own: Tensor, other: Tensor, true: Tensor) -> bool:
             rounding = float((other - true).abs().max())
-            limit = _TOLERANCE[layout.dtype] * max(1.0, float(other.abs().max())) + _ROUNDING * rounding
+            limit = (
+                _TOLERANCE[layout.dtype] * max(1.0, float(other.abs().max())) + _ROUNDING * rounding
+            )
             return bool(((own - other).abs() <= limit).all())
 
         return all(map(near, ours, theirs, exact))
@@ -125,7 +134,9 @@ class CompiledEngine(Engine):
         values = {}
         for name, own in self.layout.zero_inputs(1).items():
             if name not in self.layout.keys and own.is_floating_point():
-                weights = torch.arange(1, own[0].numel() + 1, dtype=self.layout.dtype).reshape(own.shape)
+                weights = torch.arange(1, own[0].numel() + 1, dtype=self.layout.dtype).reshape(
+                    own.shape
+                )
                 values[name] = (weights / weights.sum())[:, None]
         return values
 
@@ -151,7 +162,11 @@ class CompiledEngine(Engine):
         return losses[:, 0], found[:, 0]
 
     def measure(
-        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: Pairs,
+        inputs: Mapping[str, Tensor],
+        block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """See `Engine.measure`; `block` does not matter."""
         return dict(zip(self.metrics, self.program.measure(table, pairs, inputs), strict=False))

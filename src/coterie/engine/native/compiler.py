@@ -47,7 +47,9 @@ def compiler() -> str:
         path = shutil.which(name) if name else None
         if path:
             return path
-    raise CompilerError("no C++ compiler was found (c++, g++ or clang++); install one, or name it in CXX")
+    raise CompilerError(
+        "no C++ compiler was found (c++, g++ or clang++); install one, or name it in CXX"
+    )
 
 
 def _native() -> str:
@@ -63,7 +65,9 @@ def machine() -> tuple[str, ...]:
     """
     native = _native()
     command = [compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
-    defined = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS).stdout
+    defined = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_SECONDS
+    ).stdout
     return (compiler(), native, platform.machine(), platform.processor(), defined)
 
 

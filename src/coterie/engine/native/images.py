@@ -1,7 +1,7 @@
 """Convolution and pooling as calls of `blocks.h`.
 
-A vector of the processor holds neighboring channels of a pixel or neighboring pixels of a row, whichever fills it
-better; arrays lie accordingly (`LAST` or `PLANES`).
+A vector of the processor holds neighboring channels of a pixel or neighboring pixels of a row,
+whichever fills it better; arrays lie accordingly (`LAST` or `PLANES`).
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,12 @@ class ImageLowering(Lowering):
         return width / self._rounded(width) > 1.2 * channels / self._rounded(channels)
 
     def _padded(
-        self, x: Value, order: Sequence[int], channels: int, before: tuple[int, int], after: tuple[int, int]
+        self,
+        x: Value,
+        order: Sequence[int],
+        channels: int,
+        before: tuple[int, int],
+        after: tuple[int, int],
     ) -> str:
         """Return the C++ of images with zeros around them; copies are shared.
 
@@ -92,7 +97,9 @@ class ImageLowering(Lowering):
         else:
             frame = self._zeros(wide, dtype, order).memory
         _n, _c, down, right = frame.strides
-        return in_memory(frame.buffer, shape, frame.strides, dtype, before[0] * down + before[1] * right)
+        return in_memory(
+            frame.buffer, shape, frame.strides, dtype, before[0] * down + before[1] * right
+        )
 
     def _kept(self, ref: Ref, value: Value) -> Value:
         """See `Lowering`; what a convolution reads with zeros around it is computed into them."""
@@ -113,10 +120,16 @@ class ImageLowering(Lowering):
                 continue
             x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
             stride, padding, dilation, transposed, _output_padding, groups = node.args[3:9]
-            if len(x.shape) != 4 or transposed or any(isinstance(size, Dim) for size in x.shape[1:]):
+            if (
+                len(x.shape) != 4
+                or transposed
+                or any(isinstance(size, Dim) for size in x.shape[1:])
+            ):
                 continue
             conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
-            order = PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
+            order = (
+                PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
+            )
             channels = self._rounded(conv.c) if conv.depthwise else conv.c
             if conv.padding != (0, 0) and channels == conv.c:
                 frames.setdefault(node.args[0], (order, channels, conv.padding, conv.padding))
@@ -151,7 +164,9 @@ class ImageLowering(Lowering):
     def _pixels(self, x: Value) -> Value:
         """Return images as a matrix of pixels x channels."""
         n, c, h, w = x.shape
-        return self._shaped(self._op_permute(self.program.contiguous(x, LAST), LAST), [n * (h * w), c])
+        return self._shaped(
+            self._op_permute(self.program.contiguous(x, LAST), LAST), [n * (h * w), c]
+        )
 
     def _from_pixels(self, rows: Value, n: Size, h: int, w: int, c: int) -> Value:
         """Return a matrix of pixels x channels as images."""
@@ -178,9 +193,13 @@ class ImageLowering(Lowering):
     ) -> Value:
         if len(x.shape) == 3:  # over a sequence: images of one row
             x, w = self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
-            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            wide = _Convolution(
+                x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
+            )
             return self._op_squeeze(self._convolved(x, w, bias, wide), 2)
-        return self._convolved(x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups))
+        return self._convolved(
+            x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups)
+        )
 
     def _convolved(self, x: Value, w: Value, bias: Value | None, conv: "_Convolution") -> Value:
         n, c, o, taps, w = x.shape[0], conv.c, conv.o, conv.taps, conv.useful(w)
@@ -215,7 +234,9 @@ class ImageLowering(Lowering):
             own_part = f"{own} + {group * og}" if group and bias is not None else own
             arrays = f"{images} + {group * cg}, {packed}, {own_part}, {_name(y)} + {group * og}"
             call = f"convolve<{conv.text(c, o)}>({n}, {arrays});"
-            self.program.emit(call, [_buffer(images), packed, *reads, *([_name(y)] if group else [])], [_name(y)])
+            self.program.emit(
+                call, [_buffer(images), packed, *reads, *([_name(y)] if group else [])], [_name(y)]
+            )
         return y
 
     def _op_convolution_backward(
@@ -234,7 +255,9 @@ class ImageLowering(Lowering):
     ) -> list[Value | None]:
         if len(x.shape) == 3:
             g, x, w = (self._op_unsqueeze(value, 2) for value in (g, x, w))
-            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            wide = _Convolution(
+                x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
+            )
             gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
             return [
                 None if gx is None else self._op_squeeze(gx, 2),
@@ -252,7 +275,11 @@ class ImageLowering(Lowering):
         if g.leaf is None:
             in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
             g = self.program.stored(g, PLANES if in_planes else LAST)
-        gb = self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o]) if mask[2] else None
+        gb = (
+            self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o])
+            if mask[2]
+            else None
+        )
         gw = self._weights_back(g, x, w, conv) if mask[1] else None
         if gw is not None and any(conv.cut):
             high, wide = conv.cut
@@ -279,7 +306,9 @@ class ImageLowering(Lowering):
         images = self._padded(x, order, c, conv.padding, conv.padding)
         grads = self._padded(g, order, o, (0, 0), (0, 0))
         if order == PLANES:
-            call = f"pixels_weights<{conv.text(1, 1)}>({n}, {images}, {grads}, {name}, MORE_{name});"
+            call = (
+                f"pixels_weights<{conv.text(1, 1)}>({n}, {images}, {grads}, {name}, MORE_{name});"
+            )
             self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
         cg, og = conv.cg, conv.og
@@ -288,7 +317,9 @@ class ImageLowering(Lowering):
             arrays = f"{images} + {group * cg}, {grads} + {group * og}, {sums}, {cg * taps}, {taps}"
             part = f"{name} + {group * og * cg * taps}"
             call = f"convolve_weights<{conv.text(c, o)}>({n}, {arrays}, {part}, MORE_{name});"
-            self.program.emit(call, [_buffer(images), _buffer(grads), *([name] if group else [])], [sums, name])
+            self.program.emit(
+                call, [_buffer(images), _buffer(grads), *([name] if group else [])], [sums, name]
+            )
         return gw
 
     def _framed(self, g: Value, conv: "_Convolution", channels: int) -> tuple[str, str]:
@@ -316,7 +347,8 @@ class ImageLowering(Lowering):
             )
             return gx
         room = ((conv.kh - 1) * conv.dh - top, (conv.kw - 1) * conv.dw - left)
-        if min(room) >= 0 and self._pixels_pay(c, wide, conv):  # the convolution of the gradient with turned kernels
+        # the convolution of the gradient with turned kernels
+        if min(room) >= 0 and self._pixels_pay(c, wide, conv):
             gx = self._images(n, [c, h, wide], PLANES)
             grads = self._padded(g, PLANES, o, room, room)
             frame = f"{conv.ho + 2 * room[0]}, {conv.wo + 2 * room[1]}"
@@ -335,7 +367,9 @@ class ImageLowering(Lowering):
             numbers = f"{conv.text(c, o)}, {h}, {wide}, {top}, {left}, {frame}"
             arrays = f"{grads} + {group * og}, {packed}, {_name(gx)} + {group * cg}"
             call = f"convolve_back<{numbers}>({n}, {arrays});"
-            self.program.emit(call, [_buffer(grads), packed, *([_name(gx)] if group else [])], [_name(gx)])
+            self.program.emit(
+                call, [_buffer(grads), packed, *([_name(gx)] if group else [])], [_name(gx)]
+            )
         return gx
 
     # ------------------------------------------------------------------ pooling
@@ -350,7 +384,14 @@ class ImageLowering(Lowering):
         return plain.memory.pointer, order
 
     def _windows(
-        self, x: Value, y: Sequence[Size], kernel: Any, stride: Any, padding: Any, dilation: Any, order: Sequence[int]
+        self,
+        x: Value,
+        y: Sequence[Size],
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        order: Sequence[int],
     ) -> str:
         """Return the C++ of the windows over images `x` that make images of the shape `y`."""
         c, h, w = _sizes(x.shape[1:])
@@ -360,19 +401,35 @@ class ImageLowering(Lowering):
         return f"Windows<{numbers}, {'true' if tuple(order) == LAST else 'false'}>"
 
     def _op_max_pool2d_with_indices(
-        self, x: Value, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, _ceil: bool = False
+        self,
+        x: Value,
+        kernel: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        _ceil: bool = False,
     ) -> list[Value]:
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
         places = self.program.buffer(product(self._kind.shape), "I")
         windows = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {places});", [_buffer(source)], [_name(y), places]
+            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {places});",
+            [_buffer(source)],
+            [_name(y), places],
         )
         return [y, in_memory(places, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
 
     def _op_max_pool2d_with_indices_backward(
-        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, places: Value
+        self,
+        g: Value,
+        x: Value,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        _ceil: bool,
+        places: Value,
     ) -> Value:
         order = LAST if _innermost(places) == 1 else PLANES
         source = self.program.contiguous(g, order)
@@ -398,12 +455,22 @@ class ImageLowering(Lowering):
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
         windows = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
-        call = f"average<{windows}>({x.shape[0]}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
+        call = (
+            f"average<{windows}>({x.shape[0]}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
+        )
         self.program.emit(call, [_buffer(source)], [_name(y)])
         return y
 
     def _op_avg_pool2d_backward(
-        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, _ceil: bool, whole: bool, divisor: int | None
+        self,
+        g: Value,
+        x: Value,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        _ceil: bool,
+        whole: bool,
+        divisor: int | None,
     ) -> Value:
         source, order = self._pooled(g)
         gx = self._target(x.shape, self.dtype, order)
@@ -412,7 +479,15 @@ class ImageLowering(Lowering):
         self.program.emit(call, [_buffer(source)], [_name(gx)])
         return gx
 
-    def _areas(self, x: Value, y: Sequence[Size], source: str, target: Value, order: Sequence[int], back: bool) -> None:
+    def _areas(
+        self,
+        x: Value,
+        y: Sequence[Size],
+        source: str,
+        target: Value,
+        order: Sequence[int],
+        back: bool,
+    ) -> None:
         """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
         windows = self._windows(x, y, 1, 1, 0, 1, order)
         call = f"areas<{windows}, {'true' if back else 'false'}>({x.shape[0]}, {source}, {_name(target)});"
@@ -430,7 +505,9 @@ class ImageLowering(Lowering):
         self._areas(x, g.shape, source, gx, order, True)
         return gx
 
-    def _op_upsample_nearest2d(self, x: Value, size: Sequence[Size], *scales: float | None) -> Value:
+    def _op_upsample_nearest2d(
+        self, x: Value, size: Sequence[Size], *scales: float | None
+    ) -> Value:
         n, c, h, w = x.shape
         down, right = _copies(x.shape, size, scales)
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
@@ -445,11 +522,16 @@ class ImageLowering(Lowering):
         return self._op_squeeze(self.program.reduced([parts], [3, 5], "sum")[0], [3, 5])
 
 
-def _copies(shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]) -> list[int]:
+def _copies(
+    shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]
+) -> list[int]:
     """Return how often images of a shape are repeated along height and width to be of another size."""
     small, large = _sizes(shape[2:]), _sizes(size)
     counts = [many // few for few, many in zip(small, large, strict=True)]
-    wanted = [count if scale is None else scale for count, scale in zip(counts, scales or counts, strict=True)]
+    wanted = [
+        count if scale is None else scale
+        for count, scale in zip(counts, scales or counts, strict=True)
+    ]
     if [few * count for few, count in zip(small, counts, strict=True)] != large or wanted != counts:
         raise NotTraceableError("images that are enlarged by a factor that is no whole number")
     return counts
@@ -462,7 +544,8 @@ class _Convolution:
         c, h, w: channels, height and width of the input.
         o, ho, wo: those of the output.
         cg, og: channels of the input and of the output in a group.
-        kh, kw: size of the kernel, without its rim that only ever meets padding; `taps` is their product.
+        kh, kw: size of the kernel, without its rim that only ever meets padding; `taps` is their
+            product.
         cut: rows and columns of the kernel left out so, on each side.
         dh, dw: dilation.
         stride, padding: along the height and the width.
@@ -471,19 +554,36 @@ class _Convolution:
     """
 
     def __init__(
-        self, x: Value | Kind, w: Value | Kind, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int
+        self,
+        x: Value | Kind,
+        w: Value | Kind,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        transposed: bool,
+        groups: int,
     ) -> None:
         if transposed or len(x.shape) != 4:
             raise NotTraceableError("a transposed or three-dimensional convolution")
         self.c, self.h, self.w = _sizes(x.shape[1:])
         self.o, self.cg, self.kh, self.kw = _sizes(w.shape)
-        self.stride, self.padding, (self.dh, self.dw) = _pair(stride), _pair(padding), _pair(dilation)
+        self.stride, self.padding, (self.dh, self.dw) = (
+            _pair(stride),
+            _pair(padding),
+            _pair(dilation),
+        )
         self.groups, self.og = groups, self.o // groups
         self.ho = (self.h + 2 * self.padding[0] - self.dh * (self.kh - 1) - 1) // self.stride[0] + 1
         self.wo = (self.w + 2 * self.padding[1] - self.dw * (self.kw - 1) - 1) // self.stride[1] + 1
-        self.cut = (self._rim(0, self.h, self.kh, self.dh, self.ho), self._rim(1, self.w, self.kw, self.dw, self.wo))
+        self.cut = (
+            self._rim(0, self.h, self.kh, self.dh, self.ho),
+            self._rim(1, self.w, self.kw, self.dw, self.wo),
+        )
         self.kh, self.kw = self.kh - 2 * self.cut[0], self.kw - 2 * self.cut[1]
-        self.padding = (self.padding[0] - self.cut[0] * self.dh, self.padding[1] - self.cut[1] * self.dw)
+        self.padding = (
+            self.padding[0] - self.cut[0] * self.dh,
+            self.padding[1] - self.cut[1] * self.dw,
+        )
         self.taps = self.kh * self.kw
         self.depthwise = groups > 1 and self.cg == 1 and self.og == 1
         self.point = self.taps == groups == 1 and (self.stride, self.padding) == ((1, 1), (0, 0))
@@ -491,7 +591,11 @@ class _Convolution:
     def _rim(self, axis: int, size: int, kernel: int, dilation: int, out: int) -> int:
         """Return how many places at each end of a kernel's axis meet nothing but padding."""
         stride, padding = self.stride[axis], self.padding[axis]
-        met = [k for k in range(kernel) if any(0 <= y * stride + k * dilation - padding < size for y in range(out))]
+        met = [
+            k
+            for k in range(kernel)
+            if any(0 <= y * stride + k * dilation - padding < size for y in range(out))
+        ]
         return min(met[0], kernel - 1 - met[-1], padding // dilation) if met else 0
 
     def useful(self, w: Value) -> Value:
@@ -507,7 +611,9 @@ class _Convolution:
         """
         axes = ((self.kh, self.dh, self.h, self.ho), (self.kw, self.dw, self.w, self.wo))
         found = []
-        for (kernel, dilation, size, out), padding, stride in zip(axes, self.padding, self.stride, strict=True):
+        for (kernel, dilation, size, out), padding, stride in zip(
+            axes, self.padding, self.stride, strict=True
+        ):
             before = max(0, -(-((kernel - 1) * dilation - padding) // stride))
             found.append((before, max(0, (size - 1 + padding) // stride - (out - 1)) + 1))
         return found
@@ -515,8 +621,20 @@ class _Convolution:
     def text(self, pixel: int, out: int) -> str:
         """Return the C++ of its shape, for one group; `pixel` and `out` numbers lie in a pixel of memory."""
         frame = (self.h + 2 * self.padding[0], self.w + 2 * self.padding[1])
-        channels = (self.c, pixel, self.o, out) if self.depthwise else (self.cg, pixel, self.og, out)
-        numbers = (*channels, *frame, self.ho, self.wo, self.kh, self.kw, *self.stride, self.dh, self.dw)
+        channels = (
+            (self.c, pixel, self.o, out) if self.depthwise else (self.cg, pixel, self.og, out)
+        )
+        numbers = (
+            *channels,
+            *frame,
+            self.ho,
+            self.wo,
+            self.kh,
+            self.kw,
+            *self.stride,
+            self.dh,
+            self.dw,
+        )
         return f"Shape<{', '.join(map(str, numbers))}>"
 
 

@@ -1,8 +1,8 @@
 """Native programs: the whole local training of a stack of layers as one compiled C++ program, client by client.
 
-One call gathers the batch, normalizes it, runs the layers forward and backward and updates the parameters, for every
-step of every client of a range. Clients share nothing, so threads take ranges of them and no result depends on how
-many threads there are, on the block or on who is hosted.
+One call gathers the batch, normalizes it, runs the layers forward and backward and updates the
+parameters, for every step of every client of a range. Clients share nothing, so threads take ranges
+of them and no result depends on how many threads there are, on the block or on who is hosted.
 """
 
 import ctypes
@@ -130,7 +130,9 @@ def rule_of(work: Training) -> tuple[Rule, Tensor | None]:
 def _usual(local: LocalTraining) -> bool:
     """Whether an optimizer is SGD, with or without momentum, or Adam with the usual betas."""
     plain = local.optimizer == "sgd" and not local.dampening and not local.nesterov
-    return plain or (local.optimizer == "adam" and tuple(local.betas) == OPTIMIZERS["adam"]["betas"])
+    return plain or (
+        local.optimizer == "adam" and tuple(local.betas) == OPTIMIZERS["adam"]["betas"]
+    )
 
 
 def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
@@ -139,12 +141,17 @@ def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
     if samples.is_images:
         x, channels = samples.x.contiguous(), samples.features[0]
         every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
-        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std)
+        levels = RawSamples(
+            every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std
+        )
         values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
     else:
         x = samples.x.to(dtype).contiguous()
     numbers = samples.y.is_floating_point()
-    classes, targets = None if numbers else whole(samples.y), samples.y.to(dtype).contiguous() if numbers else None
+    classes, targets = (
+        None if numbers else whole(samples.y),
+        samples.y.to(dtype).contiguous() if numbers else None,
+    )
     store = Store(at(x), at(values), at(classes), at(targets), int(values is not None))
     return Kept(store, (None if x is samples.x else x, values, classes, targets))
 
@@ -158,7 +165,9 @@ def on_threads(function: Callable[..., None], job: ctypes.Structure, number: int
     size = math.ceil(number / (4 * threads))
     with ThreadPoolExecutor(threads) as pool:
         starts = range(0, number, size)
-        for done in [pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts]:
+        for done in [
+            pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts
+        ]:
             done.result()
 
 
@@ -186,7 +195,8 @@ class NativeProgram:
             raise stack.NotAStackError("it has input buffers")
         self.layout, self.seconds = layout, 0.0
         self._text = partial(program.write, layers, layout, features)
-        self._libraries: dict[bool, ctypes.CDLL] = {}  # for every optimizer, or for the most usual ones alone
+        # for every optimizer, or for the most usual ones alone
+        self._libraries: dict[bool, ctypes.CDLL] = {}
         self._library(False)
         self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
 
@@ -220,7 +230,9 @@ class NativeProgram:
         """Return whether the program can do a training: no sample has a mixture of endpoints of its own."""
         return not any(name == self.alpha and value.ndim > 3 for name, value in work.inputs.items())
 
-    def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
+    def train(
+        self, rows: Float[Tensor, "clients params"], work: Training
+    ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = whole(work.places), whole(work.length)
@@ -250,7 +262,9 @@ class NativeProgram:
         """Return the mean loss and score of each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = rows_of(table), self._mixtures(inputs, len(table))
-        places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        places, count, models, sets = (
+            whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets)
+        )
         noise, _draws = noise_of(pairs.noise)
         job = _Measuring(
             self._store(pairs.samples), noise, at(table), at(alpha), at(places), at(count), at(models), at(sets),

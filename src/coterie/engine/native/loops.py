@@ -1,7 +1,8 @@
 """Values of a native program, the loops that compute them, and the memory that holds them.
 
-A value is an expression over places in memory: elementwise operations and views only change the expression, and one
-loop computes as many of them as meet. Memory is one arena; a place is used again when its value was read last.
+A value is an expression over places in memory: elementwise operations and views only change the
+expression, and one loop computes as many of them as meet. Memory is one arena; a place is used
+again when its value was read last.
 """
 
 import math
@@ -13,7 +14,8 @@ import torch
 
 from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
 
-MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
+# samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
+MANY = 1009
 _PART = 64  # numbers that are added in one precision before the next level of a sum
 _COLUMNS = 4096  # sums side by side, at most
 _ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
@@ -107,7 +109,11 @@ def _first(parts: Sequence[str]) -> str:
 
 
 def in_memory(
-    buffer: str, shape: Sequence[Size], strides: Sequence[Size], dtype: torch.dtype, offset: Size = 0
+    buffer: str,
+    shape: Sequence[Size],
+    strides: Sequence[Size],
+    dtype: torch.dtype,
+    offset: Size = 0,
 ) -> Value:
     """Return a value that lies in memory."""
     return Value(tuple(shape), (Leaf(buffer, offset, tuple(strides)),), _first, dtype)
@@ -124,7 +130,11 @@ def dense(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Siz
 
 
 def combined(
-    make: Callable[..., str], values: Sequence[Value], dtype: torch.dtype, cost: int, shape: Sequence[Size]
+    make: Callable[..., str],
+    values: Sequence[Value],
+    dtype: torch.dtype,
+    cost: int,
+    shape: Sequence[Size],
 ) -> Value:
     """Return an elementwise function of values, broadcast to a shape."""
     leaves, counts = [], []
@@ -220,7 +230,8 @@ class Buffer:
 
     Args:
         size: how many numbers it holds.
-        type: of a number, as C++: "T" (the model's), "I" (a place in an image), "int64_t" or "uint8_t".
+        type: of a number, as C++: "T" (the model's), "I" (a place in an image), "int64_t" or
+            "uint8_t".
         place: the C++ that declares it, when it does not lie in the arena.
     """
 
@@ -266,7 +277,9 @@ class Program:
         nest = Nest(value.shape, (target, *value.leaves), by_strides(target.strides))
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
         place = nest.leaves[0].text(nest.names)
-        line = f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
+        line = (
+            f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
+        )
         self.emit(nest.around(line), [leaf.buffer for leaf in value.leaves], [target.buffer])
 
     def stored(self, value: Value, order: Sequence[int] | None = None) -> Value:
@@ -291,7 +304,9 @@ class Program:
         if not value.is_dense(order):
             return self.stored(value, order)
         leaf = value.memory
-        return in_memory(leaf.buffer, value.shape, dense(value.shape, order), value.dtype, leaf.offset)
+        return in_memory(
+            leaf.buffer, value.shape, dense(value.shape, order), value.dtype, leaf.offset
+        )
 
     # ------------------------------------------------------------------ reductions
 
@@ -301,7 +316,8 @@ class Program:
         Args:
             values: sums of several are computed in one pass.
             axes: to reduce.
-            kind: "sum", "max", "min", "any", "all", "argmax", "argmin", or "peak": the largest of a softmax.
+            kind: "sum", "max", "min", "any", "all", "argmax", "argmin", or "peak": the largest of a
+                softmax.
         """
         joined = self._joined(values, axes)
         if joined is not None:
@@ -312,10 +328,19 @@ class Program:
         kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
         if not axes and not kind.startswith("arg"):
             return [self.stored(value) for value in values]
-        order = [axis for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0)) if shape[axis] != 1]
+        order = [
+            axis
+            for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0))
+            if shape[axis] != 1
+        ]
         kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
         inner = gone and kept and order[-1] in axes
-        if kind == "sum" and inner and order.index(gone[0]) < order.index(kept[-1]) and at(shape[order[-1]], MANY) < 64:
+        if (
+            kind == "sum"
+            and inner
+            and order.index(gone[0]) < order.index(kept[-1])
+            and at(shape[order[-1]], MANY) < 64
+        ):
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduced(values, first, kind)
             return self.reduced(half, [a for a in gone if a not in first], kind)
@@ -339,11 +364,14 @@ class Program:
         return results
 
     @staticmethod
-    def _joined(values: Sequence[Value], axes: Sequence[int]) -> tuple[list[Value], list[int], list[Size]] | None:
+    def _joined(
+        values: Sequence[Value], axes: Sequence[int]
+    ) -> tuple[list[Value], list[int], list[Size]] | None:
         """Join two neighboring axes that both stay or both go, where they lie side by side in all values.
 
         Returns:
-            The values, the axes to reduce and the shape of the results, or None where nothing is left to join.
+            The values, the axes to reduce and the shape of the results, or None where nothing is
+            left to join.
         """
         shape = values[0].shape
         gone = set(axes)
@@ -351,14 +379,21 @@ class Program:
         for axis in range(len(shape) - 1):
             if (axis in gone) != (axis + 1 in gone) or (shape[axis] == 1 and shape[axis + 1] == 1):
                 continue
-            parts = [reshaped(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]]) for v in values]
+            parts = [
+                reshaped(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]])
+                for v in values
+            ]
             if all(part is not None for part in parts):
-                after = [a if a <= axis else a - 1 for a in axes if a != axis + 1 or axis not in gone]
+                after = [
+                    a if a <= axis else a - 1 for a in axes if a != axis + 1 or axis not in gone
+                ]
                 return [part for part in parts if part is not None], sorted(set(after)), kept_shape
         return None
 
     @staticmethod
-    def _entries(values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]) -> list[str]:
+    def _entries(
+        values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]
+    ) -> list[str]:
         entries, start = [], 0
         for value in values:
             count = len(value.leaves)
@@ -367,19 +402,33 @@ class Program:
         return entries
 
     def _sums_of_rows(
-        self, shape: Sequence[Size], kept: list[int], gone: list[int], values: Sequence[Value], targets: list[Leaf]
+        self,
+        shape: Sequence[Size],
+        kept: list[int],
+        gone: list[int],
+        values: Sequence[Value],
+        targets: list[Leaf],
     ) -> str:
         """Sum where the innermost axis is summed: a sum a row, added up in parts."""
         leaves = (*targets, *(leaf for value in values for leaf in value.leaves))
         nest = Nest(shape, leaves, [*kept, *gone], split=len(kept))
         entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
-        body = nest.summed("", [f"part{k} += {entry};" for k, entry in enumerate(entries)], len(values))
-        stores = " ".join(f"{t.text(nest.names)} = total{k};" for k, t in enumerate(nest.leaves[: len(targets)]))
+        body = nest.summed(
+            "", [f"part{k} += {entry};" for k, entry in enumerate(entries)], len(values)
+        )
+        stores = " ".join(
+            f"{t.text(nest.names)} = total{k};" for k, t in enumerate(nest.leaves[: len(targets)])
+        )
         totals = " ".join(f"double total{k} = 0;" for k in range(len(values)))
         return nest.outer(f"{{ {totals} {body} {stores} }}")
 
     def _sums_of_columns(
-        self, shape: Sequence[Size], kept: list[int], gone: list[int], values: Sequence[Value], targets: list[Leaf]
+        self,
+        shape: Sequence[Size],
+        kept: list[int],
+        gone: list[int],
+        values: Sequence[Value],
+        targets: list[Leaf],
     ) -> str:
         """Sum where the innermost axis stays: its entries are summed side by side, in parts."""
         columns = kept[-1]
@@ -399,9 +448,21 @@ class Program:
         return nest.outer(f"{{ {totals} {body} {' '.join(ends)} }}")
 
     def _extremes(
-        self, shape: Sequence[Size], kept: list[int], gone: list[int], value: Value, target: Leaf, kind: str
+        self,
+        shape: Sequence[Size],
+        kept: list[int],
+        gone: list[int],
+        value: Value,
+        target: Leaf,
+        kind: str,
     ) -> str:
-        nest = Nest(shape, (target, *value.leaves), [*kept, *gone], split=len(kept), merge=not kind.startswith("arg"))
+        nest = Nest(
+            shape,
+            (target, *value.leaves),
+            [*kept, *gone],
+            split=len(kept),
+            merge=not kind.startswith("arg"),
+        )
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
         place = nest.leaves[0].text(nest.names)
         kept_type = c_type(value.dtype)
@@ -411,8 +472,12 @@ class Program:
                 raise NotTraceableError(f"{kind} over several axes")
             step = nest.names[gone[0]]
             better = f"{step} == 0 || v {sign} best || (v != v && best == best)"
-            body = nest.inner(f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}")
-            return nest.outer(f"{{ {kept_type} best = 0; int64_t which = 0; {body} {place} = which; }}")
+            body = nest.inner(
+                f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}"
+            )
+            return nest.outer(
+                f"{{ {kept_type} best = 0; int64_t which = 0; {body} {place} = which; }}"
+            )
         if kind == "peak":  # of a softmax: a NaN may be passed over, since the sum of powers has it
             body = f"{{ const T v = {entry}; best = v > best ? v : best; }}"
             loops = nest.inner(body, '_Pragma("omp simd reduction(max:best)") ')
@@ -465,7 +530,9 @@ class Program:
 
     def bytes_of(self, buffer: Buffer, samples: int) -> int:
         """Return the bytes of a buffer."""
-        width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[buffer.type]
+        width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[
+            buffer.type
+        ]
         return at(buffer.size, samples) * width
 
 
@@ -522,13 +589,18 @@ class Nest:
     ) -> None:
         sizes = list(shape)
         names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
-        marks = {axis: (number >= split if split is not None else False) for number, axis in enumerate(order)}
+        marks = {
+            axis: (number >= split if split is not None else False)
+            for number, axis in enumerate(order)
+        }
         loop = [axis for axis in order if shape[axis] != 1]
         end = len(loop) - 1 if last else len(loop)
         k = 0
         while merge and k + 1 < end:
             a, b = loop[k], loop[k + 1]
-            if marks[a] == marks[b] and all(leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves):
+            if marks[a] == marks[b] and all(
+                leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves
+            ):
                 sizes[b] = sizes[b] * sizes[a]
                 names[a] = "0"
                 loop.pop(k)
@@ -557,7 +629,12 @@ class Nest:
 
     def inner(self, line: str, pragma: str = "") -> str:
         """Return the loops of a reduction around a body; the pragma is of the innermost one."""
-        return "".join(map(self._for, self._inner[:-1])) + pragma + "".join(map(self._for, self._inner[-1:])) + line
+        return (
+            "".join(map(self._for, self._inner[:-1]))
+            + pragma
+            + "".join(map(self._for, self._inner[-1:]))
+            + line
+        )
 
     def summed(self, loop: str, lines: Sequence[str], number: int, width: str = "") -> str:
         """Return the loops of sums, in parts that are added to `total0`, `total1`, ... in double precision.

@@ -1,7 +1,7 @@
 """PyTorch's operations as statements of a native program: what each node of a trace becomes.
 
-A method `_name` of `Lowering` makes the operation `name`. Elementwise operations and views make expressions; products,
-convolutions, pooling and sums make calls of `blocks.h` or loops.
+A method `_name` of `Lowering` makes the operation `name`. Elementwise operations and views make
+expressions; products, convolutions, pooling and sums make calls of `blocks.h` or loops.
 """
 
 import inspect
@@ -26,7 +26,17 @@ from coterie.engine.native.loops import (
     product,
     reshaped,
 )
-from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
+from coterie.engine.native.trace import (
+    Dim,
+    Kind,
+    Node,
+    NotTraceableError,
+    Ratio,
+    Ref,
+    Size,
+    Trace,
+    at,
+)
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
 _OFTEN = 4  # products with one matrix for which packing it pays whatever they are
@@ -54,7 +64,8 @@ _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
     "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24), "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
 }  # fmt: skip
-_BACKWARD: dict[str, tuple[str, int]] = {  # of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
+# of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
+_BACKWARD: dict[str, tuple[str, int]] = {
     "tanh_backward": ("({0} * (1 - {1} * {1}))", 3), "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
     "silu_backward": ("({0} * silu_slope({1}))", 14),
     "hardsigmoid_backward": ("chosen({1} > -3 && {1} < 3, {0} * T(1.0f / 6), 0)", 2),
@@ -79,7 +90,8 @@ class Lowering:
         self.uses: dict[Ref, int] = {}
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.inner: dict[str, Value] = {}  # what lies in the middle of a buffer of zeros
-        self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
+        # buffers that a kernel can add to, with the text of that argument
+        self.more: dict[str, str] = {}
         for node in trace.nodes:
             for ref in node.refs():
                 self.uses[ref] = self.uses.get(ref, 0) + 1
@@ -130,7 +142,10 @@ class Lowering:
         except NotTraceableError:
             if not all(ref is None or ref.number in self.trace.constants for ref in node.outs):
                 raise
-            result = [None if ref is None else self._constant(self.trace.constants[ref.number]) for ref in node.outs]
+            result = [
+                None if ref is None else self._constant(self.trace.constants[ref.number])
+                for ref in node.outs
+            ]
         results = result if isinstance(result, list) else [result]
         results = [*results, *[None] * (len(node.outs) - len(results))]
         for ref, value in zip(node.outs, results, strict=True):
@@ -159,7 +174,9 @@ class Lowering:
             try:
                 inspect.signature(handler).bind(*args, **kwargs)
             except TypeError:
-                raise NotTraceableError(f"the operation {name} has an option that is not known") from None
+                raise NotTraceableError(
+                    f"the operation {name} has an option that is not known"
+                ) from None
             return handler(*args, **kwargs)
         if name in _UNARY:
             text, cost = _UNARY[name]
@@ -189,7 +206,9 @@ class Lowering:
         if isinstance(value, Ref):
             if value not in self.values:
                 if value.number not in self.trace.constants:
-                    raise NotTraceableError("a tensor that it makes is too large, or depends on the number of samples")
+                    raise NotTraceableError(
+                        "a tensor that it makes is too large, or depends on the number of samples"
+                    )
                 self.values[value] = self._constant(self.trace.constants[value.number])
             return self.values[value]
         if isinstance(value, list | tuple):
@@ -200,10 +219,16 @@ class Lowering:
         if tensor.numel() == 1:
             return self._filled(tensor.shape, tensor.item(), tensor.dtype)
         if tensor.numel() > 1 << 16:
-            raise NotTraceableError("it holds a large tensor that is neither a parameter nor a buffer of numbers")
+            raise NotTraceableError(
+                "it holds a large tensor that is neither a parameter nor a buffer of numbers"
+            )
         name = self.program.buffer(tensor.numel(), tensor.dtype)
-        entries = ", ".join(number(v, self.program.buffers[name].type) for v in tensor.flatten().tolist())
-        self.program.buffers[name].place = f"static const {self.program.buffers[name].type} {name}_[] = {{{entries}}};"
+        entries = ", ".join(
+            number(v, self.program.buffers[name].type) for v in tensor.flatten().tolist()
+        )
+        self.program.buffers[
+            name
+        ].place = f"static const {self.program.buffers[name].type} {name}_[] = {{{entries}}};"
         return in_memory(name, tensor.shape, dense(tensor.shape), tensor.dtype)
 
     # ------------------------------------------------------------------ elementwise
@@ -221,7 +246,11 @@ class Lowering:
         return number(value, "T" if dtype.is_floating_point else "int64_t")
 
     def _map(
-        self, make: Callable[..., str], *operands: Operand, cost: int = 1, dtype: torch.dtype | None = None
+        self,
+        make: Callable[..., str],
+        *operands: Operand,
+        cost: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> Value:
         """Return an elementwise function, in the type of the node's result."""
         dtype = dtype or self._kind.dtype
@@ -242,7 +271,9 @@ class Lowering:
             for text in texts:
                 if isinstance(text, Value):
                     part = next(given)
-                    pieces.append(f"T({part})" if floating and not text.dtype.is_floating_point else part)
+                    pieces.append(
+                        f"T({part})" if floating and not text.dtype.is_floating_point else part
+                    )
                 else:
                     pieces.append(text)
             return make(*pieces)
@@ -251,7 +282,13 @@ class Lowering:
         return combined(entry, values, dtype, cost, shape)
 
     def _arithmetic(
-        self, operator: str, a: Operand, b: Operand, *rest: Any, alpha: Number = 1, rounding_mode: Any = None
+        self,
+        operator: str,
+        a: Operand,
+        b: Operand,
+        *rest: Any,
+        alpha: Number = 1,
+        rounding_mode: Any = None,
     ) -> Value:
         if rest:
             alpha = rest[0]
@@ -262,7 +299,9 @@ class Lowering:
             return self._map(lambda p, q: f"({p} / {q})", a, b, cost=2)
         if alpha != 1:
             return self._map(lambda p, q, s: f"({p} {operator} {s} * {q})", a, b, alpha, cost=2)
-        return self._map(lambda p, q: f"({p} {operator} {q})", a, b, cost=4 if operator == "/" else 1)
+        return self._map(
+            lambda p, q: f"({p} {operator} {q})", a, b, cost=4 if operator == "/" else 1
+        )
 
     def _op_rsub(self, a: Operand, b: Operand, alpha: Number = 1) -> Value:
         return self._map(lambda p, q, s: f"({q} - {s} * {p})", a, b, alpha)
@@ -285,7 +324,13 @@ class Lowering:
         return self._map(lambda m, p, q: f"chosen(({m}) != 0, {q}, {p})", mask, x, value)
 
     def _op_clamp(
-        self, x: Value, low: Operand | None = None, high: Operand | None = None, *, min: Any = None, max: Any = None
+        self,
+        x: Value,
+        low: Operand | None = None,
+        high: Operand | None = None,
+        *,
+        min: Any = None,
+        max: Any = None,
     ) -> Value:
         low, high = low if low is not None else min, high if high is not None else max
         if low is not None:
@@ -304,7 +349,9 @@ class Lowering:
         return self._op_clamp(x, low, high)
 
     def _op_hardtanh_backward(self, g: Value, x: Value, low: Number, high: Number) -> Value:
-        return self._map(lambda a, b, p, q: f"chosen({b} <= {p} || {b} >= {q}, 0, {a})", g, x, low, high)
+        return self._map(
+            lambda a, b, p, q: f"chosen({b} <= {p} || {b} >= {q}, 0, {a})", g, x, low, high
+        )
 
     def _op_maximum(self, a: Value, b: Value) -> Value:
         return self._map(lambda p, q: f"chosen({p} > {q} || {p} != {p}, {p}, {q})", a, b)
@@ -328,7 +375,9 @@ class Lowering:
         back = self._map(lambda a, b, w: f"chosen({b} > 0, {a}, {a} * {w})", g, x, weight)
         return [back, self._map(lambda a, b: f"chosen({b} > 0, 0, {a} * {b})", g, x)]
 
-    def _op_elu(self, x: Value, alpha: Number = 1.0, scale: Number = 1.0, input_scale: Number = 1.0) -> Value:
+    def _op_elu(
+        self, x: Value, alpha: Number = 1.0, scale: Number = 1.0, input_scale: Number = 1.0
+    ) -> Value:
         text = "chosen({0} > 0, {0} * {2}, (exponential({0} * {3}) - 1) * {1} * {2})"
         return self._map(text.format, x, alpha, scale, input_scale, cost=10)
 
@@ -342,7 +391,9 @@ class Lowering:
         return self._map(text.format, g, x, alpha, scale, input_scale, cost=10)
 
     def _op_softplus(self, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
-        return self._map("softened({0}, {1}, {2})".format, x, _real(beta), _real(threshold), cost=12)
+        return self._map(
+            "softened({0}, {1}, {2})".format, x, _real(beta), _real(threshold), cost=12
+        )
 
     def _op_softplus_backward(self, g: Value, x: Value, beta: Number, threshold: Number) -> Value:
         text = "chosen({1} * {2} > {3}, {0}, {0} * sigmoid({1} * {2}))"
@@ -354,8 +405,12 @@ class Lowering:
     def _op_gelu(self, x: Value, approximate: str = "none") -> Value:
         if approximate == "tanh":
             inner = "T(0.7978845608028654) * ({0} + T(0.044715) * {0} * {0} * {0})"
-            return self._map(("(T(0.5) * {0} * (1 + hyperbolic(" + inner + ")))").format, x, cost=16)
-        return self._map("(T(0.5) * {0} * (1 + error_function({0} * T(0.7071067811865476))))".format, x, cost=16)
+            return self._map(
+                ("(T(0.5) * {0} * (1 + hyperbolic(" + inner + ")))").format, x, cost=16
+            )
+        return self._map(
+            "(T(0.5) * {0} * (1 + error_function({0} * T(0.7071067811865476))))".format, x, cost=16
+        )
 
     def _op_gelu_backward(self, g: Value, x: Value, approximate: str = "none") -> Value:
         name = "gelu_slope_tanh" if approximate == "tanh" else "gelu_slope"
@@ -365,7 +420,9 @@ class Lowering:
         return self._map(lambda a: f"(!({a}))", x)
 
     def _op_bitwise_not(self, x: Value) -> Value:
-        return self._op_logical_not(x) if x.dtype == torch.bool else self._map(lambda a: f"(~{a})", x)
+        return (
+            self._op_logical_not(x) if x.dtype == torch.bool else self._map(lambda a: f"(~{a})", x)
+        )
 
     def _op_isnan(self, x: Value) -> Value:
         return self._map(lambda a: f"({a} != {a})", x)
@@ -391,37 +448,60 @@ class Lowering:
         _each(reduction)
         return self._map(lambda d, p, q: f"(2 * ({p} - {q}) * {d})", g, a, b, cost=3)
 
-    def _op_smooth_l1_loss(self, a: Value, b: Value, reduction: int = 1, beta: Number = 1.0) -> Value:
+    def _op_smooth_l1_loss(
+        self, a: Value, b: Value, reduction: int = 1, beta: Number = 1.0
+    ) -> Value:
         _each(reduction)
-        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}", "std::fabs({0} - {1}) - T(0.5) * {2}"
+        square, line = (
+            "T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}",
+            "std::fabs({0} - {1}) - T(0.5) * {2}",
+        )
         text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
         return self._map(text.format, a, b, _real(beta), cost=8)
 
-    def _op_smooth_l1_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, beta: Number) -> Value:
+    def _op_smooth_l1_loss_backward(
+        self, g: Value, a: Value, b: Value, reduction: int, beta: Number
+    ) -> Value:
         _each(reduction)
-        text = "({0} * chosen({1} - {2} <= -{3}, -1, chosen({1} - {2} >= {3}, 1, ({1} - {2}) / {3})))"
+        text = (
+            "({0} * chosen({1} - {2} <= -{3}, -1, chosen({1} - {2} >= {3}, 1, ({1} - {2}) / {3})))"
+        )
         return self._map(text.format, g, a, b, _real(beta), cost=8)
 
     def _op_huber_loss(self, a: Value, b: Value, reduction: int = 1, delta: Number = 1.0) -> Value:
         _each(reduction)
-        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1})", "{2} * (std::fabs({0} - {1}) - T(0.5) * {2})"
+        square, line = (
+            "T(0.5) * ({0} - {1}) * ({0} - {1})",
+            "{2} * (std::fabs({0} - {1}) - T(0.5) * {2})",
+        )
         text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
         return self._map(text.format, a, b, _real(delta), cost=8)
 
-    def _op_huber_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, delta: Number) -> Value:
+    def _op_huber_loss_backward(
+        self, g: Value, a: Value, b: Value, reduction: int, delta: Number
+    ) -> Value:
         _each(reduction)
         text = "({0} * chosen({1} - {2} < -{3}, -{3}, chosen({1} - {2} > {3}, {3}, {1} - {2})))"
         return self._map(text.format, g, a, b, _real(delta), cost=8)
 
     def _op_binary_cross_entropy_with_logits(
-        self, x: Value, y: Value, weight: Value | None = None, pos_weight: Value | None = None, reduction: int = 1
+        self,
+        x: Value,
+        y: Value,
+        weight: Value | None = None,
+        pos_weight: Value | None = None,
+        reduction: int = 1,
     ) -> Value:
         _each(reduction)
         if pos_weight is None:
-            loss = self._map(lambda a, b: f"((1 - {b}) * {a} + softened(-{a}, 1, 80))", x, y, cost=16)
+            loss = self._map(
+                lambda a, b: f"((1 - {b}) * {a} + softened(-{a}, 1, 80))", x, y, cost=16
+            )
         else:
             loss = self._map(
-                lambda a, b, p: f"((1 - {b}) * {a} + (1 + ({p} - 1) * {b}) * softened(-{a}, 1, 80))",
+                lambda a, b, p: (
+                    f"((1 - {b}) * {a} + (1 + ({p} - 1) * {b}) * softened(-{a}, 1, 80))"
+                ),
                 x,
                 y,
                 pos_weight,
@@ -439,7 +519,11 @@ class Lowering:
         if self._kind.dtype == torch.bool:
             return self._map(lambda a: f"({a} != 0)", x, dtype=torch.bool)
         source = x.dtype
-        make = (lambda a: f"int64_t({a})") if source.is_floating_point or source == torch.bool else (lambda a: a)
+        make = (
+            (lambda a: f"int64_t({a})")
+            if source.is_floating_point or source == torch.bool
+            else (lambda a: a)
+        )
         return combined(make, [x], self._kind.dtype, 1, x.shape)
 
     def _op_clone(self, x: Value, **_options: Any) -> Value:
@@ -454,7 +538,11 @@ class Lowering:
         return self._filled(x.shape, 0, x.dtype)
 
     def _op_fill(self, x: Value, value: Operand) -> Value:
-        return expanded(value, x.shape) if isinstance(value, Value) else self._filled(x.shape, value, x.dtype)
+        return (
+            expanded(value, x.shape)
+            if isinstance(value, Value)
+            else self._filled(x.shape, value, x.dtype)
+        )
 
     def _like(self, value: Any) -> Value:
         return self._filled(self._kind.shape, value, self._kind.dtype)
@@ -462,9 +550,9 @@ class Lowering:
     def _op_zeros(self, *_args: Any, **_options: Any) -> Value:
         return self._like(0)
 
-    _op_zeros_like = _op_new_zeros = _op_empty = _op_empty_like = _op_new_empty = _op_empty_strided = (
-        _op_new_empty_strided
-    ) = _op_zeros
+    _op_zeros_like = _op_new_zeros = _op_empty = _op_empty_like = _op_new_empty = (
+        _op_empty_strided
+    ) = _op_new_empty_strided = _op_zeros
 
     def _op_ones(self, *_args: Any, **_options: Any) -> Value:
         return self._like(1)
@@ -485,12 +573,20 @@ class Lowering:
     def _op_arange(self, *args: Any, **_options: Any) -> Value:
         start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
         size = self._kind.shape[0]
-        integers = not self._kind.dtype.is_floating_point and isinstance(start, int) and isinstance(step, int)
+        integers = (
+            not self._kind.dtype.is_floating_point
+            and isinstance(start, int)
+            and isinstance(step, int)
+        )
         if not integers or (isinstance(size, Dim) and size.start):
-            raise NotTraceableError("arange of numbers that are no integers, or not as many as samples")
+            raise NotTraceableError(
+                "arange of numbers that are no integers, or not as many as samples"
+            )
         leaf = Leaf("", start, (step,))
         if not isinstance(size, Dim):
-            return Value(self._kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", self._kind.dtype)
+            return Value(
+                self._kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", self._kind.dtype
+            )
         # the entries of later samples go on where those of earlier ones end
         return Value(
             self._kind.shape,
@@ -504,7 +600,8 @@ class Lowering:
     def _op_permute(self, x: Value, axes: Sequence[int]) -> Value:
         axes = [axis % len(x.shape) for axis in axes]
         return x.moved(
-            [x.shape[a] for a in axes], lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in axes))
+            [x.shape[a] for a in axes],
+            lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in axes)),
         )
 
     def _op_transpose(self, x: Value, a: int, b: int) -> Value:
@@ -518,7 +615,10 @@ class Lowering:
     def _op_unsqueeze(self, x: Value, axis: int) -> Value:
         axis %= len(x.shape) + 1
         shape = (*x.shape[:axis], 1, *x.shape[axis:])
-        return x.moved(shape, lambda leaf: replace(leaf, strides=(*leaf.strides[:axis], 0, *leaf.strides[axis:])))
+        return x.moved(
+            shape,
+            lambda leaf: replace(leaf, strides=(*leaf.strides[:axis], 0, *leaf.strides[axis:])),
+        )
 
     def _op_squeeze(self, x: Value, axes: Any = None) -> Value:
         wanted = (
@@ -528,7 +628,8 @@ class Lowering:
         )
         keep = [a for a, size in enumerate(x.shape) if size != 1 or a not in wanted]
         return x.moved(
-            [x.shape[a] for a in keep], lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in keep))
+            [x.shape[a] for a in keep],
+            lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in keep)),
         )
 
     def _op_expand(self, x: Value, _shape: Any, **_options: Any) -> Value:
@@ -542,14 +643,20 @@ class Lowering:
 
         def move(leaf: Leaf) -> Leaf:
             return replace(
-                leaf, offset=leaf.offset + place * leaf.strides[axis], strides=tuple(leaf.strides[a] for a in keep)
+                leaf,
+                offset=leaf.offset + place * leaf.strides[axis],
+                strides=tuple(leaf.strides[a] for a in keep),
             )
 
         return x.moved([x.shape[a] for a in keep], move)
 
-    def _op_slice(self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1) -> Value:
+    def _op_slice(
+        self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1
+    ) -> Value:
         axis %= len(x.shape)
-        return self._sliced(x, axis, _first_place(start, x.shape[axis]), self._kind.shape[axis], step)
+        return self._sliced(
+            x, axis, _first_place(start, x.shape[axis]), self._kind.shape[axis], step
+        )
 
     @staticmethod
     def _sliced(x: Value, axis: int, start: Size, length: Size, step: int = 1) -> Value:
@@ -580,12 +687,15 @@ class Lowering:
 
     _op__unsafe_view = _op_view
 
-    def _op__reshape_alias(self, x: Value, shape: Sequence[Size], _strides: Sequence[Size]) -> Value:
+    def _op__reshape_alias(
+        self, x: Value, shape: Sequence[Size], _strides: Sequence[Size]
+    ) -> Value:
         return self._op_view(x, shape)
 
     def _shaped(self, x: Value, shape: Sequence[Size]) -> Value:
         found = reshaped(x, shape)
-        if found is None and x.leaf is None:  # perhaps as it lies best, where the axes of some leaf cannot be joined
+        # perhaps as it lies best, where the axes of some leaf cannot be joined
+        if found is None and x.leaf is None:
             order = order_of(x)
             if reshaped(in_memory("", x.shape, dense(x.shape, order), x.dtype), shape) is not None:
                 found = reshaped(self.program.stored(x, order), shape)
@@ -612,7 +722,12 @@ class Lowering:
         return [self._op_select(x, axis, place) for place in range(len(self._kinds))]
 
     def _op_as_strided(
-        self, x: Value, shape: Sequence[Size], strides: Sequence[Size], offset: Size, base: Sequence[Size]
+        self,
+        x: Value,
+        shape: Sequence[Size],
+        strides: Sequence[Size],
+        offset: Size,
+        base: Sequence[Size],
     ) -> Value:
         flat, _axes = self._storage(x, base)
         leaf = flat.memory
@@ -627,7 +742,13 @@ class Lowering:
         return self.program.contiguous(x, axes), axes
 
     def _op_write(
-        self, x: Value, value: Value, shape: Sequence[Size], strides: Sequence[Size], offset: Size, base: Sequence[Size]
+        self,
+        x: Value,
+        value: Value,
+        shape: Sequence[Size],
+        strides: Sequence[Size],
+        offset: Size,
+        base: Sequence[Size],
     ) -> Value:
         _flat, axes = self._storage(x, base)
         copy = self.program.stored(x, axes)
@@ -647,7 +768,9 @@ class Lowering:
             start = start + value.shape[axis]
         return target
 
-    def _target(self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None) -> Value:
+    def _target(
+        self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None
+    ) -> Value:
         name = self.program.buffer(product(shape), dtype)
         return in_memory(name, shape, dense(shape, order), dtype)
 
@@ -662,7 +785,9 @@ class Lowering:
             self._place(target, axis, place, self._op_unsqueeze(value, axis))
         return target
 
-    def _zeros(self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None) -> Value:
+    def _zeros(
+        self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None
+    ) -> Value:
         target = self._target(shape, dtype, order)
         name, size = target.memory.buffer, product(shape)
         self.program.emit(f"memset({name}, 0, sizeof(*{name}) * {size});", [], [name])
@@ -739,14 +864,18 @@ class Lowering:
         leaf = x.memory
         stride = leaf.strides[axis]
         size = x.shape[axis]
-        fixed = replace(leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides)))
+        fixed = replace(
+            leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides))
+        )
         count = len(index.leaves)
 
         def make(parts: Sequence[str]) -> str:
             place = index.make(parts[1 : 1 + count])
             return f"(&{parts[0]})[inside({place}, {size}) * {stride}]"
 
-        return Value(tuple(shape), (fixed, *expanded(index, shape).leaves), make, x.dtype, 2 + index.cost)
+        return Value(
+            tuple(shape), (fixed, *expanded(index, shape).leaves), make, x.dtype, 2 + index.cost
+        )
 
     def _op_gather(self, x: Value, axis: int, index: Value, **_options: Any) -> Value:
         x = self.program.stored(x)
@@ -771,7 +900,9 @@ class Lowering:
             raise NotTraceableError("indexing with several tensors, or with a mask")
         axis, index = given[0]
         size = x.shape[axis]
-        return axis, combined(lambda i: f"({i} < 0 ? {i} + {size} : {i})", [index], torch.int64, 1, index.shape)
+        return axis, combined(
+            lambda i: f"({i} < 0 ? {i} + {size} : {i})", [index], torch.int64, 1, index.shape
+        )
 
     def _rows_at(self, x: Value, axis: int, index: Value) -> Value:
         """Return the entries of `x` at places along an axis; the axes of the places take its place."""
@@ -779,10 +910,15 @@ class Lowering:
         shape = [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
         leaf = x.memory
         stride, size = leaf.strides[axis], x.shape[axis]
-        fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
+        fixed = replace(
+            leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :])
+        )
         after = len(x.shape) - axis - 1
         count = len(index.leaves)
-        leaves = [replace(part, strides=(*[0] * axis, *part.strides, *[0] * after)) for part in index.leaves]
+        leaves = [
+            replace(part, strides=(*[0] * axis, *part.strides, *[0] * after))
+            for part in index.leaves
+        ]
 
         def make(parts: Sequence[str]) -> str:
             return f"(&{parts[0]})[inside({index.make(parts[1 : 1 + count])}, {size}) * {stride}]"
@@ -800,7 +936,9 @@ class Lowering:
         g = expanded(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
         many = len(index.shape)
         leaf = target.memory
-        fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
+        fixed = replace(
+            leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :])
+        )
         place = (index, range(axis, axis + many), target.shape[axis], leaf.strides[axis])
         self._write_at(fixed, *place, g, g.shape, operator)
 
@@ -808,7 +946,9 @@ class Lowering:
         """Return a copy of `x` with the entries of `g` at places along an axis; index and `g` have the axes of `x`."""
         target = self.program.stored(x, range(len(x.shape)))
         leaf = target.memory
-        fixed = replace(leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides)))
+        fixed = replace(
+            leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides))
+        )
         place = (index, range(len(g.shape)), x.shape[axis], leaf.strides[axis])
         self._write_at(fixed, *place, g, index.shape, operator)
         return target
@@ -839,12 +979,16 @@ class Lowering:
         names = [f"i{axis}" for axis in range(len(g.shape))]
         place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
         entry = g.make([leaf.text(names) for leaf in g.leaves])
-        loops = "".join(f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True))
+        loops = "".join(
+            f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True)
+        )
         text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] {operator} {entry};"
         reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
         self.program.emit(text, [*reads, target.buffer], [target.buffer])
 
-    def _op_embedding_dense_backward(self, g: Value, index: Value, rows: int, padding: int, scale: bool) -> Value:
+    def _op_embedding_dense_backward(
+        self, g: Value, index: Value, rows: int, padding: int, scale: bool
+    ) -> Value:
         if scale:
             raise NotTraceableError("embeddings whose gradient is scaled by frequency")
         if padding >= 0:
@@ -855,7 +999,9 @@ class Lowering:
     def _condition(self, make: Callable[..., str], *values: Value) -> Value:
         return combined(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
 
-    def _op_index_put(self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False) -> Value:
+    def _op_index_put(
+        self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False
+    ) -> Value:
         axis, index = self._only_index(x, indices)
         if not accumulate:
             target = self.program.stored(x, range(len(x.shape)))
@@ -866,16 +1012,21 @@ class Lowering:
 
     _op__unsafe_index_put = _op_index_put
 
-    def _op_index_add(self, x: Value, axis: int, index: Value, g: Value, alpha: Number = 1) -> Value:
+    def _op_index_add(
+        self, x: Value, axis: int, index: Value, g: Value, alpha: Number = 1
+    ) -> Value:
         added = self._added(x.shape, axis % len(x.shape), index, g)
         return self._map(lambda a, b, s: f"({a} + {s} * {b})", x, added, alpha)
 
     def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
         axis %= len(x.shape)
         rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
-        if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):  # an elementwise choice
+        # an elementwise choice
+        if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):
             text = "chosen({1} == {0}, {3}, {2})"
-            return self._map(text.format, _places(x.shape, axis), expanded(index, x.shape), x, source)
+            return self._map(
+                text.format, _places(x.shape, axis), expanded(index, x.shape), x, source
+            )
         values = source if isinstance(source, Value) else self._filled(index.shape, source, x.dtype)
         return self._write_entries(x, axis, index, values, "=")
 
@@ -900,14 +1051,21 @@ class Lowering:
     def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
         if x.dtype.is_floating_point:
             return self._reduce(x, axes, keepdim, "sum")
-        numbers = combined(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)  # small integers, so without rounding
+        # small integers, so without rounding
+        numbers = combined(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)
         return combined(
-            lambda a: f"int64_t({a})", [self._reduce(numbers, axes, keepdim, "sum")], torch.int64, 1, self._kind.shape
+            lambda a: f"int64_t({a})",
+            [self._reduce(numbers, axes, keepdim, "sum")],
+            torch.int64,
+            1,
+            self._kind.shape,
         )
 
     def _op_mean(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
         count = product([x.shape[a] for a in self._axes(x, axes)])
-        return self._map(lambda a, c: f"({a} / {c})", self._reduce(x, axes, keepdim, "sum"), count, cost=1)
+        return self._map(
+            lambda a, c: f"({a} / {c})", self._reduce(x, axes, keepdim, "sum"), count, cost=1
+        )
 
     def _op_linalg_vector_norm(
         self, x: Value, order: Number = 2, axes: Any = None, keepdim: bool = False, **_options: Any
@@ -917,7 +1075,9 @@ class Lowering:
         if order == 1:
             return self._reduce(self._pointwise("std::fabs({0})".format, x), axes, keepdim, "sum")
         squares = self._pointwise(lambda a: f"({a} * {a})", x)
-        return self._map("std::sqrt({0})".format, self._reduce(squares, axes, keepdim, "sum"), cost=6)
+        return self._map(
+            "std::sqrt({0})".format, self._reduce(squares, axes, keepdim, "sum"), cost=6
+        )
 
     def _op_amax(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
         return self._reduce(x, axes, keepdim, "max")
@@ -956,9 +1116,13 @@ class Lowering:
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
         count = product([x.shape[a] for a in axes])
-        mean = self._computed(lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0])
+        mean = self._computed(
+            lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0]
+        )
         distance = self._pointwise(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
-        variance = self._computed(lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0])
+        variance = self._computed(
+            lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0]
+        )
         return mean, variance
 
     def _computed(self, make: Callable[[str], str], x: Value) -> Value:
@@ -978,19 +1142,29 @@ class Lowering:
         count = product([x.shape[a] for a in gone])
         correction = 1 if correction is None else correction
         if correction:
-            variance = self._computed(lambda a: f"({a} * (T({count}) / (T({count}) - {correction})))", variance)
+            variance = self._computed(
+                lambda a: f"({a} * (T({count}) / (T({count}) - {correction})))", variance
+            )
         if keep:
             return variance, mean
         return self._op_squeeze(variance, gone), self._op_squeeze(mean, gone)
 
-    def _op_var(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+    def _op_var(
+        self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False
+    ) -> Value:
         return self._variance(x, axes, correction, keepdim)[0]
 
-    def _op_var_mean(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> list[Value]:
+    def _op_var_mean(
+        self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False
+    ) -> list[Value]:
         return list(self._variance(x, axes, correction, keepdim))
 
-    def _op_std(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-        return self._map("std::sqrt({0})".format, self._variance(x, axes, correction, keepdim)[0], cost=6)
+    def _op_std(
+        self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False
+    ) -> Value:
+        return self._map(
+            "std::sqrt({0})".format, self._variance(x, axes, correction, keepdim)[0], cost=6
+        )
 
     # ------------------------------------------------------------------ softmax and losses of classes
 
@@ -998,18 +1172,25 @@ class Lowering:
         axis %= len(x.shape)
         x = self.program.stored(x)
         top = self.program.reduced([x], [axis], "peak")[0]
-        powers = self.program.stored(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
-        total = self._computed(lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
+        powers = self.program.stored(
+            self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
+        )
+        total = self._computed(
+            lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0]
+        )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
         top = self.program.reduced([x], [axis], "peak")[0]
-        powers = self._pointwise(lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top)
+        powers = self._pointwise(
+            lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top
+        )
         powers = self.program.stored(powers)
         total = self._computed(
-            lambda a: f"chosen({a} == 0, 0, 1 / {a})", self.program.reduced([powers], [axis], "sum")[0]
+            lambda a: f"chosen({a} == 0, 0, 1 / {a})",
+            self.program.reduced([powers], [axis], "sum")[0],
         )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
@@ -1026,7 +1207,9 @@ class Lowering:
         top = self.program.reduced([x], [axis], "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduced([powers], [axis], "sum")[0]
-        log = self.program.stored(self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top))
+        log = self.program.stored(
+            self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top)
+        )
         return self._map(lambda a, s: f"({a} - {s})", x, log)
 
     def _op__log_softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
@@ -1043,22 +1226,39 @@ class Lowering:
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
         return result if keepdim else self._op_squeeze(result, gone)
 
-    def _op_nll_loss_forward(self, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int) -> list[Any]:
+    def _op_nll_loss_forward(
+        self, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int
+    ) -> list[Any]:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
         x = self.program.stored(x)
         known = self._condition(lambda t: f"({t} == {ignore})", y)
-        safe = combined(lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape)
+        safe = combined(
+            lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape
+        )
         picked = self._op_squeeze(
-            self._picked(x, axis, self._op_unsqueeze(safe, axis), [*x.shape[:axis], 1, *x.shape[axis + 1 :]]), axis
+            self._picked(
+                x, axis, self._op_unsqueeze(safe, axis), [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
+            ),
+            axis,
         )
         if weight is None:
             return [self._map(lambda k, p: f"chosen({k} != 0, 0, -{p})", known, picked), None]
         scale = self._rows_at(self.program.stored(weight), 0, safe)
-        return [self._map(lambda k, p, w: f"chosen({k} != 0, 0, -{p} * {w})", known, picked, scale), None]
+        return [
+            self._map(lambda k, p, w: f"chosen({k} != 0, 0, -{p} * {w})", known, picked, scale),
+            None,
+        ]
 
     def _op_nll_loss_backward(
-        self, g: Value, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int, _total: Any
+        self,
+        g: Value,
+        x: Value,
+        y: Value,
+        weight: Value | None,
+        reduction: int,
+        ignore: int,
+        _total: Any,
     ) -> Value:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
@@ -1116,32 +1316,60 @@ class Lowering:
         if training or mean is None or var is None:
             raise NotTraceableError("a normalization that writes its statistics in place")
         scale = self._scale(var, eps)
-        return [self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias))), None, None]
+        return [
+            self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias))),
+            None,
+            None,
+        ]
 
     def _channels(self, value: Value | None, x: Value) -> Value | None:
         if value is None:
             return None
         return self._shaped(value, [x.shape[1] if a == 1 else 1 for a in range(len(x.shape))])
 
-    def _normalized(self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None) -> Value:
+    def _normalized(
+        self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None
+    ) -> Value:
         if weight is not None and weight.shape == scale.shape:
-            scale, weight = self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)), None
+            scale, weight = (
+                self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)),
+                None,
+            )
         values = [x, mean, scale, *(v for v in (weight, bias) if v is not None)]
         text = "(({0} - {1}) * {2}" + (" * {3}" if weight is not None else "")
         text += (f" + {{{len(values) - 1}}}" if bias is not None else "") + ")"
         return self._map(text.format, *values, cost=len(values))
 
     def _op_native_batch_norm_backward(
-        self, g: Value, x: Value, weight: Value | None, _mean: Any, _var: Any, mean: Value, scale: Value, *_rest: Any
+        self,
+        g: Value,
+        x: Value,
+        weight: Value | None,
+        _mean: Any,
+        _var: Any,
+        mean: Value,
+        scale: Value,
+        *_rest: Any,
     ) -> list[Value]:
         axes = [a for a in range(len(x.shape)) if a != 1]
-        mean, scale, weight = self._channels(mean, x), self._channels(scale, x), self._channels(weight, x)  # type: ignore[assignment]
+        mean, scale, weight = (
+            self._channels(mean, x),
+            self._channels(scale, x),
+            self._channels(weight, x),
+        )  # type: ignore[assignment]
         back, along, plain = self._normal_back(g, x, mean, scale, axes, weight, None)
         channels = [x.shape[1]]
         return [back, self._shaped(along, channels), self._shaped(plain, channels)]
 
     def _normal_back(
-        self, g: Value, x: Value, mean: Value, scale: Value, axes: list[int], weight: Value | None, inner: Value | None
+        self,
+        g: Value,
+        x: Value,
+        mean: Value,
+        scale: Value,
+        axes: list[int],
+        weight: Value | None,
+        inner: Value | None,
     ) -> tuple[Value, Value, Value]:
         """Return the gradient of the input of a normalization over axes, and the sums of g times the normalized, of g.
 
@@ -1162,16 +1390,22 @@ class Lowering:
             away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
             plain, moved = self.program.reduced([g, away], axes, "sum")
         else:
-            away = self._pointwise(lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean)
+            away = self._pointwise(
+                lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean
+            )
             plain, moved = self.program.reduced(
                 [self._pointwise(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
             )
         along = self.program.stored(self._pointwise(lambda s, q: f"({s} * {q})", scale, moved))
-        slope = self.program.stored(self._pointwise(lambda s, q: f"({s} * {q} / T({count}))", scale, along))
+        slope = self.program.stored(
+            self._pointwise(lambda s, q: f"({s} * {q} / T({count}))", scale, along)
+        )
         level = self._computed(lambda p: f"({p} / T({count}))", plain)
         factor = scale
         if weight is not None:
-            factor = self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight))
+            factor = self.program.stored(
+                self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)
+            )
         if inner is None:
             text = "(({0} - {1} - ({2} - {3}) * {4}) * {5})"
             return self._map(text.format, g, level, x, mean, slope, factor, cost=6), along, plain
@@ -1232,8 +1466,13 @@ class Lowering:
         parts = self._grouped(x, groups)
         mean, variance = self._moments(parts, [2, 3])
         scale = self._scale(variance, eps)
-        own = [None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1]) for p in (weight, bias)]
-        y = self._normalized(parts, self._of_channels(mean, parts), self._of_channels(scale, parts), *own)
+        own = [
+            None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1])
+            for p in (weight, bias)
+        ]
+        y = self._normalized(
+            parts, self._of_channels(mean, parts), self._of_channels(scale, parts), *own
+        )
         flat = [x.shape[0], groups]
         return [self._shaped(y, x.shape), self._shaped(mean, flat), self._shaped(scale, flat)]
 
@@ -1282,14 +1521,22 @@ class Lowering:
     def _op_bmm(self, a: Value, b: Value) -> Value:
         return self._product(a, b)
 
-    def _op_addmm(self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1) -> Value:
+    def _op_addmm(
+        self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1
+    ) -> Value:
         if (beta, alpha) != (1, 1):
             raise NotTraceableError("addmm with factors")
         return self._map(lambda p, q: f"({p} + {q})", self._product(a, b), bias)
 
-    def _op_baddbmm(self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1) -> Value:
+    def _op_baddbmm(
+        self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1
+    ) -> Value:
         return self._map(
-            lambda p, q, s, t: f"({s} * {q} + {t} * {p})", self._product(a, b), bias, _real(beta), _real(alpha)
+            lambda p, q, s, t: f"({s} * {q} + {t} * {p})",
+            self._product(a, b),
+            bias,
+            _real(beta),
+            _real(alpha),
         )
 
     def _op_mv(self, a: Value, b: Value) -> Value:
@@ -1329,8 +1576,12 @@ class Lowering:
         c = self._target((*a.shape[:-1], n), self.dtype)
         self.program.buffers[c.memory.buffer].size = product(c.shape)
         direct = bn == 1 or n == 1
-        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
-        again = self._node_now is not None and any(ref in self._again for ref in self._node_now.refs())
+        along = (
+            (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
+        )
+        again = self._node_now is not None and any(
+            ref in self._again for ref in self._node_now.refs()
+        )
         if not direct and along and not again:
             call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
         else:
@@ -1376,7 +1627,9 @@ class Lowering:
             places = {"a": la.pointer, "b": lb.pointer, "c": lc.buffer}
             self.more[lc.buffer] = "MORE"
             self.program.emit(
-                call.format(**places).replace("MORE", f"MORE_{lc.buffer}") + ";", [la.buffer, lb.buffer], [lc.buffer]
+                call.format(**places).replace("MORE", f"MORE_{lc.buffer}") + ";",
+                [la.buffer, lb.buffer],
+                [lc.buffer],
             )
             return
         places = {
@@ -1384,13 +1637,17 @@ class Lowering:
             "c": f"{lc.buffer} + q * {lc.strides[0]}",
         }  # fmt: skip
         text = call.format(**places).replace("MORE", "false")
-        self.program.emit(f"for (long q = 0; q < {c.shape[0]}; q++) {text};", [la.buffer, lb.buffer], [lc.buffer])
+        self.program.emit(
+            f"for (long q = 0; q < {c.shape[0]}; q++) {text};", [la.buffer, lb.buffer], [lc.buffer]
+        )
 
 
 def _places(shape: Sequence[Size], axis: int) -> Value:
     """Return integers of a shape: the place of each entry along an axis."""
     steps = tuple(int(other == axis) for other in range(len(shape)))
-    return Value(tuple(shape), (Leaf("", 0, steps),), lambda parts: f"int64_t{parts[0]}", torch.int64)
+    return Value(
+        tuple(shape), (Leaf("", 0, steps),), lambda parts: f"int64_t{parts[0]}", torch.int64
+    )
 
 
 def _first_place(start: Size | None, size: Size) -> Size:

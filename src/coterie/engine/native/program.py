@@ -64,7 +64,8 @@ class _Text:
     members: list[str] = field(default_factory=list)
     mix: list[str] = field(default_factory=list)  # before a batch
     forward: list[str] = field(default_factory=list)
-    backward: list[list[str]] = field(default_factory=list)  # of each layer; the last layer comes first in the program
+    # of each layer; the last layer comes first in the program
+    backward: list[list[str]] = field(default_factory=list)
 
     def array(self, kind: str, name: str, size: int | str) -> None:
         self.members.append(f"alignas(64) {kind} {name}[{size}] = {{}};")
@@ -78,7 +79,8 @@ class _Writer:
         self.shapes = {slot.name: slot.shape for slot in layout.slots}
         self.text = _Text()
         self.number = 0
-        self.trained = False  # whether a layer with parameters has been written: those before need no gradient
+        # whether a layer with parameters has been written: those before need no gradient
+        self.trained = False
         height, width = (1, math.prod(features[1:])) if len(features) != 3 else features[1:]
         self.input = self.now = self._new((features[0], height, width), 0)
 
@@ -110,7 +112,9 @@ class _Writer:
             elif isinstance(layer, Flatten):
                 if self.now.padding != (0, 0):
                     raise NotAStackError("a flattened input is convolved")
-                self.now = _Array(self.now.name, (math.prod(self.now.shape), 1, 1), tanh=self.now.tanh)
+                self.now = _Array(
+                    self.now.name, (math.prod(self.now.shape), 1, 1), tanh=self.now.tanh
+                )
             else:
                 self._in_place(layer)
             position += 1
@@ -134,7 +138,8 @@ class _Writer:
         if min(pooled) < 1:
             raise NotAStackError("an input is smaller than its kernel")
         y = self._new(pooled, position + 1 + taken)
-        full = (layer.outputs, pooled[1] * size[0], pooled[2] * size[1])  # of what the pooling reads
+        # of what the pooling reads
+        full = (layer.outputs, pooled[1] * size[0], pooled[2] * size[1])
         kernel, (bias, bias_at), weight = f"{kh}, {kw}", self._bias(layer), self.slots[layer.weight]
         padded = f"Grid<{channels}, {x.plane // x.row}, {x.row}, {x.row}, {x.plane}>"
         left = kw - 1 - pw if self.trained else 0
@@ -143,7 +148,9 @@ class _Writer:
         gradient = f"g{y.name}"
         back: list[str] = []
         if bias_at >= 0:
-            back.append(f"bias_gradient<{pooled[0]}, {pooled[1] * pooled[2]}>({gradient}, step, {bias_at});")
+            back.append(
+                f"bias_gradient<{pooled[0]}, {pooled[1] * pooled[2]}>({gradient}, step, {bias_at});"
+            )
         windows = ""
         if pool is not None:
             windows = f"{size[0]}, {size[1]}"
@@ -164,16 +171,22 @@ class _Writer:
                 if pool
                 else f"copy<{y.plain}, {wide}>(g{y.name}, {gradient});"
             )
-            back.append(f"convolve_back<{x.plain}, {wide}, {kernel}, {ph}, {pw}>({gradient}, w + {weight}, g{x.name});")
+            back.append(
+                f"convolve_back<{x.plain}, {wide}, {kernel}, {ph}, {pw}>({gradient}, w + {weight}, g{x.name});"
+            )
         if pool is not None and not self.trained:
             back.append(
                 f"convolve_pool_weights<{padded}, {y.plain}, {kernel}, {windows}>"
                 f"({x.name}, {gradient}, at_{y.name}, step, {weight});"
             )
         else:
-            back.append(f"convolve_weights<{padded}, {wide}, {kernel}>({x.name}, {gradient}, step, {weight});")
+            back.append(
+                f"convolve_weights<{padded}, {wide}, {kernel}>({x.name}, {gradient}, step, {weight});"
+            )
         self._finish(back, y)
-        if taken == 2:  # what rises and max-pooling can change places: the larger of two is the same before and after
+        # what rises and max-pooling can change places: the larger of two is the same before and
+        # after
+        if taken == 2:
             activation = self.stack[position + 1]
             assert isinstance(activation, Activation)
             self._in_place(activation)
@@ -200,9 +213,13 @@ class _Writer:
             raise NotAStackError("an input is smaller than the window of a pooling")
         at = f"at_{y.name}"
         self.text.array("VI", at, math.prod(y.shape))
-        self.text.forward.append(f"pool<{x.grid}, {y.grid}, {ph}, {pw}>({x.inside}, {y.inside}, {at});")
+        self.text.forward.append(
+            f"pool<{x.grid}, {y.grid}, {ph}, {pw}>({x.inside}, {y.inside}, {at});"
+        )
         if self.trained:
-            self.text.backward.append([f"pool_back<{x.plain}, {y.plain}, {ph}, {pw}>(g{y.name}, {at}, g{x.name});"])
+            self.text.backward.append(
+                [f"pool_back<{x.plain}, {y.plain}, {ph}, {pw}>(g{y.name}, {at}, g{x.name});"]
+            )
         self.now = y
 
     def _linear(self, layer: Linear, position: int) -> None:
@@ -213,7 +230,9 @@ class _Writer:
         y = self._new((layer.outputs, 1, 1), position + 1)
         sizes = f"{entries}, {layer.outputs}"
         self._product(x, y, f"w + {weight}", bias)
-        back = [f"linear_back<{sizes}>(g{y.name}, w + {weight}, g{x.name});"] if self.trained else []
+        back = (
+            [f"linear_back<{sizes}>(g{y.name}, w + {weight}, g{x.name});"] if self.trained else []
+        )
         back.append(f"linear_weights<{sizes}>(s{x.name}, g{y.name}, step, {weight});")
         if bias_at >= 0:
             back.append(f"bias_gradient<{layer.outputs}, 1>(g{y.name}, step, {bias_at});")
@@ -224,7 +243,9 @@ class _Writer:
         entries, outputs = x.shape[0], y.shape[0]
         self.text.array("T", f"s{x.name}", f"N * Inputs<{entries}>::ROW")
         self.text.forward.append(f"by_sample<{entries}>({x.name}, s{x.name});")
-        self.text.forward.append(f"linear<{entries}, {outputs}>({x.name}, s{x.name}, {weights}, {bias}, {y.name});")
+        self.text.forward.append(
+            f"linear<{entries}, {outputs}>({x.name}, s{x.name}, {weights}, {bias}, {y.name});"
+        )
 
     def _simplex(self, layer: Simplex, position: int) -> None:
         x, weight = self.now, self.slots[layer.weight]
@@ -232,9 +253,15 @@ class _Writer:
         if x.shape[1:] != (1, 1) or self.shapes[layer.weight][2] != entries:
             raise NotAStackError(f"{layer.weight} does not take a flat input of {entries} entries")
         y = self._new((outputs, 1, 1), position + 1)
-        mixed, shares = f"w{y.name}", f"{layer.endpoints}, {{}}>(w + {{}}, alpha, T({layer.gain!r}), {{}});"
+        mixed, shares = (
+            f"w{y.name}",
+            f"{layer.endpoints}, {{}}>(w + {{}}, alpha, T({layer.gain!r}), {{}});",
+        )
         self.text.array("T", mixed, outputs * entries)
-        self.text.mix += ["mixture = alpha;", "mix_endpoints<" + shares.format(outputs * entries, weight, mixed)]
+        self.text.mix += [
+            "mixture = alpha;",
+            "mix_endpoints<" + shares.format(outputs * entries, weight, mixed),
+        ]
         bias, bias_at = "nullptr", -1
         if layer.bias is not None:
             bias_at = self.slots[layer.bias]
@@ -247,9 +274,7 @@ class _Writer:
         self._product(x, y, mixed, bias)
         back = [f"linear_back<{sizes}>(g{y.name}, {mixed}, g{x.name});"] if self.trained else []
         shared = str(layer.shared_bias).lower()
-        endpoints = (
-            f"Endpoints<{layer.endpoints}, {sizes}, Step>{{step, mixture, T({layer.gain!r}), {weight}, {shared}}}"
-        )
+        endpoints = f"Endpoints<{layer.endpoints}, {sizes}, Step>{{step, mixture, T({layer.gain!r}), {weight}, {shared}}}"
         back.append(f"linear_weights<{sizes}>(s{x.name}, g{y.name}, {endpoints}, {weight});")
         if bias_at >= 0:
             back.append(f"bias_gradient<{outputs}, 1>(g{y.name}, {endpoints}, {bias_at});")
@@ -278,15 +303,17 @@ class _Writer:
             self.text.backward.append([back])
 
 
-def write(stack: list[Layer], layout: Layout, features: tuple[int, ...], any_optimizer: bool = False) -> str:
+def write(
+    stack: list[Layer], layout: Layout, features: tuple[int, ...], any_optimizer: bool = False
+) -> str:
     """Return the C++ text of a stack's program.
 
     Args:
         stack: the layers.
         layout: where their tensors lie in a row.
         features: the shape of one input.
-        any_optimizer: for every optimizer, in a program of its own: one for SGD with momentum and Adam with the usual
-            betas alone is compiled faster, and rounds as it always has.
+        any_optimizer: for every optimizer, in a program of its own: one for SGD with momentum and
+            Adam with the usual betas alone is compiled faster, and rounds as it always has.
 
     Raises:
         NotAStackError: when the layers do not fit each other.
@@ -295,7 +322,9 @@ def write(stack: list[Layer], layout: Layout, features: tuple[int, ...], any_opt
     text = writer.write()
     if not writer.trained or writer.now.padding != (0, 0):
         raise NotAStackError("it has no layer with parameters")
-    number, integer = ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
+    number, integer = (
+        ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
+    )
     here = Path(__file__).parent
     parts = [
         f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;\nconstexpr int N = {SAMPLES};",

@@ -1,8 +1,8 @@
 """Modules that are a plain stack of layers: recognized by tracing, described layer by layer.
 
-Most networks of the federated-learning literature are stacks: convolutions, pooling, (leaky) ReLU, dropout,
-linear layers, each fed by the one before. For a stack the compiled engine can write the whole training step as one
-program.
+Most networks of the federated-learning literature are stacks: convolutions, pooling, (leaky) ReLU,
+dropout, linear layers, each fed by the one before. For a stack the compiled engine can write the
+whole training step as one program.
 """
 
 import copy
@@ -136,9 +136,15 @@ def layers(module: nn.Module) -> list[Layer]:
         elif _is_size(node):
             continue
         elif node.args[:1] != (before,) or before is None:
-            raise NotAStackError(f"{node.target} does not take the output of the layer before it alone")
+            raise NotAStackError(
+                f"{node.target} does not take the output of the layer before it alone"
+            )
         else:
-            layer = _from_module(modules[str(node.target)], str(node.target)) if node.op == "call_module" else None
+            layer = (
+                _from_module(modules[str(node.target)], str(node.target))
+                if node.op == "call_module"
+                else None
+            )
             layer = layer or _from_call(node)
             for name in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
                 if name in used:
@@ -152,8 +158,8 @@ def layers(module: nn.Module) -> list[Layer]:
 def _graph(module: nn.Module) -> fx.Graph:
     """Return the calls of layers and functions in a forward pass; tensors of the module are unknown values in it.
 
-    PyTorch's own tracer puts itself between every module of the process and its calls, also those of other threads that
-    train meanwhile; here only the layers of a copy record.
+    PyTorch's own tracer puts itself between every module of the process and its calls, also those
+    of other threads that train meanwhile; here only the layers of a copy record.
     """
     module, tracer = copy.deepcopy(module), fx.Tracer()
     tracer.root, tracer.graph, tracer.tensor_attrs = module, fx.Graph(), {}
@@ -184,8 +190,15 @@ def _is_size(node: fx.Node) -> bool:
 def _from_module(part: nn.Module, path: str) -> Layer | None:
     kind = type(part)
     if isinstance(part, nn.Conv2d) and kind is nn.Conv2d:
-        if part.stride != (1, 1) or part.dilation != (1, 1) or part.groups != 1 or part.padding_mode != "zeros":
-            raise NotAStackError(f"{path} is a convolution with stride, dilation, groups or padding of another mode")
+        if (
+            part.stride != (1, 1)
+            or part.dilation != (1, 1)
+            or part.groups != 1
+            or part.padding_mode != "zeros"
+        ):
+            raise NotAStackError(
+                f"{path} is a convolution with stride, dilation, groups or padding of another mode"
+            )
         kernel = (part.kernel_size[0], part.kernel_size[1])
         padding = (part.padding[0], part.padding[1]) if not isinstance(part.padding, str) else None
         if padding is None or padding[0] >= kernel[0] or padding[1] >= kernel[1]:
@@ -193,7 +206,9 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
         bias = None if part.bias is None else f"{path}.bias"
         return Convolution(f"{path}.weight", bias, part.out_channels, kernel, padding)
     if isinstance(part, nn.Linear) and kind is nn.Linear:
-        return Linear(f"{path}.weight", None if part.bias is None else f"{path}.bias", part.out_features)
+        return Linear(
+            f"{path}.weight", None if part.bias is None else f"{path}.bias", part.out_features
+        )
     if isinstance(part, SimplexHead):
         return _simplex(part, path)
     if isinstance(part, nn.MaxPool2d):
@@ -216,7 +231,9 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
 
 def _simplex(part: SimplexHead, path: str) -> Simplex:
     if part.ensemble or part.weight.ndim != 3:
-        raise NotAStackError(f"{path} is a simplex of convolutions, or predicts with all of its endpoints")
+        raise NotAStackError(
+            f"{path} is a simplex of convolutions, or predicts with all of its endpoints"
+        )
     bias, prefix = part.bias, f"{path}." if path else ""
     outputs = part.weight.shape[1]
     return Simplex(
@@ -232,7 +249,11 @@ def _from_call(node: fx.Node) -> Layer:
     arguments = {**dict(enumerate(node.args[1:])), **node.kwargs}
     if target is functional.max_pool2d or target is torch.max_pool2d:
         known = {0, 1, "kernel_size", "stride"}
-        extra = {key: value for key, value in arguments.items() if key not in known and value not in (0, 1, False)}
+        extra = {
+            key: value
+            for key, value in arguments.items()
+            if key not in known and value not in (0, 1, False)
+        }
         kernel = arguments.get(0, arguments.get("kernel_size"))
         stride = arguments.get(1, arguments.get("stride"))
         pool = strided(nn.MaxPool2d(kernel, stride)) if not extra else None  # type: ignore[arg-type]
@@ -240,10 +261,17 @@ def _from_call(node: fx.Node) -> Layer:
             raise NotAStackError("it has a pooling with windows that overlap or are padded")
         return MaxPool((pool.height, pool.width))
     if target is torch.flatten or target == "flatten":
-        if arguments.get(0, arguments.get("start_dim")) == 1 and arguments.get(1, arguments.get("end_dim", -1)) == -1:
+        if (
+            arguments.get(0, arguments.get("start_dim")) == 1
+            and arguments.get(1, arguments.get("end_dim", -1)) == -1
+        ):
             return Flatten()
     elif target in ("view", "reshape") and len(node.args) == 3:
         samples, rest = node.args[1:]
-        if (isinstance(samples, fx.Node) or samples == -1) and isinstance(rest, int) and (samples, rest) != (-1, -1):
+        if (
+            (isinstance(samples, fx.Node) or samples == -1)
+            and isinstance(rest, int)
+            and (samples, rest) != (-1, -1)
+        ):
             return Flatten()
     raise NotAStackError(f"{target} is not known here")

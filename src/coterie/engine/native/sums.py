@@ -61,7 +61,9 @@ def with_joined_products(trace: Trace) -> Trace:
         for a, b, turned in pairs:
             left, right = (b, a) if turned else (a, b)
             for ref, flip, into in ((left, not turned, columns), (right, turned, rows)):
-                if flip:  # a left factor lies with its columns below each other, so that they are joined like rows
+                # a left factor lies with its columns below each other, so that they are joined like
+                # rows
+                if flip:
                     shape = kinds[ref.number].shape
                     other = new((shape[1], shape[0]), ref)
                     nodes.append(Node("t", (ref,), {}, (other,), node.layer))
@@ -86,4 +88,9 @@ def with_joined_products(trace: Trace) -> Trace:
 
 
 def _plain_sum(node: Node) -> bool:
-    return node.name == "add" and len(node.args) == 2 and all(isinstance(a, Ref) for a in node.args) and not node.kwargs
+    return (
+        node.name == "add"
+        and len(node.args) == 2
+        and all(isinstance(a, Ref) for a in node.args)
+        and not node.kwargs
+    )

@@ -1,8 +1,9 @@
 """A training step as a list of PyTorch's own operations, recorded once while it runs on a few samples.
 
-Every operation below autograd is recorded, forward and backward. Writes in place become new values, so that a trace is
-a plain data flow. The step is recorded for two batch sizes; a number that differs between the two records is a linear
-function of the batch size (`Dim`), so that a program made of the trace runs with any.
+Every operation below autograd is recorded, forward and backward. Writes in place become new values,
+so that a trace is a plain data flow. The step is recorded for two batch sizes; a number that
+differs between the two records is a linear function of the batch size (`Dim`), so that a program
+made of the trace runs with any.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,10 @@ class Dim:
 
     def __floordiv__(self, other: "Dim | int") -> "Dim | int":
         if isinstance(other, Dim):
-            if self.start * other.slope == self.slope * other.start and self.slope % other.slope == 0:
+            if (
+                self.start * other.slope == self.slope * other.start
+                and self.slope % other.slope == 0
+            ):
                 return self.slope // other.slope
             raise NotTraceableError("a shape of it is no multiple of the number of samples")
         if self.slope % other or self.start % other:
@@ -150,7 +154,8 @@ class Trace:
         kinds: of every value.
         inputs: the values of its arguments.
         outputs: of its results; None where a result is no tensor.
-        constants: values that depend on no input, as far as they are small: what the module holds, or makes of it.
+        constants: values that depend on no input, as far as they are small: what the module holds,
+            or makes of it.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -181,11 +186,14 @@ class _Tracked:
 class _Recorder(TorchDispatchMode):
     """Records what runs while it is active."""
 
-    def __init__(self, inputs: list[Tensor], layer: Callable[[], str], known: Callable[[str], bool]) -> None:
+    def __init__(
+        self, inputs: list[Tensor], layer: Callable[[], str], known: Callable[[str], bool]
+    ) -> None:
         super().__init__()
         self.trace, self.layer, self.known = Trace(), layer, known
         self._tracked: dict[int, _Tracked] = {}
-        self._within: list[Any] = []  # operations that are being made of simpler ones, which may come back to them
+        # operations that are being made of simpler ones, which may come back to them
+        self._within: list[Any] = []
         self.trace.inputs = [self._new(tensor) for tensor in inputs]
 
     @classmethod
@@ -206,7 +214,14 @@ class _Recorder(TorchDispatchMode):
         self._tracked[id(tensor)] = _Tracked(tensor, ref, group, group.version)
         return ref
 
-    def _add(self, name: str, args: tuple, kwargs: dict, made: Sequence[Any], outs: tuple[Ref | None, ...]) -> None:
+    def _add(
+        self,
+        name: str,
+        args: tuple,
+        kwargs: dict,
+        made: Sequence[Any],
+        outs: tuple[Ref | None, ...],
+    ) -> None:
         """Add an operation with what it made; what it makes of constants is one."""
         self.trace.nodes.append(Node(name, args, kwargs, outs, self.layer()))
         if all(ref.number in self.trace.constants for ref in refs((args, *kwargs.values()))):
@@ -223,7 +238,13 @@ class _Recorder(TorchDispatchMode):
         if known.version != known.group.version:
             base = self._tracked[id(known.group.base)]
             known.ref, known.version = self._numbered(tensor), known.group.version
-            self._add("as_strided", (base.ref, *self._place(tensor, base.tensor)), {}, (tensor,), (known.ref,))
+            self._add(
+                "as_strided",
+                (base.ref, *self._place(tensor, base.tensor)),
+                {},
+                (tensor,),
+                (known.ref,),
+            )
         return known.ref
 
     @staticmethod
@@ -265,10 +286,18 @@ class _Recorder(TorchDispatchMode):
             raise NotTraceableError(f"it draws random numbers of its own ({name})")
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
             raise NotTraceableError("what it computes depends on its data")
-        taken, named = tuple(self._take(a) for a in args), {key: self._take(value) for key, value in kwargs.items()}
+        taken, named = (
+            tuple(self._take(a) for a in args),
+            {key: self._take(value) for key, value in kwargs.items()},
+        )
         if func._schema.is_mutable:
             return self._in_place(func, name, args, kwargs, taken, named)
-        if not self.known(name) and name not in _VIEWS and args and any(isinstance(a, Tensor) for a in args):
+        if (
+            not self.known(name)
+            and name not in _VIEWS
+            and args
+            and any(isinstance(a, Tensor) for a in args)
+        ):
             simpler = None if func in self._within else _decomposition(func)
             if simpler is not None:
                 self._within.append(func)
@@ -278,7 +307,13 @@ class _Recorder(TorchDispatchMode):
                 return out
         if name == "as_strided":
             offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
-            taken = (taken[0], [*args[1]], [*args[2]], offset - args[0].storage_offset(), [*args[0].stride()])
+            taken = (
+                taken[0],
+                [*args[1]],
+                [*args[2]],
+                offset - args[0].storage_offset(),
+                [*args[0].stride()],
+            )
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and any(out is a for a in args):
             return out
@@ -288,12 +323,17 @@ class _Recorder(TorchDispatchMode):
         self._add(name, taken, named, outs, made)
         return out
 
-    def _in_place(self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict) -> Any:
+    def _in_place(
+        self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict
+    ) -> Any:
         """Run an operation that changes its first argument, and record the one that makes a new value."""
-        if not name.endswith("_") or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]):
+        if not name.endswith("_") or any(
+            a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]
+        ):
             raise NotTraceableError(f"the operation {name} is not known")
         pure = name.removesuffix("_")
-        turned = pure in ("transpose", "t", "squeeze", "unsqueeze")  # the tensor itself becomes another view
+        # the tensor itself becomes another view
+        turned = pure in ("transpose", "t", "squeeze", "unsqueeze")
         if not turned and not self.known(pure):
             simpler = getattr(getattr(aten, pure, None), func._overloadname, None)
             if simpler is not None and _decomposition(simpler) is not None:
@@ -330,13 +370,20 @@ class _TracedBatchNorm(nn.Module):
 
     def __init__(self, norm: ReturnedBatchNorm) -> None:
         super().__init__()
-        self.eps, self.momentum, self.weight, self.bias = norm.eps, norm.momentum, norm.weight, norm.bias
+        self.eps, self.momentum, self.weight, self.bias = (
+            norm.eps,
+            norm.momentum,
+            norm.weight,
+            norm.bias,
+        )
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(norm, name))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == x.shape[1]:
-            raise ValueError("batch normalization takes more than one value a channel while training")
+            raise ValueError(
+                "batch normalization takes more than one value a channel while training"
+            )
         op = aten._native_batch_norm_legit.no_stats
         y, mean, scale = op(x, self.weight, self.bias, True, 0.0, self.eps)
         if self.running_mean is not None:
@@ -372,14 +419,19 @@ class _OneHotByComparing(TorchFunctionMode):
     def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes < 0:
             raise NotTraceableError("the number of its classes depends on its data")
-        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(
+            torch.int64
+        )
 
 
 @contextmanager
 def _plain_operations() -> Iterator[None]:
     """While active, PyTorch computes with operations that a trace can name: no fused attention, no oneDNN networks."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    flash, efficient = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    flash, efficient = (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+    )
     onednn = torch._C._get_mkldnn_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -420,19 +472,34 @@ def _train_once(
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
     weight = torch.tensor(1.0 / len(x), dtype=layout.dtype)
     frozen = _frozen(layout)
-    inputs = [*(tensors[s.name] for s in layout.slots), *frozen.values(), *values.values(), x, y, weight]
+    inputs = [
+        *(tensors[s.name] for s in layout.slots),
+        *frozen.values(),
+        *values.values(),
+        x,
+        y,
+        weight,
+    ]
     with torch.enable_grad(), _Recorder(inputs, layer, known) as recorder:
         tensors |= values | frozen
         losses = objective(functional_call(module, tensors, (x,)).to(layout.dtype), y)
         grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
         trace = recorder.trace
-        trace.outputs = [recorder.ref(losses), *(None if g is None else recorder.ref(g) for g in grads)]
+        trace.outputs = [
+            recorder.ref(losses),
+            *(None if g is None else recorder.ref(g) for g in grads),
+        ]
         trace.outputs += [recorder.ref(tensors[name]) for name in state]
     return trace
 
 
 def _judge_once(
-    layout: Layout, objective: Objective, x: Tensor, y: Tensor, layer: Callable[[], str], known: Callable[[str], bool]
+    layout: Layout,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor,
+    layer: Callable[[], str],
+    known: Callable[[str], bool],
 ) -> Trace:
     """Record the loss of each sample in evaluation, and its score where the objective has one."""
     named = layout.views(layout.flatten_copy(layout.train_module))
@@ -441,7 +508,9 @@ def _judge_once(
     frozen = _frozen(layout)
     inputs = [*tensors.values(), *frozen.values(), *values.values(), x, y]
     with torch.no_grad(), _Recorder(inputs, layer, known) as recorder:
-        outputs = functional_call(layout.eval_module, {**tensors, **frozen, **values}, (x,)).to(layout.dtype)
+        outputs = functional_call(layout.eval_module, {**tensors, **frozen, **values}, (x,)).to(
+            layout.dtype
+        )
         losses = objective(outputs, y)
         scored = getattr(objective, "metric", None) is not None
         scores = objective.score(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
@@ -456,7 +525,8 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if not isinstance(second, list | tuple) or len(first) != len(second):
             raise NotTraceableError("its operations depend on the number of samples")
         return type(first)(_unified(a, b, sizes) for a, b in zip(first, second, strict=True))
-    if type(first) is type(second) and (first == second or first != first):  # a NaN is no other number
+    # a NaN is no other number
+    if type(first) is type(second) and (first == second or first != first):
         return first
     one, two = sizes
     if type(first) is int and type(second) is int:
@@ -468,25 +538,35 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
             return Ratio(value=first * one)
         if first != 1 and second != 1:
             places = round(first / (first - 1) / one)
-            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in ((first, one), (second, two))):
+            if all(
+                abs(value - places * n / (places * n - 1)) < 1e-12
+                for value, n in ((first, one), (second, two))
+            ):
                 return Ratio(places=places)
     raise NotTraceableError("its operations depend on the number of samples")
 
 
 def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     """Return two records of a function as one for any number of samples."""
-    if [n.name for n in first.nodes] != [n.name for n in second.nodes] or first.outputs != second.outputs:
+    if [n.name for n in first.nodes] != [
+        n.name for n in second.nodes
+    ] or first.outputs != second.outputs:
         raise NotTraceableError("its operations depend on the number of samples")
     joined = Trace(inputs=first.inputs, outputs=first.outputs, constants=dict(first.constants))
     for number, kind in first.kinds.items():
-        joined.kinds[number] = Kind(_unified(kind.shape, second.kinds[number].shape, sizes), kind.dtype)
+        joined.kinds[number] = Kind(
+            _unified(kind.shape, second.kinds[number].shape, sizes), kind.dtype
+        )
     for a, b in zip(first.nodes, second.nodes, strict=True):
         if a.outs != b.outs or a.kwargs.keys() != b.kwargs.keys():
             raise NotTraceableError("its operations depend on the number of samples")
         kwargs = {key: _unified(value, b.kwargs[key], sizes) for key, value in a.kwargs.items()}
         joined.nodes.append(Node(a.name, _unified(a.args, b.args, sizes), kwargs, a.outs, a.layer))
     for number in [*joined.constants]:
-        same = number in second.constants and second.constants[number].shape == joined.constants[number].shape
+        same = (
+            number in second.constants
+            and second.constants[number].shape == joined.constants[number].shape
+        )
         if not same or not torch.equal(joined.constants[number], second.constants[number]):
             del joined.constants[number]
     needed = {ref for ref in joined.outputs if ref is not None}
@@ -514,8 +594,12 @@ def _layer_of(module: nn.Module) -> Iterator[Callable[[], str]]:
     trail: list[str] = [""]
     handles = []
     for path, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda _module, _args, path=path: trail.append(path)))
-        handles.append(part.register_forward_hook(lambda _module, _args, _out: trail.__delitem__(-1)))
+        handles.append(
+            part.register_forward_pre_hook(lambda _module, _args, path=path: trail.append(path))
+        )
+        handles.append(
+            part.register_forward_hook(lambda _module, _args, _out: trail.__delitem__(-1))
+        )
     try:
         yield lambda: trail[-1]
     finally:
@@ -528,10 +612,11 @@ class Traces:
     """What a native program is made of.
 
     Args:
-        train: (tensors of the row, frozen weights, input buffers, x, y, weight) -> losses, gradients, new untrained
-            state.
+        train: (tensors of the row, frozen weights, input buffers, x, y, weight) -> losses,
+            gradients, new untrained state.
         judge: (tensors of the row, frozen weights, input buffers, x, y) -> losses, scores.
-        together: whether a sample's loss depends on the others of its batch, or a step changes the untrained state.
+        together: whether a sample's loss depends on the others of its batch, or a step changes the
+            untrained state.
     """
 
     train: Trace
@@ -540,7 +625,11 @@ class Traces:
 
 
 def record(
-    layout: Layout, objective: Objective, x: Tensor, y: Tensor, known: Callable[[str], bool] = lambda _name: True
+    layout: Layout,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor,
+    known: Callable[[str], bool] = lambda _name: True,
 ) -> Traces:
     """Record a module's training step and its evaluation.
 
@@ -549,8 +638,8 @@ def record(
         objective: the loss of each sample.
         x: some prepared inputs; they are repeated to the sizes of the batches.
         y: their targets.
-        known: (name of an operation) -> whether it is recorded as it is; others are made of simpler ones where PyTorch
-            can.
+        known: (name of an operation) -> whether it is recorded as it is; others are made of simpler
+            ones where PyTorch can.
 
     Raises:
         NotTraceableError: when operations depend on values, on chance or on the number of samples.
@@ -567,18 +656,24 @@ def record(
     try:
         with computing("full", torch.device("cpu")), _plain_operations():
             with _layer_of(module) as layer:
-                train = pair(lambda a, b: _train_once(layout, module, objective, a, b, layer, known))
+                train = pair(
+                    lambda a, b: _train_once(layout, module, objective, a, b, layer, known)
+                )
             with _layer_of(layout.eval_module) as layer:
                 judge = pair(lambda a, b: _judge_once(layout, objective, a, b, layer, known))
             state = train.outputs[1 + sum(s.stop <= layout.trainable for s in layout.slots) :]
-            before = [train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable]
+            before = [
+                train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable
+            ]
             together = state != before or _together(layout, module, objective, x, y)
     except RuntimeError as error:
         raise NotTraceableError(str(error).strip().splitlines()[0]) from error
     return Traces(train, judge, together)
 
 
-def _together(layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> bool:
+def _together(
+    layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor
+) -> bool:
     """Try whether the losses of two samples change with the samples beside them."""
     views = layout.views(layout.flatten_copy(layout.train_module))
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}

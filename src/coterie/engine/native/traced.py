@@ -48,7 +48,11 @@ _BATCH_NAMES = (
     "const T* const frozen = batch.frozen;",
 )  # fmt: skip
 _TRAIN_NAMES = ("const int64_t key[] = {now};", "const T weight[] = {share};")
-_JUDGE_NAMES = ("T* const scores = batch.scores;", "const int64_t key[] = {0};", "constexpr long from = 0;")
+_JUDGE_NAMES = (
+    "T* const scores = batch.scores;",
+    "const int64_t key[] = {0};",
+    "constexpr long from = 0;",
+)
 _TYPICAL = 16  # samples for which kernels are chosen
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -104,7 +108,9 @@ class _Function:
             values.append(in_memory("row", slot.shape, dense(slot.shape), layout.dtype, slot.start))
         place = 0
         for tensor in layout.frozen.values():
-            values.append(in_memory("frozen", tensor.shape, dense(tensor.shape), layout.dtype, place))
+            values.append(
+                in_memory("frozen", tensor.shape, dense(tensor.shape), layout.dtype, place)
+            )
             place += tensor.numel()
         for name, ref in zip(layout.inputs, trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
@@ -115,7 +121,9 @@ class _Function:
             values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
-        self.results = [None if ref is None else self.lowering.operand(ref) for ref in trace.outputs]
+        self.results = [
+            None if ref is None else self.lowering.operand(ref) for ref in trace.outputs
+        ]
 
     def write_vector(self, name: str, result: Value | None) -> None:
         """Write one value a sample."""
@@ -128,7 +136,9 @@ class _Function:
         for slot, result in zip(slots, results, strict=True):
             if result is None:
                 self.program.emit(
-                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});", [], ["g"]
+                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});",
+                    [],
+                    ["g"],
                 )
                 continue
             leaf = result.leaf
@@ -136,16 +146,27 @@ class _Function:
             if buffer in self.lowering.inner and self._is_only_written(buffer):
                 self._write_inner(slot, buffer)
                 continue
-            readers = [s for s in self.program.statements if buffer in s.reads and buffer not in s.writes]
-            plain = leaf is not None and leaf.offset == 0 and result.is_dense(range(len(result.shape)))
-            if plain and buffer in self.lowering.more and not readers and not self.program.buffers[buffer].place:
+            readers = [
+                s for s in self.program.statements if buffer in s.reads and buffer not in s.writes
+            ]
+            plain = (
+                leaf is not None and leaf.offset == 0 and result.is_dense(range(len(result.shape)))
+            )
+            if (
+                plain
+                and buffer in self.lowering.more
+                and not readers
+                and not self.program.buffers[buffer].place
+            ):
                 self.program.buffers[buffer].place = f"T* const {buffer} = g + {slot.start};"
                 self.lowering.more[buffer] = "more"
                 continue
             self.program.assign(Leaf("g", slot.start, tuple(dense(slot.shape))), result, add="more")
 
     def _is_only_written(self, buffer: str) -> bool:
-        return not any(buffer in s.reads and buffer not in s.writes for s in self.program.statements)
+        return not any(
+            buffer in s.reads and buffer not in s.writes for s in self.program.statements
+        )
 
     def _write_inner(self, slot: Slot, buffer: str) -> None:
         """Write a gradient that is zero but in the middle, without a copy of it elsewhere."""
@@ -156,13 +177,21 @@ class _Function:
         strides = dense(shape)
         for size, all_, stride in zip(inner.shape, shape, strides, strict=True):
             start += (all_ - size_at(size, 1)) // 2 * stride
-        self.program.emit(f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});", [], ["g"])
+        self.program.emit(
+            f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});",
+            [],
+            ["g"],
+        )
         self.program.assign(Leaf("g", start, tuple(strides)), inner, add="more")
 
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the untrained tensors anew, when all of them are known."""
         slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
-        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_there(r, s.start)]
+        pairs = [
+            (s, r)
+            for s, r in zip(slots, results, strict=True)
+            if r is not None and not _is_there(r, s.start)
+        ]
         results = [self.program.stored(result, range(len(result.shape))) for _, result in pairs]
         for (slot, _), result in zip(pairs, results, strict=True):
             self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
@@ -176,7 +205,9 @@ class _Function:
             elif buffer.place:
                 lines.append(buffer.place)
             else:
-                lines.append(f"{buffer.type}* const {name} = ({buffer.type}*)(batch.arena + batch.at[{number}]);")
+                lines.append(
+                    f"{buffer.type}* const {name} = ({buffer.type}*)(batch.arena + batch.at[{number}]);"
+                )
         body = []
         for statement in self.program.statements:
             text = statement.text
@@ -190,12 +221,18 @@ class _Function:
     def memory(self, samples: int) -> tuple[Tensor, int]:
         """Return the place of each buffer in the arena for calls of so many samples, and its size."""
         places, top = self.program.arena(samples)
-        return torch.tensor([places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64), top
+        return torch.tensor(
+            [places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64
+        ), top
 
 
 def _is_there(value: Value, start: int) -> bool:
     """Return whether a value is what lies at a place of the row."""
-    return value.is_dense(range(len(value.shape))) and value.memory.buffer == "row" and value.memory.offset == start
+    return (
+        value.is_dense(range(len(value.shape)))
+        and value.memory.buffer == "row"
+        and value.memory.offset == start
+    )
 
 
 class TracedProgram:
@@ -216,7 +253,9 @@ class TracedProgram:
         CompilerError: when the program cannot be compiled.
     """
 
-    def __init__(self, layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor) -> None:
+    def __init__(
+        self, layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor
+    ) -> None:
         if layout.dtype not in (torch.float32, torch.float64):
             raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
         traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
@@ -234,7 +273,9 @@ class TracedProgram:
         if any(not own[name].is_floating_point() for name in self.inputs):
             raise NotTraceableError("it has input buffers of integers")
         room = torch.zeros(_VECTOR, dtype=layout.dtype)
-        self._frozen = torch.cat([*(one.detach().reshape(-1) for one in layout.frozen.values()), room])
+        self._frozen = torch.cat(
+            [*(one.detach().reshape(-1) for one in layout.frozen.values()), room]
+        )
         self.text = self._written(x, y)
         self._library, self.seconds = compiler.load(self.text, _flags())
         for name in ("train", "measure"):
@@ -259,12 +300,18 @@ class TracedProgram:
     def _written(self, x: Tensor, y: Tensor) -> str:
         """Return the C++ of the program: kernels, the two functions, and the loops that call them."""
         layout = self.layout
-        number, integer = ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
+        number, integer = (
+            ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
+        )
         here = Path(__file__).parent
         features, own = tuple(x.shape[1:]), layout.zero_inputs(1)
         sizes = ", ".join(str(own[name][0].numel()) for name in self.inputs) or "0"
         channels = features[0] if features else 1
-        entries, plane, targets = math.prod(features), math.prod(features[1:]), math.prod(y.shape[1:])
+        entries, plane, targets = (
+            math.prod(features),
+            math.prod(features[1:]),
+            math.prod(y.shape[1:]),
+        )
         width = features[-1] if len(features) > 1 else 1
         driver = (here / "steps.h").read_text()
         start = driver.index("struct Batch {")
@@ -283,7 +330,9 @@ class TracedProgram:
         ]
         step = "T* row, T* g, const int64_t now, const T share, const long n, const long from, const bool more"
         train = self._body(f"train_batch(const Batch& batch, {step})", self._train, _TRAIN_NAMES)
-        judge = self._body("judge_batch(const Batch& batch, const T* row, const long n)", self._judge, _JUDGE_NAMES)
+        judge = self._body(
+            "judge_batch(const Batch& batch, const T* row, const long n)", self._judge, _JUDGE_NAMES
+        )
         return "\n".join([*head, *train, *judge, driver[:start] + driver[stop:]])
 
     def _body(self, signature: str, function: _Function, names: Sequence[str]) -> list[str]:
@@ -298,7 +347,9 @@ class TracedProgram:
             kept = self._kept[samples] = stored(samples, self.layout.dtype)
         return kept.store
 
-    def _values(self, inputs: Mapping[str, Tensor], *lead: int) -> tuple[ctypes.Array, list[Tensor]]:
+    def _values(
+        self, inputs: Mapping[str, Tensor], *lead: int
+    ) -> tuple[ctypes.Array, list[Tensor]]:
         """Return the values of the input buffers, those of the module where none are given."""
         own = self.layout.zero_inputs(1)
         values = []
@@ -313,13 +364,20 @@ class TracedProgram:
     def fits(self, work: Training) -> bool:
         """Return whether the program can do a training.
 
-        Each input must have one value a step, and where samples need each other no batch may be of a single one.
+        Each input must have one value a step, and where samples need each other no batch may be of
+        a single one.
         """
         own = self.layout.zero_inputs(1)
-        steady = all(work.inputs[name].shape[2:] == own[name].shape[1:] for name in self.inputs if name in work.inputs)
+        steady = all(
+            work.inputs[name].shape[2:] == own[name].shape[1:]
+            for name in self.inputs
+            if name in work.inputs
+        )
         return steady and not (self.together and bool((work.length == 1).any()))
 
-    def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
+    def train(
+        self, rows: Float[Tensor, "clients params"], work: Training
+    ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = whole(work.places), whole(work.length)
@@ -354,7 +412,9 @@ class TracedProgram:
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = rows_of(table)
         given, _values = self._values(inputs, len(table))
-        places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        places, count, models, sets = (
+            whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets)
+        )
         noise, _draws = noise_of(pairs.noise)
         samples = self._samples["judge"]
         where, size = self._judge.memory(samples)

@@ -1,8 +1,8 @@
 """The data of the report and the live page: stored runs reduced to one JSON document of bounded size.
 
-Long arrays are quantized, compressed and written as text (`packing.pack`). Arrays that would grow with clients² x
-rounds are binned in time and, for large populations, over neighboring clients of one cluster. A page therefore stays
-small for long runs; the parquet files keep every value.
+Long arrays are quantized, compressed and written as text (`packing.pack`). Arrays that would grow
+with clients² x rounds are binned in time and, for large populations, over neighboring clients of
+one cluster. A page therefore stays small for long runs; the parquet files keep every value.
 """
 
 import json
@@ -40,7 +40,9 @@ from coterie.results.summary import (
 )
 
 
-def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder: Path | None = None) -> dict[str, Any]:
+def payload(
+    runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder: Path | None = None
+) -> dict[str, Any]:
     """Reduce the runs of one study to the data of the page.
 
     Args:
@@ -67,11 +69,17 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     names = cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
     groups, called = by_label(runs), client_names(runs)
     drawn = charted(runs, problems)
-    alike = {label: [run for run in drawn if run.label == label and run.clients.equals(truth)] for label in groups}
+    alike = {
+        label: [run for run in drawn if run.label == label and run.clients.equals(truth)]
+        for label in groups
+    }
     results = summary_of(runs, folder, problems)
     ranking = of_runs(runs, problems, folder, whole=results)
     if not names:
-        results["rows"], results["pairs"] = _without_clusters(results["rows"]), _without_clusters(results["pairs"])
+        results["rows"], results["pairs"] = (
+            _without_clusters(results["rows"]),
+            _without_clusters(results["pairs"]),
+        )
     compared = _pairs(results, metrics_of(runs), metric)
     results = {
         name: value for name, value in results.items() if name not in ("pairs", "about")
@@ -83,7 +91,10 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "metric": metric,
             "metrics": _metrics(runs),
             "methods": [_method(label, group) for label, group in groups.items()],
-            "clusters": [{"id": c, "name": name, "size": int((cluster == c).sum())} for c, name in names.items()],
+            "clusters": [
+                {"id": c, "name": name, "size": int((cluster == c).sum())}
+                for c, name in names.items()
+            ],
             "cluster": cluster.tolist(),
             "names": [called.get(client) for client in range(population)] if called else None,
             "results": results,
@@ -94,7 +105,11 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "reads": reads(alike, cluster),
             "labels": labels(alike, cluster),
             "cost": cost(alike, metric),
-            "equal_bytes": {**asdict(ranking), "heading": ranking.heading, "caveat": ranking.caveat},
+            "equal_bytes": {
+                **asdict(ranking),
+                "heading": ranking.heading,
+                "caveat": ranking.caveat,
+            },
             "provenance": [_provenance(run) for run in runs],
             "clients": clients(alike, metric, cluster),
             "data": _told(json.loads(path.read_text("utf-8")), cluster) if path.is_file() else None,
@@ -112,24 +127,32 @@ def _pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]
     """The pairs of methods as the page shows them: in words and numbers, by metric and group of clients.
 
     Returns:
-        `families`: of each group `metric`, `cluster`, `standing` (which method is best, in words), `leaders` and
-        `pairs`, those with the difference and its interval as `text` and the `verdict` in words. `tables`: LaTeX and
-        Markdown of the main metric.
+        `families`: of each group `metric`, `cluster`, `standing` (which method is best, in words),
+        `leaders` and `pairs`, those with the difference and its interval as `text` and the
+        `verdict` in words. `tables`: LaTeX and Markdown of the main metric.
     """
     content = json_ready(results)
     every, rows = pairs.read(content), content["rows"]
     keys = dict.fromkeys((pair.metric, pair.cluster) for pair in every)
     families = []
     for metric, cluster in keys:
-        entry, own = known[metric], [pair for pair in every if (pair.metric, pair.cluster) == (metric, cluster)]
-        told = [{"text": pairs.shown(pair, entry), "verdict": pairs.verdict(pair, entry)} for pair in own]
+        entry, own = (
+            known[metric],
+            [pair for pair in every if (pair.metric, pair.cluster) == (metric, cluster)],
+        )
+        told = [
+            {"text": pairs.shown(pair, entry), "verdict": pairs.verdict(pair, entry)}
+            for pair in own
+        ]
         families.append(
             {
                 "metric": metric,
                 "cluster": cluster,
                 "standing": pairs.standing(rows, every, entry, cluster),
                 "leaders": pairs.leaders(rows, every, entry, cluster),
-                "pairs": [{**one, **words} for one, words in zip(pairs.as_json(own), told, strict=True)],
+                "pairs": [
+                    {**one, **words} for one, words in zip(pairs.as_json(own), told, strict=True)
+                ],
             }
         )
     written = {}
@@ -147,7 +170,9 @@ def _pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]
 def blank(folder: Path, problems: Sequence[Problem] = ()) -> dict[str, Any]:
     """Return the data of a page of which no run can be shown yet: what is missing."""
     results = summary_of([], folder, problems)
-    return json_ready({"study": folder.name, "methods": [], "results": results, "notes": notes(results)})
+    return json_ready(
+        {"study": folder.name, "methods": [], "results": results, "notes": notes(results)}
+    )
 
 
 def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
@@ -161,11 +186,18 @@ def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
         return description
     labels = np.array(description["labels"])
     sums = {
-        int(c): {"clients": int((cluster == c).sum()), "labels": labels[cluster == c].sum(0).tolist()}
+        int(c): {
+            "clients": int((cluster == c).sum()),
+            "labels": labels[cluster == c].sum(0).tolist(),
+        }
         for c in np.unique(cluster)
     }
     own = ("shift", "train", "validation", "labels")
-    few = {name: [description[name][i] for i in chosen] for name in own if len(description[name]) == len(cluster)}
+    few = {
+        name: [description[name][i] for i in chosen]
+        for name in own
+        if len(description[name]) == len(cluster)
+    }
     return {**description, **few, "sums": sums}
 
 
@@ -181,7 +213,12 @@ def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
         "kind": group[0].kind,
         "settings": group[0].method,
         "runs": [
-            {"seed": run.seed, "rounds": run.rounds, "of": run.config.get("rounds"), "finished": run.finished}
+            {
+                "seed": run.seed,
+                "rounds": run.rounds,
+                "of": run.config.get("rounds"),
+                "finished": run.finished,
+            }
             for run in group
         ],
     }
@@ -191,9 +228,13 @@ def _metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
     """The metrics of some runs, by name: what the page needs to show them."""
     known = metrics_of(runs)
     names = dict.fromkeys(str(name) for run in runs for name in run.metrics["metric"].unique())
-    return {name: {**asdict(known[name]), "heading": known[name].heading()} for name in [*names, *COUNTED]}
+    return {
+        name: {**asdict(known[name]), "heading": known[name].heading()}
+        for name in [*names, *COUNTED]
+    }
 
 
 def _provenance(run: StoredRun) -> dict[str, Any]:
-    stored = {name: value for name, value in run.provenance.items() if name != "client_names"}  # the page has them once
+    # the page has them once
+    stored = {name: value for name, value in run.provenance.items() if name != "client_names"}
     return {"label": run.label, "seed": run.seed, "stored": stored}

@@ -24,11 +24,16 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
         metric: the metric on the validation sets.
 
     Returns:
-        An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what
-        the method counted itself (`counted`, by name; None where it did not), `train_samples` and `wall_s` of the whole
-        run, the number of `seeds`, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
+        An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both),
+        `reads`, `missing`, what the method counted itself (`counted`, by name; None where it did
+        not), `train_samples` and `wall_s` of the whole run, the number of `seeds`, and over
+        `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
-    return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
+    return [
+        {"method": place, **_method(runs, metric)}
+        for place, runs in enumerate(groups.values())
+        if runs
+    ]
 
 
 def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
@@ -51,7 +56,9 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
         "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
         "missing": float(np.mean(missing / clients)),
         "counted": {name: _counted(runs, name) for name in COUNTED},
-        "train_samples": float(np.mean([time.get("train_samples", np.nan) for time in times] / clients)),
+        "train_samples": float(
+            np.mean([time.get("train_samples", np.nan) for time in times] / clients)
+        ),
         "wall_s": float(np.mean([time.get("wall_s", np.nan) for time in times])),
         "rounds": rounds[shown].tolist(),
         "spent": spent[shown].tolist(),

@@ -24,10 +24,16 @@ def pack(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
     out: dict[str, Any] = {"kind": kind, "shape": list(values.shape)}
     if kind == "q16":
         finite = np.isfinite(values)
-        low, high = (float(values[finite].min()), float(values[finite].max())) if finite.any() else (0.0, 0.0)
+        low, high = (
+            (float(values[finite].min()), float(values[finite].max()))
+            if finite.any()
+            else (0.0, 0.0)
+        )
         step = (high - low) / 65534 or 1.0
         out |= {"low": low, "step": step}
-        whole = np.where(finite, np.round((np.where(finite, values, low) - low) / step), 65535).astype("<u2")
+        whole = np.where(
+            finite, np.round((np.where(finite, values, low) - low) / step), 65535
+        ).astype("<u2")
     else:
         whole = values.astype({"u8": "u1", "u16": "<u2", "f32": "<f4"}[kind])
     out["text"] = base64.b64encode(zlib.compress(whole.tobytes(), 6)).decode()
@@ -40,7 +46,8 @@ def dense(
     """A metric as an array of rounds and clients; a client that was not active keeps its last value.
 
     Returns:
-        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's first one. None when
+        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's
+        first one. None when
             no round has one: clients without validation data record NaN in each.
     """
     table = run.metrics
@@ -59,8 +66,8 @@ def together(
 ) -> tuple[Int[np.ndarray, " rounds"], list[Float[np.ndarray, "rounds clients"]]]:
     """A metric of several seeds as arrays of the same rounds, so that every round is a mean over the same seeds.
 
-    A finished run that ended early, since all its clients had stopped, keeps its last values; where a run is still
-    going on, the rounds end with the last that all runs have.
+    A finished run that ended early, since all its clients had stopped, keeps its last values; where
+    a run is still going on, the rounds end with the last that all runs have.
 
     Returns:
         The rounds, and the values of each run that recorded the metric.
@@ -70,7 +77,9 @@ def together(
     if not tables:
         return np.zeros(0, dtype=np.int64), []
     rounds = np.unique(np.concatenate([own for _, own, _ in tables]))
-    rounds = rounds[rounds <= min((own[-1] for done, own, _ in tables if not done), default=rounds[-1])]
+    rounds = rounds[
+        rounds <= min((own[-1] for done, own, _ in tables if not done), default=rounds[-1])
+    ]
     out = []
     for _, own, values in tables:
         at = np.searchsorted(own, rounds, side="right") - 1
@@ -87,7 +96,9 @@ MOST_CLIENTS = 2000
 """Clients of which a page shows each by itself; of a larger population, a sample."""
 
 
-def sampled(cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS) -> Int[np.ndarray, " shown"]:
+def sampled(
+    cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS
+) -> Int[np.ndarray, " shown"]:
     """The clients that a page shows by themselves: all, or so many in equal steps through the planted clusters.
 
     Example:
@@ -98,7 +109,9 @@ def sampled(cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS) -
     return np.sort(order[thin(len(cluster), most)])
 
 
-def over_seeds(stacked: Float[np.ndarray, "*shape"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+def over_seeds(
+    stacked: Float[np.ndarray, "*shape"],
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Mean and population standard deviation over the first axis, without missing values.
 
     A single value has no deviation: it is NaN, as `summary.over_seeds` has None.

@@ -21,7 +21,9 @@ WINDOWS = 6  # windows in which communities are looked for; two above 300 client
 LABEL_POINTS = 120  # rounds of found labels
 
 
-def cells(cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS) -> Int[np.ndarray, " population"]:
+def cells(
+    cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS
+) -> Int[np.ndarray, " population"]:
     """The cell of a heatmap in which each client lies: clients in order of cluster and id, neighbors together.
 
     A cell holds one client while the population fits; else equally many of one cluster.
@@ -37,9 +39,15 @@ def cells(cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS) -> In
     return cell
 
 
-def reads(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]) -> dict[str, Any] | None:
+def reads(
+    groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
+) -> dict[str, Any] | None:
     """Reads over time, within-cluster share, and when clients found their cluster; None without any read."""
-    active = [(place, runs) for place, runs in enumerate(groups.values()) if any(len(run.edges) for run in runs)]
+    active = [
+        (place, runs)
+        for place, runs in enumerate(groups.values())
+        if any(len(run.edges) for run in runs)
+    ]
     if not active:
         return None
     cell = cells(cluster)
@@ -51,12 +59,19 @@ def reads(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " populat
         "cell": cell.tolist(),
         "ends": ends.tolist(),
         "expected": graph.expected_share(cluster) if cluster.max() > 0 else None,
-        "methods": [{"method": place, **_method_reads(runs, cluster, cell, ends, shown)} for place, runs in active],
+        "methods": [
+            {"method": place, **_method_reads(runs, cluster, cell, ends, shown)}
+            for place, runs in active
+        ],
     }
 
 
 def _method_reads(
-    runs: Sequence[StoredRun], cluster: np.ndarray, cell: np.ndarray, ends: np.ndarray, clients: np.ndarray
+    runs: Sequence[StoredRun],
+    cluster: np.ndarray,
+    cell: np.ndarray,
+    ends: np.ndarray,
+    clients: np.ndarray,
 ) -> dict[str, Any]:
     population, side = len(cluster), int(cell.max()) + 1
     counts = np.zeros((len(ends), side, side), dtype=np.int64)
@@ -76,7 +91,9 @@ def _method_reads(
     found = np.concatenate([graph.rounds_to_discovery(run.edges, cluster) for run in runs])
     groups = graph.communities(whole)
     windows = WINDOWS if population <= 300 else 2
-    window_ends = ends[thin(len(ends), windows + 1)[1:] if len(ends) > windows else thin(len(ends), windows)]
+    window_ends = ends[
+        thin(len(ends), windows + 1)[1:] if len(ends) > windows else thin(len(ends), windows)
+    ]
     peers, times = _top_peers(whole, clients)
     return {
         "counts": pack(counts, "u8" if counts.max() < 256 else "u16"),
@@ -89,7 +106,8 @@ def _method_reads(
         "agreement": graph.agreement(groups, cluster),
         "windows": _windows(runs, cluster, window_ends),
         "gini": graph.gini(graph.in_degree(whole)),
-        "peers": pack(peers, "u16" if population <= 65536 else "f32"),  # a float holds an id to 2^24
+        # a float holds an id to 2^24
+        "peers": pack(peers, "u16" if population <= 65536 else "f32"),
         "times": pack(times, "u16"),
     }
 
@@ -101,18 +119,25 @@ def _top_peers(whole: Any, clients: Int[np.ndarray, " clients"]) -> tuple[np.nda
         own = slice(whole.indptr[client], whole.indptr[client + 1])
         read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
         order = np.lexsort((read, -count))[: peers.shape[1]]
-        peers[row, : len(order)], times[row, : len(order)] = read[order], np.minimum(count[order], 65535)
+        peers[row, : len(order)], times[row, : len(order)] = (
+            read[order],
+            np.minimum(count[order], 65535),
+        )
     return peers, times
 
 
-def _windows(runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray) -> list[dict[str, Any]]:
+def _windows(
+    runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray
+) -> list[dict[str, Any]]:
     """How well communities of the reads of each window agree with the planted clusters, all seeds together."""
     out, start = [], 0
     for end in ends:
         counts = sparse.csr_array((len(cluster), len(cluster)), dtype=np.int64)
         for run in runs:
             index = run.edges["round"].to_numpy(np.int64)
-            counts = counts + graph.counted(run.edges.loc[(index >= start) & (index < end)], len(cluster))
+            counts = counts + graph.counted(
+                run.edges.loc[(index >= start) & (index < end)], len(cluster)
+            )
         if counts.nnz:
             found = graph.communities(counts)
             number = int(found.max()) + 1
@@ -121,13 +146,15 @@ def _windows(runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray) -
     return out
 
 
-def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]) -> list[dict[str, Any]]:
+def labels(
+    groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
+) -> list[dict[str, Any]]:
     """The clusters that methods with labels of their own found: agreement over rounds, and the labels of one seed.
 
     Returns:
-        An entry per method that reports labels: `rounds`, `ari`, `nmi` and `groups` (means over seeds), and `label`,
-        those of the first seed as rounds x clients, 65535 where a client had none yet; of a population above
-        `MOST_CLIENTS` those of the last round alone.
+        An entry per method that reports labels: `rounds`, `ari`, `nmi` and `groups` (means over
+        seeds), and `label`, those of the first seed as rounds x clients, 65535 where a client had
+        none yet; of a population above `MOST_CLIENTS` those of the last round alone.
     """
     out = []
     for place, runs in enumerate(groups.values()):
@@ -142,7 +169,9 @@ def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " popula
             scores.append([_label_scores(row, cluster) for row in values[at]])
         mean, _ = over_seeds(np.array(scores))
         own, values = tables[0]
-        shown = values[np.searchsorted(own, rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:])]
+        shown = values[
+            np.searchsorted(own, rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:])
+        ]
         out.append(
             {
                 "method": place,
@@ -154,7 +183,9 @@ def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " popula
     return out
 
 
-def _label_scores(label: Float[np.ndarray, " population"], cluster: np.ndarray) -> tuple[float, float, float]:
+def _label_scores(
+    label: Float[np.ndarray, " population"], cluster: np.ndarray
+) -> tuple[float, float, float]:
     known = np.isfinite(label)
     if not known.any():
         return np.nan, np.nan, np.nan

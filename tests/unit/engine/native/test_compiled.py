@@ -72,10 +72,16 @@ def training(layout, data, local, clients=3, steps=4, prox=0.0):
     length = torch.full((clients, steps), local.batch_size)
     length[1, 2], length[0, 1], length[2, -1] = max(1, local.batch_size - 3), 1, 0
     places = torch.randint(0, len(data), (clients, steps, local.batch_size), generator=stream)
-    keys = (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys) if layout.keys else None
+    keys = (
+        (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys)
+        if layout.keys
+        else None
+    )
     anchor = rows + 0.1 if prox else None
     inputs = mixtures(layout, clients, steps)
-    return rows, Training(data, places, length, local, anchor=anchor, prox=prox, keys=keys, inputs=inputs)
+    return rows, Training(
+        data, places, length, local, anchor=anchor, prox=prox, keys=keys, inputs=inputs
+    )
 
 
 def mixtures(layout, *shape):
@@ -83,13 +89,18 @@ def mixtures(layout, *shape):
     stream = torch.Generator().manual_seed(3)
     known = layout.zero_inputs(1)
     size = {name: value.shape[-1] for name, value in known.items() if name not in layout.keys}
-    draws = {name: torch.rand(*shape, count, generator=stream, dtype=layout.dtype) for name, count in size.items()}
+    draws = {
+        name: torch.rand(*shape, count, generator=stream, dtype=layout.dtype)
+        for name, count in size.items()
+    }
     return {name: draw / draw.sum(-1, keepdim=True) for name, draw in draws.items()}
 
 
 def pairs(data):
     places = torch.arange(len(data)).reshape(2, -1)
-    return Pairs(data, places, torch.tensor([20, 17]), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 1, 0]))
+    return Pairs(
+        data, places, torch.tensor([20, 17]), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 1, 0])
+    )
 
 
 def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
@@ -106,7 +117,9 @@ def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
         results.append((rows, losses, *values.values()))
     assert torch.equal(results[0][1].isnan(), results[1][1].isnan())
     scale = max(1.0, float(results[0][0].abs().max()))
-    return max(float((a - b).nan_to_num(0).abs().max()) for a, b in zip(*results, strict=True)) / scale
+    return (
+        max(float((a - b).nan_to_num(0).abs().max()) for a, b in zip(*results, strict=True)) / scale
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,8 @@ def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
 def test_rows_and_layers_that_leave_registers_part_full_are_computed_alike(width, dtype):
     """Convolutions with and without pooling on rows of even and odd width, linear layers of 17 and 38 inputs or more.
 
-    In float32 a register may hold two places of a row, or inputs of one sample, and a row ends within it.
+    In float32 a register may hold two places of a row, or inputs of one sample, and a row ends
+    within it.
     """
     wide, high = ((width - 2) // 2 + 1) // 2, ((10 - 2) // 2 + 1) // 2
     model = nn.Sequential(
@@ -135,12 +149,18 @@ def test_rows_and_layers_that_leave_registers_part_full_are_computed_alike(width
         nn.Linear(17, 3),
     )  # fmt: skip
     local = LocalTraining(lr=0.05, optimizer="sgd", momentum=0.5, batch_size=11)
-    assert both(model, (2, 10, width), 3, dtype, local) < (1e-5 if dtype == torch.float32 else 1e-10)
+    assert both(model, (2, 10, width), 3, dtype, local) < (
+        1e-5 if dtype == torch.float32 else 1e-10
+    )
 
 
 def test_a_convolution_without_pooling_reads_rows_of_any_width_in_float32():
     model = nn.Sequential(
-        nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 6 * 6, 3)
+        nn.Conv2d(1, 3, 2),
+        nn.Tanh(),
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(4 * 6 * 6, 3),
     )
     local = LocalTraining(lr=0.05, optimizer="sgd", batch_size=8)
     assert both(model, (1, 7, 7), 3, torch.float32, local) < 1e-5
@@ -156,7 +176,9 @@ def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
     assert both(model, (2, 10, 9), 3, torch.float64, local) < 1e-10
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"gain": 3.0}], ids=["own biases", "one bias", "a gain"])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"gain": 3.0}], ids=["own biases", "one bias", "a gain"]
+)
 def test_a_simplex_head_is_compiled_with_weights_of_the_endpoints_that_change(options):
     local = LocalTraining(lr=0.1, optimizer="sgd", momentum=0.5, batch_size=11)
     source = simplex_head(lambda: build("cnn-b", (1, 8, 8), 4), 3, **options)
@@ -168,7 +190,9 @@ def test_a_simplex_model_without_given_weights_mixes_its_endpoints_alike():
     data = samples((5,), 3, torch.float64)
     x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
     rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
-    alike = replace(work, inputs={"0.alpha": torch.full((3, work.steps, 4), 0.25, dtype=torch.float64)})
+    alike = replace(
+        work, inputs={"0.alpha": torch.full((3, work.steps, 4), 0.25, dtype=torch.float64)}
+    )
     results = []
     for given in (replace(work, inputs={}), alike):
         trained = rows.clone()
@@ -185,17 +209,25 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
     results = []
     for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
         rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
-        engine.train(rows, replace(work, inputs=mixtures(layout, 3, work.steps, work.places.shape[2])), 2)
+        engine.train(
+            rows, replace(work, inputs=mixtures(layout, 3, work.steps, work.places.shape[2])), 2
+        )
         results.append(rows)
     assert torch.allclose(*results, atol=1e-12)
 
 
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
-    with Rng(0).torch_globals("model"):  # of some, Adam turns a gradient that is all rounding into a whole step
+    # of some, Adam turns a gradient that is all rounding into a whole step
+    with Rng(0).torch_globals("model"):
         network = build("cnn-b", (1, 8, 8), 4)
     assert both(network, (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
-    assert both(build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)) < 1e-12
+    assert (
+        both(
+            build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("uint8", [False, True])
@@ -218,7 +250,9 @@ def test_augmented_batches_are_those_of_the_loop_engine(uint8):
 def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     layout = Layout(stack_of_everything(), torch.float64)
     data = samples((2, 10, 9), 3, torch.float64)
-    engine = CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    engine = CompiledEngine(
+        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     start, work = training(layout, data, LocalTraining(), clients=5)
     together, alone = start.clone(), start.clone()
     engines.use_threads(3)
@@ -229,7 +263,9 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     for client in range(5):
         part = slice(client, client + 1)
         row = alone[part]
-        assert torch.equal(engine.train(row, work.part(part), 1).nan_to_num(0), losses[part].nan_to_num(0))
+        assert torch.equal(
+            engine.train(row, work.part(part), 1).nan_to_num(0), losses[part].nan_to_num(0)
+        )
     assert torch.equal(together, alone)
 
 
@@ -262,7 +298,9 @@ def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else(kind):
 def test_a_diverged_model_has_no_finite_loss_and_leaves_others_alone():
     layout = Layout(stack_of_everything(), torch.float64)
     data = samples((2, 10, 9), 3, torch.float64)
-    engine = CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    engine = CompiledEngine(
+        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     rows, work = training(layout, data, LocalTraining())
     rows[1, 3] = math.nan
     losses = engine.train(rows, work, 3)
@@ -287,7 +325,13 @@ class Handwritten(nn.Module):
 
 def test_stacks_are_recognized_layer_by_layer():
     conv = Convolution("conv.weight", "conv.bias", 4, (3, 3), (0, 0))
-    found = [conv, Activation("relu"), MaxPool((2, 2)), Flatten(), Linear("head.weight", "head.bias", 5)]
+    found = [
+        conv,
+        Activation("relu"),
+        MaxPool((2, 2)),
+        Flatten(),
+        Linear("head.weight", "head.bias", 5),
+    ]
     assert layers(Handwritten()) == found
     net = Layout(build("mlp-c", (1, 4, 4), 3)).train_module
     assert layers(net) == [Flatten(), Linear("1.weight", "1.bias", 512), Activation("relu"), Dropout(0.2, False, 1),
@@ -348,7 +392,9 @@ def test_settings_of_a_trace_do_not_reach_what_other_threads_train():
 
     class Meanwhile(nn.Linear):
         def forward(self, input):
-            threads.append(Thread(target=trainer.gradients, args=(torch.zeros(1, layout.size), *batch)))
+            threads.append(
+                Thread(target=trainer.gradients, args=(torch.zeros(1, layout.size), *batch))
+            )
             threads[-1].start()
             threads[-1].join(0.1)
             return super().forward(input)
@@ -371,7 +417,9 @@ def test_what_depends_on_the_values_of_parameters_is_no_stack():
         layers(nn.Sequential(Gated(3, 3), nn.Linear(3, 2)))
 
 
-def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_line_says_so(monkeypatch, cache):
+def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_line_says_so(
+    monkeypatch, cache
+):
     layout = Layout(nn.Sequential(nn.Linear(3, 2)))
     x, y = torch.randn(2, 3), torch.tensor([0, 1])
 
@@ -380,7 +428,9 @@ def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_li
 
     monkeypatch.setattr(compiler, "compiler", none)
     compiler.machine.cache_clear()
-    with pytest.warns(UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+") as lines:
+    with pytest.warns(
+        UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+"
+    ) as lines:
         assert engines.make("compiled", layout, cross_entropy, x, y).name == "vmap"
     assert len(lines) == 1
     compiler.machine.cache_clear()
@@ -422,7 +472,10 @@ def test_programs_that_others_may_write_are_not_loaded(cache, which):
     compiler.load(ANSWER % 42)
     (library,) = (cache / "compiled").glob("*.so")
     (library.parent if which == "folder" else library).chmod(0o777)
-    with pytest.raises(compiler.CompilerError, match="mode 777; compiled programs are loaded only from what is yours"):
+    with pytest.raises(
+        compiler.CompilerError,
+        match="mode 777; compiled programs are loaded only from what is yours",
+    ):
         compiler.load(ANSWER % 42)
 
 
@@ -448,13 +501,18 @@ def test_a_wrong_program_is_not_used(monkeypatch):
 
     monkeypatch.setattr(CompiledEngine, "train", wrong)
     with pytest.raises(NotTraceableError, match="does not compute what it does"):
-        CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+        CompiledEngine(
+            layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        )
 
 
 def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
-    chosen = [engines.make("auto", layout, cross_entropy, x, y, expected).name for expected in (None, 1e3, 1e5)]
+    chosen = [
+        engines.make("auto", layout, cross_entropy, x, y, expected).name
+        for expected in (None, 1e3, 1e5)
+    ]
     assert chosen == ["vmap", "vmap", "compiled"]
 
 
@@ -485,7 +543,9 @@ def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
 
     def run(engine, rounds):
         settings = Settings(rounds=rounds, engine=engine, local=LocalTraining(batch_size=5))
-        simulate(federation, method, model="linear", settings=settings, folder=tmp_path, resume=True)
+        simulate(
+            federation, method, model="linear", settings=settings, folder=tmp_path, resume=True
+        )
         return json.loads((tmp_path / "provenance.json").read_text())["engine"]
 
     assert run("compiled", 1)["name"] == "compiled"
@@ -515,7 +575,9 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
         return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
 
     loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
-    unknown = "the module cannot be compiled: a transposed or three-dimensional convolution in '1.part'"
+    unknown = (
+        "the module cannot be compiled: a transposed or three-dimensional convolution in '1.part'"
+    )
     assert reason(Volumes()) == vmap + unknown
     many = "the products of a batch are too large for many clients at once"
     assert reason(Volumes(), batch_size=10**6) == f"{loop}{unknown}; {many}"

@@ -50,7 +50,9 @@ class Images(nn.Module):
         x = functional.avg_pool2d(functional.interpolate(x, scale_factor=2), 3, stride=2, padding=1)
         x = self.down(functional.pad(x, (1, 0, 1, 0)))
         x = functional.gelu(self.own(self.odd(functional.adaptive_avg_pool2d(x, (3, 3)))))
-        both = torch.cat([functional.adaptive_avg_pool2d(x, 1), x.amax((2, 3), keepdim=True)], 1).flatten(1)
+        both = torch.cat(
+            [functional.adaptive_avg_pool2d(x, 1), x.amax((2, 3), keepdim=True)], 1
+        ).flatten(1)
         return self.last(torch.cat([both, x.flatten(1)[:, :4].softmax(1)], 1))
 
 
@@ -94,18 +96,25 @@ class Table(nn.Module):
 
     def forward(self, x):
         x = self.drop(functional.leaky_relu(self.batch(self.first(x)), 0.1))
-        x = self.slope(functional.linear(x, self.middle.weight.t())) + torch.tanh(self.middle(x)) * self.frozen
+        x = (
+            self.slope(functional.linear(x, self.middle.weight.t()))
+            + torch.tanh(self.middle(x)) * self.frozen
+        )
         y = x.clone()
         y[:, 2:5] *= 2
         y[:, 0] = x[:, 1] ** 2
         x = self.layer(y).index_select(1, self.order)
-        x = torch.where(x > 0.5, functional.softplus(x), functional.mish(x)) + functional.logsigmoid(x).clamp(-1, -0.2)
+        x = torch.where(
+            x > 0.5, functional.softplus(x), functional.mish(x)
+        ) + functional.logsigmoid(x).clamp(-1, -0.2)
         x = (
             x / (1 + x.norm(dim=1, keepdim=True) + x.norm(1, dim=1, keepdim=True))
             + x.std(1, keepdim=True)
             + torch.roll(x, 1, 1).flip(1)
         )
-        return self.last(functional.hardsigmoid(x) + functional.relu6(x) + torch.sigmoid(x) * functional.selu(x))
+        return self.last(
+            functional.hardsigmoid(x) + functional.relu6(x) + torch.sigmoid(x) * functional.selu(x)
+        )
 
 
 class Mixed(nn.Module):
@@ -224,8 +233,12 @@ class Pools(nn.Module):
     def forward(self, x):
         x = self.first(x)
         x = functional.max_pool2d(x, (3, 2), stride=(1, 2), padding=(1, 1), dilation=(1, 2))
-        x = functional.avg_pool2d(x, (2, 3), stride=(2, 1), padding=(1, 1), ceil_mode=True, count_include_pad=False)
-        x = functional.avg_pool2d(functional.interpolate(x, scale_factor=(2, 3)), 3, 2, divisor_override=5)
+        x = functional.avg_pool2d(
+            x, (2, 3), stride=(2, 1), padding=(1, 1), ceil_mode=True, count_include_pad=False
+        )
+        x = functional.avg_pool2d(
+            functional.interpolate(x, scale_factor=(2, 3)), 3, 2, divisor_override=5
+        )
         return self.last(functional.adaptive_avg_pool2d(x, (4, 2)).flatten(1))
 
 
@@ -247,13 +260,17 @@ class Rims(nn.Module):
         gaps = self.own(torch.tanh(self.skips(torch.tanh(self.gaps(x)))))
         line = self.line(x.mean(3)[:, :, :2])
         return self.last(
-            torch.tanh(middle + gaps.mean((2, 3), keepdim=True) + line.mean(2)[..., None, None]).flatten(1)
+            torch.tanh(
+                middle + gaps.mean((2, 3), keepdim=True) + line.mean(2)[..., None, None]
+            ).flatten(1)
         )
 
 
 def broad() -> nn.Module:
     """Return layers whose rows of weights are pages of memory, and so many rows that they are taken in parts."""
-    return nn.Sequential(nn.Linear(7, 520), nn.Tanh(), nn.Linear(520, 150), nn.SiLU(), nn.Linear(150, 4))
+    return nn.Sequential(
+        nn.Linear(7, 520), nn.Tanh(), nn.Linear(520, 150), nn.SiLU(), nn.Linear(150, 4)
+    )
 
 
 MODULES = {
@@ -268,7 +285,12 @@ MODULES = {
     "products": (Products, (7,), squared_error, False),
     "pools": (Pools, (2, 9, 8), cross_entropy, False),
     "repeats": (Repeats, (6,), cross_entropy, False),
-    "huber": (lambda: nn.Sequential(nn.Linear(7, 6), nn.Hardswish(), nn.Linear(6, 4)), (7,), robust, False),
+    "huber": (
+        lambda: nn.Sequential(nn.Linear(7, 6), nn.Hardswish(), nn.Linear(6, 4)),
+        (7,),
+        robust,
+        False,
+    ),
 }
 
 
@@ -277,7 +299,11 @@ def data_of(features, classes, dtype):
     x = torch.randn(40, *features, generator=stream)
     if features == (3,):
         x = torch.randint(0, 90, (40, 3), generator=stream).float()
-    y = torch.randint(0, 4, (40,), generator=stream) if classes else torch.randn(40, 4, generator=stream)
+    y = (
+        torch.randint(0, 4, (40,), generator=stream)
+        if classes
+        else torch.randn(40, 4, generator=stream)
+    )
     return RawSamples(x.to(dtype), y, dtype)
 
 
@@ -287,11 +313,17 @@ def training(layout, data, local, rows):
     length = torch.full((clients, 3), local.batch_size)
     length[1, 1], length[0, 2] = local.batch_size - 4, 0
     places = torch.randint(0, len(data), (clients, 3, local.batch_size), generator=stream)
-    keys = (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys) if layout.keys else None
+    keys = (
+        (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys)
+        if layout.keys
+        else None
+    )
     inputs = {}
     for name, own in layout.zero_inputs(1).items():
         if name not in layout.keys:
-            inputs[name] = torch.rand(clients, 3, own.shape[-1], generator=stream, dtype=layout.dtype)
+            inputs[name] = torch.rand(
+                clients, 3, own.shape[-1], generator=stream, dtype=layout.dtype
+            )
     return Training(data, places, length, local, keys=keys, inputs=inputs)
 
 
@@ -300,7 +332,9 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     check_against_the_loop_engine(name)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="older processors of one family are tried")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="older processors of one family are tried"
+)
 @pytest.mark.parametrize("name", ["broad", "images"])
 @pytest.mark.parametrize(("processor", "register"), [("x86-64", 16), ("haswell", 32)])
 def test_it_does_on_processors_with_smaller_registers(name, processor, register, monkeypatch):
@@ -323,7 +357,9 @@ def check_against_the_loop_engine(name):
     with Rng(0).torch_globals("init"):
         layout = Layout(make(), torch.float64)
     data = data_of(features, objective in (cross_entropy, several_targets), torch.float64)
-    program = TracedProgram(layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    program = TracedProgram(
+        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     assert program.together == together
     for local in (
         LocalTraining(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=19),
@@ -338,9 +374,15 @@ def check_against_the_loop_engine(name):
         work, inputs = training(layout, data, local, start), layout.zero_inputs(2)
         rows = start.clone()
         loop = LoopEngine(layout, objective)
-        found = program.train(rows, work), rows, *program.measure(rows, sets, inputs)[: len(loop.metrics)]
+        found = (
+            program.train(rows, work),
+            rows,
+            *program.measure(rows, sets, inputs)[: len(loop.metrics)],
+        )
         results, rows = [found], start.clone()
-        results.append((loop.train(rows, work, 2), rows, *loop.measure(rows, sets, inputs, 2).values()))
+        results.append(
+            (loop.train(rows, work, 2), rows, *loop.measure(rows, sets, inputs, 2).values())
+        )
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours.isnan(), theirs.isnan())
             assert float((ours - theirs).nan_to_num(0).abs().max()) < 1e-10 * max(
@@ -355,7 +397,9 @@ def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     with Rng(0).torch_globals("init"):
         layout = Layout(make())
     data = data_of(features, True, torch.float32)
-    program = TracedProgram(layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    program = TracedProgram(
+        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     start = layout.flatten_copy(layout.train_module).repeat(2, 1)
     work = training(layout, data, LocalTraining(optimizer="sgd", lr=0.1, batch_size=16), start)
     ours, theirs = start.clone(), start.clone()
@@ -367,13 +411,17 @@ def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
 
 def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_engine():
     with Rng(0).torch_globals("init"):
-        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(4 * 4 * 5, 4))
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(4 * 4 * 5, 4)
+        )
     layout = Layout(model)
     stream = torch.Generator().manual_seed(1)
     x = torch.randint(0, 256, (40, 2, 6, 7), generator=stream, dtype=torch.uint8)
     y = torch.randint(0, 4, (40,), generator=stream)
     data = RawSamples(x, y, torch.float32, (0.4, 0.5), (0.2, 0.3))
-    program = TracedProgram(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    program = TracedProgram(
+        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     start = layout.flatten_copy(layout.train_module).repeat(2, 1)
     plain = training(layout, data, LocalTraining(optimizer="sgd", lr=0.1, batch_size=9), start)
     crops = CropFlip(torch.tensor([3, 1 << 60]), 2, data.black())
@@ -396,7 +444,9 @@ def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     with Rng(0).torch_globals("init"):
         layout = Layout(make())
     data = data_of(features, True, torch.float32)
-    engine = CompiledEngine(layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    engine = CompiledEngine(
+        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     local = LocalTraining(lr=0.01, batch_size=8)
     start = layout.flatten_copy(layout.train_module).repeat(5, 1)
     every = training(layout, data, local, start)
@@ -418,10 +468,21 @@ def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
 def test_every_operation_that_can_be_lowered_is_one_of_pytorch():
     handlers = {name.removeprefix("_op_") for name in dir(ImageLowering) if name.startswith("_op_")}
     own = {"write"}  # a view written into its base
-    tables = [table for name, table in vars(lower).items() if name.isupper() and isinstance(table, dict)]
+    tables = [
+        table for name, table in vars(lower).items() if name.isupper() and isinstance(table, dict)
+    ]
     assert len(tables) == 6
     names = handlers.union(*tables) - own
-    assert {"mm", "convolution", "exp", "tanh_backward", "add", "eq", "logical_or", "bitwise_and"} <= names
+    assert {
+        "mm",
+        "convolution",
+        "exp",
+        "tanh_backward",
+        "add",
+        "eq",
+        "logical_or",
+        "bitwise_and",
+    } <= names
     assert [name for name in sorted(names) if not hasattr(torch.ops.aten, name)] == []
     assert all(map(ImageLowering.knows, names))
 
@@ -499,9 +560,15 @@ def larger(x):
         (Pairwise(7, 4), "every sample of a batch with every other"),
         (Volumes(), "three-dimensional convolution in 'part'"),
         (Function(larger), "factor that is no whole number"),
-        (Function(lambda x: functional.avg_pool2d(x[:, None, :], 1)[:, 0]), "pooling of a single image"),
+        (
+            Function(lambda x: functional.avg_pool2d(x[:, None, :], 1)[:, 0]),
+            "pooling of a single image",
+        ),
         (Function(lambda x: x.view(torch.int64).to(x)), "bits of numbers as another type"),
-        (Function(lambda x: x * functional.one_hot(x[:, 0].long() % 2)[:, :1]), "classes depends on its data"),
+        (
+            Function(lambda x: x * functional.one_hot(x[:, 0].long() % 2)[:, :1]),
+            "classes depends on its data",
+        ),
         (Function(lambda x: x + torch.arange(len(x) + 1)[:-1, None]), "not as many as samples"),
         (Function(torch.erfinv), "the operation erfinv is not known"),
     ],
@@ -509,13 +576,17 @@ def larger(x):
 def test_what_cannot_be_traced_is_named(module, reason):
     layout = Layout(module, torch.float64)
     with pytest.raises(NotTraceableError, match=reason):
-        TracedProgram(layout, cross_entropy, torch.randn(2, 7, dtype=torch.float64), torch.tensor([0, 1]))
+        TracedProgram(
+            layout, cross_entropy, torch.randn(2, 7, dtype=torch.float64), torch.tensor([0, 1])
+        )
 
 
 def test_a_batch_of_one_sample_is_left_to_the_loop_engine_where_samples_need_each_other():
     layout = Layout(Table(), torch.float64)
     data = data_of((7,), True, torch.float64)
-    engine = CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    engine = CompiledEngine(
+        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    )
     rows = layout.flatten_copy(layout.train_module)[None].clone()
     work = training(layout, data, LocalTraining(batch_size=8), rows.repeat(2, 1)).part(slice(0, 1))
     work.length[:, 1] = 1
@@ -533,7 +604,9 @@ def test_the_number_of_samples_is_a_variable_of_a_trace():
 
 
 def test_views_are_taken_without_copies_where_strides_allow_it():
-    images = in_memory("b", (Dim(1), 6, 4, 5), dense((Dim(1), 6, 4, 5), (0, 2, 3, 1)), torch.float32)
+    images = in_memory(
+        "b", (Dim(1), 6, 4, 5), dense((Dim(1), 6, 4, 5), (0, 2, 3, 1)), torch.float32
+    )
     rows = reshaped(images, (Dim(1), 6, 20))
     assert rows is not None
     assert rows.leaves[0].strides == (120, 1, 6)
