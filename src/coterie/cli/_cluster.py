@@ -115,7 +115,7 @@ class Where:
 
 def add(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command()(status)
+    app.command("status")(status)
 
 
 def examine(on: str) -> int:

@@ -23,8 +23,9 @@ class Format(StrEnum):
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (compare, analyze, tune):
-        app.command()(command)
+    app.command("compare")(compare)
+    app.command("analyze")(analyze)
+    app.command("tune")(tune)
 
 
 def compare(

@@ -11,7 +11,7 @@ from coterie.errors import ConfigError, CoterieError, require, unknown
 
 def add(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command()(export)
+    app.command("export")(export)
 
 
 def export(

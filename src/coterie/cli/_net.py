@@ -32,9 +32,9 @@ Insecure = Annotated[
 def register(app: typer.Typer) -> None:
     """Add these commands to the program's."""
     app.add_typer(net, name="net")
-    app.command()(node)
-    app.command()(doctor)
-    app.command()(up)
+    app.command("node")(node)
+    app.command("doctor")(doctor)
+    app.command("up")(up)
 
 
 def _need() -> None:
@@ -45,7 +45,7 @@ def _need() -> None:
             )
 
 
-@net.command()
+@net.command("init")
 def init(
     folder: Folder,
     run: Annotated[str, typer.Option(help="The run's id: a-z, 0-9 and -.")],
@@ -79,7 +79,7 @@ def init(
     )
 
 
-@net.command()
+@net.command("join")
 def join(
     name: Annotated[str, typer.Argument(help="This member's name: a-z, 0-9 and -.")],
     address: Annotated[str, typer.Argument(help="host:port at which the other members reach it.")],
@@ -98,7 +98,7 @@ def join(
     typer.echo(f"{folder / (name + '.key')} stays on this machine; send {request} to the organizer")
 
 
-@net.command()
+@net.command("sign")
 def sign(
     folder: Folder,
     request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
@@ -138,7 +138,7 @@ def sign(
     )
 
 
-@net.command()
+@net.command("remove")
 def remove(
     folder: Folder, name: Annotated[str, typer.Argument(help="The member to remove.")]
 ) -> None:
@@ -158,7 +158,7 @@ def remove(
     typer.echo(f"{folder / 'roster.toml'}, version {made.version}, is without {name}: {_SEND}")
 
 
-@net.command()
+@net.command("rekey")
 def rekey(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The member.")],
@@ -182,7 +182,7 @@ def rekey(
     typer.echo(f"{folder / 'roster.toml'}, version {made.version}, has its new key: {_SEND}")
 
 
-@net.command()
+@net.command("roster")
 def roster(
     folder: Annotated[
         Path,
@@ -242,7 +242,7 @@ def roster(
     )
 
 
-@net.command()
+@net.command("audit")
 def audit(
     logs: Annotated[
         list[Path],
@@ -382,7 +382,7 @@ def _wrapped(text: str, indent: str = "") -> None:
     )
 
 
-@net.command()
+@net.command("demo")
 def demo(
     clients: Annotated[int, typer.Option(min=3, max=20, help="The number of nodes.")] = 8,
     rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,

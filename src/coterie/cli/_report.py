@@ -14,8 +14,10 @@ Folders = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (report, watch, plot, track):
-        app.command()(command)
+    app.command("report")(report)
+    app.command("watch")(watch)
+    app.command("plot")(plot)
+    app.command("track")(track)
 
 
 def report(

@@ -107,7 +107,7 @@ def _root(
     """
 
 
-@app.command()
+@app.command("run")
 def run(
     study: StudyName = "rotated-digits",
     set_: Set = None,
@@ -171,7 +171,7 @@ def run(
     )
 
 
-@app.command()
+@app.command("resume")
 def resume(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")
@@ -208,7 +208,7 @@ def resume(
     )
 
 
-@app.command()
+@app.command("methods")
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None,
 ) -> None:
@@ -269,7 +269,7 @@ def _found(kind: str) -> Any:
     return _catalog.entry(kind, registry.find(kind))
 
 
-@app.command()
+@app.command("studies")
 def studies(
     name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
     resolved: Annotated[
@@ -336,7 +336,7 @@ def list_(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command("show")
 def show(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")

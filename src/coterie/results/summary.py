@@ -658,7 +658,10 @@ def summary_of(
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {
-        one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)
+        "participation": participation(chosen),
+        "spent": spent(chosen),
+        "time_to_accuracy": time_to_accuracy(chosen),
+        "undefined": undefined(chosen),
     }
     content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
     if declared := metrics.stored(metrics_of(runs).values()):
