@@ -457,8 +457,9 @@ class Dac(PeerMethod):
 
     def shared_scores(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
+        memory: Acquaintance = state.memory
         dropped, dtype = self.drop_nonpositive, state.params.dtype
-        return state.memory.shared_scores(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
+        return memory.shared_scores(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
 
     def tau_at(self, round: int) -> float:
         """Return the inverse temperature of a round."""
@@ -538,7 +539,8 @@ class Dac(PeerMethod):
     def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
         """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
-        memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)
+        before: Acquaintance = state.memory
+        memory = before.measured(inbox.peers, measured.similarity, inbox.mask)
         if isinstance(memory, DatedAcquaintance):
             memory = memory.read(inbox, rnd.index)
         if not self.two_hop:

@@ -41,16 +41,14 @@ class Gossip(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
+        message = self.message(rnd.task, state)
         if self.selection is None:
-            peers = drawn_uniformly(rnd, self.num_peers)
+            inbox = rnd.exchange.pull(message, drawn_uniformly(rnd, self.num_peers))
         else:
-            peers = chosen_by(self.selection, rnd, self.num_peers, state.memory)
-        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        state = (
-            state
-            if self.selection is None
-            else replace(state, memory=state.memory.read(inbox, rnd.index))
-        )
+            met: Met = state.memory
+            peers = chosen_by(self.selection, rnd, self.num_peers, met)
+            inbox = rnd.exchange.pull(message, peers)
+            state = replace(state, memory=met.read(inbox, rnd.index))
         return averaged(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: Setting, round: int) -> Cost:
