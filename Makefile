@@ -29,10 +29,11 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 demo: setup ## run the main job: digits, four rotations, four methods, three seeds
 	$(BIN)/coterie run --resume
 
-check: setup ## lint, format, types
+check: setup ## lint, format, types, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python scripts/check_words.py
 
 test: setup ## the tests, but those marked slow or gpu
 	$(PYTEST) -m "not slow and not gpu"
