@@ -9,7 +9,7 @@ import ctypes
 import time
 from typing import Any
 
-from coterie._util.origin import machine
+from coterie._util.origin import describe_machine
 from coterie.engine.native.compiler import load
 
 # two units that take four or five cycles need eight or ten at once; AVX2 has 16 registers for them
@@ -82,5 +82,5 @@ class Peak:
 
 
 def machine_with_peak() -> dict[str, Any]:
-    """Return what `origin.machine` says, and this core's peak in GFLOP/s, float32."""
-    return machine() | {"fma_gflops": round(Peak().flops() / 1e9, 1)}
+    """Return what `origin.describe_machine` says, and this core's peak in GFLOP/s, float32."""
+    return describe_machine() | {"fma_gflops": round(Peak().flops() / 1e9, 1)}

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from coterie._util.origin import keep
-from coterie.engine._choice import batching_pays, products
+from coterie._util.origin import write_results
+from coterie.engine._choice import count_products, is_batching_worthwhile
 from coterie.engine.task import LocalTraining, Task
-from coterie.models.layout import ModelSource, source
+from coterie.models.layout import ModelSource, resolve_model
 from coterie.models.simplex_layers import simplex_head
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
@@ -35,7 +35,9 @@ CELLS: dict[str, tuple[tuple[int, ...], int]] = {
 def network(name: str, features: tuple[int, ...]) -> ModelSource:
     """Return the model of a cell."""
     kind, _, form = name.partition(", ")
-    return simplex_head(source(kind, features, 10), 5) if form.startswith("simplex") else kind
+    return (
+        simplex_head(resolve_model(kind, features, 10), 5) if form.startswith("simplex") else kind
+    )
 
 
 def cell(name: str, batch_size: int) -> dict[str, Any]:
@@ -51,18 +53,18 @@ def cell(name: str, batch_size: int) -> dict[str, Any]:
     for _ in range(REPEATS):
         for engine, task in tasks.items():
             began = time.perf_counter()
-            task.train(start[engine], Rng(0).at(0), local)
+            task.train(start[engine], Rng(0).at_round(0), local)
             best[engine] = min(best.get(engine, float("inf")), time.perf_counter() - began)
     layout, x = tasks["loop"].layout, torch.zeros(2, *features)
     return {
         "model": name,
         "inputs": "x".join(map(str, features)),
         "batch": batch_size,
-        "products a sample": products(layout, x),
+        "products a sample": count_products(layout, x),
         "ms a client, loop": 1000 * best["loop"] / CLIENTS,
         "ms a client, vmap": 1000 * best["vmap"] / CLIENTS,
         "vmap over loop": best["vmap"] / best["loop"],
-        "auto takes": "vmap" if batching_pays(layout, x, batch_size) else "loop",
+        "auto takes": "vmap" if is_batching_worthwhile(layout, x, batch_size) else "loop",
     }
 
 
@@ -73,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [cell(name, batch_size) for name in CELLS for batch_size in (8, 50)]
-    keep(options.out, rows, ("engine", "models"), vars(options), order=50)
+    write_results(options.out, rows, ("engine", "models"), vars(options), order=50)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ import ray
 import torch
 from _measured import images, resident
 
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.cluster import actors
-from coterie.cluster.actors import Actors
-from coterie.cluster.blocks import Given, Stepped, simulate_in_blocks
-from coterie.cluster.place import connect, read
+from coterie.cluster.actors import BlockActors
+from coterie.cluster.blocks import BlockSpec, RoundReport, simulate_in_blocks
+from coterie.cluster.place import connect_ray, parse_place
 from coterie.data.federation import Federation, TestSet
 from coterie.engine import use_threads
 from coterie.methods import METHODS
@@ -59,23 +59,23 @@ class Measured:
         )
 
     @contextmanager
-    def start(self, given: Iterable[Given]) -> Iterator[Actors]:
-        """Start actors, as `actors.start` does."""
+    def start(self, given: Iterable[BlockSpec]) -> Iterator[BlockActors]:
+        """Start actors, as `actors.start_actors` does."""
         began = time.perf_counter()
-        with actors.start(given, cpus=self.cpus) as crew:
-            self.ready, each = time.perf_counter() - began, crew.each
+        with actors.start_actors(given, cpus=self.cpus) as crew:
+            self.ready, each = time.perf_counter() - began, crew.call_all
 
             def timed(name: str, *arguments: Any) -> list[Any]:
                 began = time.perf_counter()
                 found = each(name, *arguments)
-                if name == "step" and isinstance(found[0], Stepped):
+                if name == "step" and isinstance(found[0], RoundReport):
                     self.seconds.append(time.perf_counter() - began)
                     self.sent.append(sum(one.sent for one in found))
                     pids = [pid for _, pid in ray.get([host.place.remote() for host in crew.hosts])]
                     self.most = [resident(pid, "VmHWM") or 0 for pid in pids]
                 return found
 
-            crew.each = timed
+            crew.call_all = timed
             yield crew
 
 
@@ -150,7 +150,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = list[dict[str, Any]]()
-    with connect(read("ray:local"), num_cpus=os.cpu_count(), object_store_memory=1 << 30):
+    with connect_ray(
+        parse_place("ray:local"), num_cpus=os.cpu_count(), object_store_memory=1 << 30
+    ):
         if arguments.large:
             data, kinds, model, counts = (
                 large(arguments.large),
@@ -168,7 +170,7 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
     if arguments.out is not None:
         order = 90 + bool(arguments.large)
-        keep(
+        write_results(
             arguments.out,
             results,
             ("cluster", "exchange", "simulation"),

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coterie._util.origin import keep
-from coterie.cluster.place import connect, read
+from coterie._util.origin import write_results
+from coterie.cluster.place import connect_ray, parse_place
 from coterie.cluster.runs import RayRuns
 from coterie.studies import config
 from coterie.studies.definition import StudyConfig
@@ -56,7 +56,7 @@ def main() -> None:
     study, short = study_of(given.rounds, given.seeds), study_of(1, given.workers)
     times: dict[str, list[float]] = {"local workers": [], "ray": []}
     begun = time.perf_counter()
-    with connect(read("ray:local"), num_cpus=given.workers, object_store_memory=STORE):
+    with connect_ray(parse_place("ray:local"), num_cpus=given.workers, object_store_memory=STORE):
         start = time.perf_counter() - begun
         first = seconds(short, given.workers, RayRuns())
         warm = seconds(short, given.workers, RayRuns())
@@ -86,7 +86,7 @@ def main() -> None:
     for row in results:
         print(row)
     if given.out is not None:
-        keep(
+        write_results(
             given.out, results, ("cluster", "simulation", "studies"), vars(given), seeds=study.seeds
         )
 

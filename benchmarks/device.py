@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.engines.cells import Cell, federation, network
 from benchmarks.engines.usual import UsualClient
 from coterie._util import pages
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.data.federation import Federation
 from coterie.engine import device as devices
-from coterie.engine._batches import plan
+from coterie.engine._batches import draw_batches
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import CoterieError
 from coterie.rng import Rng
@@ -53,7 +53,7 @@ def side(
     start = task.init(Rng(1))
 
     def train() -> Tensor:
-        return task.train(start, Rng(1).at(0), local)[1]["losses"]
+        return task.train(start, Rng(1).at_round(0), local)[1]["losses"]
 
     train.engine = task.engine.name  # type: ignore[attr-defined]
     return train
@@ -62,11 +62,13 @@ def side(
 def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
     """Return the usual loop's training of the first clients, from the same start with the same batches."""
     task = Task(data, lambda: network(net), engine="loop")
-    start = task.layout.module(task.init(Rng(1))[0])
-    schedule = plan(local, task.counts("train"), task.ids, Rng(1).at(0), "batches")
+    start = task.layout.build_module(task.init(Rng(1))[0])
+    schedule = draw_batches(local, task.counts("train"), task.ids, Rng(1).at_round(0), "batches")
     batches = [
         [order[:size].tolist() for order, size in zip(orders, sizes.tolist(), strict=True)]
-        for orders, sizes in zip(schedule.order[:USUAL], schedule.length[:USUAL], strict=True)
+        for orders, sizes in zip(
+            schedule.sample_order[:USUAL], schedule.batch_sizes[:USUAL], strict=True
+        )
     ]
     x = data.x[:USUAL].to(torch.float32).div(255).sub(0.5).div(0.25).to(device)
     y = data.y[:USUAL].to(device)
@@ -104,7 +106,7 @@ def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> 
         )
     torch.cuda.reset_peak_memory_stats(device)
     times: dict[str, list[float]] = {name: [] for name in sides}
-    with pages.kept():  # as in a run
+    with pages.reuse_pages():  # as in a run
         for _ in range(repeats):
             for name, train in sides.items():
                 began = time.perf_counter()
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     try:
-        devices.check(options.device)
+        devices.check_device(options.device)
     except CoterieError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     rows = []
@@ -156,11 +158,11 @@ def main() -> None:
                         for name, value in rows[-1].items()
                     }
                 )
-    keep(
+    write_results(
         options.out,
         rows,
         ("engine", "models"),
-        vars(options) | {"devices": devices.here()},
+        vars(options) | {"devices": devices.describe_devices()},
         order=200,
     )
 

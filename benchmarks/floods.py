@@ -32,13 +32,13 @@ from network_attack import attacker
 
 from coterie.exchange.base import Message
 from coterie.net.doorkeeper import Doorkeeper
-from coterie.net.engine_log import listening
+from coterie.net.engine_log import capture_engine_log
 from coterie.net.exchange import RemoteExchange
 from coterie.net.identity import split_address
 from coterie.net.log import Log
 from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
-from coterie.net.zenoh_transport import ZenohTransport, many_files, prefix
+from coterie.net.zenoh_transport import ZenohTransport, key_prefix, raise_file_limit
 from coterie.rng import Rng
 
 PORT = 28900
@@ -162,7 +162,7 @@ def _ask(
     """Ask without waiting for the answer, as long as not too many questions are open."""
     if open_.acquire(timeout=0.5):
         handler = zenoh.handlers.Callback(lambda reply: None, lambda: open_.release())
-        session.get(f"{prefix('local')}/{selector}", handler, payload=payload, timeout=2.0)
+        session.get(f"{key_prefix('local')}/{selector}", handler, payload=payload, timeout=2.0)
 
 
 def _questions(
@@ -203,7 +203,7 @@ def answers_that_nobody_reads(folder: Path, stop: Stop) -> None:
             threading.Event().wait(0.05)
         for number in range(512):
             session.get(
-                f"{prefix('local')}/n0/probe/n2?r={number};x=0;c=-1;w=3",
+                f"{key_prefix('local')}/n0/probe/n2?r={number};x=0;c=-1;w=3",
                 lambda reply: None,
                 timeout=20.0,
             )
@@ -226,14 +226,14 @@ def publications(folder: Path, stop: Stop) -> None:
     with attacker(folder) as session:
         while not stop():
             for key in ("n0/model/n2", "n2/alive", "n1/model/n0"):
-                session.put(f"{prefix('local')}/{key}", blob)
+                session.put(f"{key_prefix('local')}/{key}", blob)
 
 
 def tokens(folder: Path, stop: Stop) -> None:
     """A member comes and goes as fast as it can say so."""
     with attacker(folder) as session:
         while not stop():
-            session.liveliness().declare_token(f"{prefix('local')}/n2/alive").undeclare()
+            session.liveliness().declare_token(f"{key_prefix('local')}/n2/alive").undeclare()
 
 
 def announcements(folder: Path, stop: Stop) -> None:
@@ -242,7 +242,9 @@ def announcements(folder: Path, stop: Stop) -> None:
         kept = []
         while not stop() and len(kept) < 20_000:
             kept.append(
-                session.declare_queryable(f"{prefix('local')}/n2/k{len(kept)}", lambda query: None)
+                session.declare_queryable(
+                    f"{key_prefix('local')}/n2/k{len(kept)}", lambda query: None
+                )
             )
 
 
@@ -272,12 +274,12 @@ ATTACKS: dict[str, Attack] = {
 
 def _node(stack: ExitStack, folder: Path, number: int) -> tuple[ZenohTransport, Post]:
     who, name, own = netlab.credentials(folder, number)
-    many_files()
+    raise_file_limit()
     log = Log(name, stream=stack.enter_context((folder / f"{name}.log").open("a")))
-    engine = stack.enter_context(listening(log))
+    engine = stack.enter_context(capture_engine_log(log))
     engine.name_of = who.name_of
     door = Doorkeeper(split_address(who.members[number].address)[1], ["127.0.0.1"], log)
-    engine.on_failed, engine.on_link = door.failed, door.met
+    engine.on_failed, engine.on_link = door.note_failure, door.add_known
     stack.callback(door.close)
     transport = stack.enter_context(ZenohTransport(who, name, own, log=log))
     post = Post(transport, who, own.sign, terms=Terms(deadline=DEADLINE, redraws=0))
@@ -295,14 +297,14 @@ def honest(folder: Path, number: int) -> None:
     with ExitStack() as stack:
         transport, post = _node(stack, folder, number)
         other, out = 1 - number, stack.enter_context((folder / f"seen-{number}.jsonl").open("a"))
-        while isinstance(transport.head(f"n{other}", "0", 2.0), Missing):
+        while isinstance(transport.ask_head(f"n{other}", "0", 2.0), Missing):
             threading.Event().wait(0.05)
         exchange = RemoteExchange(post)
         message = Message(torch.rand(1, SIZE // 4), {"samples": torch.ones(1)})
         index = 0
         while not (folder / "over").exists():
-            exchange.begin(Rng(0).at(index))
-            exchange.enter(exchange.ids)
+            exchange.begin_round(Rng(0).at_round(index))
+            exchange.set_active(exchange.ids)
             began = time.perf_counter()
             arrived = bool(exchange.pull(message, torch.tensor([[other]])).mask.all())
             line = {"at": time.time(), "seconds": time.perf_counter() - began, "arrived": arrived,
@@ -320,7 +322,7 @@ def joining(folder: Path) -> None:
     with ExitStack() as stack:
         transport, _ = _node(stack, folder, LATE)
         while (
-            isinstance(transport.head("n0", "0", 2.0), Missing)
+            isinstance(transport.ask_head("n0", "0", 2.0), Missing)
             and time.perf_counter() - began < 60.0
         ):
             threading.Event().wait(0.05)
@@ -329,7 +331,7 @@ def joining(folder: Path) -> None:
 
 def attacking(folder: Path, name: str) -> None:
     """Attack until the file `enough` is there."""
-    many_files()
+    raise_file_limit()
     ATTACKS[name](folder, (folder / "enough").exists)
 
 

@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Callable
 
-from coterie.net.wire import Parcel, canonical
+from coterie.net.wire import Parcel, canonical_json
 
 Parts = list[tuple[bytes, bytes]]
 _ODD = (
@@ -50,7 +50,7 @@ def message(good: Parcel, sign: Callable[[bytes], bytes], draw: random.Random) -
             the payload's checks.
         draw: the random stream.
     """
-    parts = [(attachment, bytes(chunk)) for attachment, chunk in good.chunks()]
+    parts = [(attachment, bytes(chunk)) for attachment, chunk in good.iterate_chunks()]
     at = draw.randrange(len(parts))
     attachment, chunk = parts[at]
     kind = draw.randrange(8)
@@ -68,10 +68,10 @@ def message(good: Parcel, sign: Callable[[bytes], bytes], draw: random.Random) -
             manifest[key] = draw.choice(
                 [None, -1, 1.5, 1 << 70, "", "x" * 70, [], {}, True, manifest[key]]
             )
-        text = canonical(manifest)
+        text = canonical_json(manifest)
         parts = [
             (a, bytes(c))
-            for a, c in Parcel(text, sign(_DOMAIN + text), payload, good.chunk).chunks()
+            for a, c in Parcel(text, sign(_DOMAIN + text), payload, good.chunk).iterate_chunks()
         ]
     elif kind == 6:
         parts = [

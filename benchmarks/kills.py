@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.cluster import actors
-from coterie.cluster.actors import Actors
-from coterie.cluster.blocks import Given, simulate_in_blocks
-from coterie.cluster.place import connect, read
+from coterie.cluster.actors import BlockActors
+from coterie.cluster.blocks import BlockSpec, simulate_in_blocks
+from coterie.cluster.place import connect_ray, parse_place
 from coterie.methods import METHODS
 from coterie.rng import Rng
 from coterie.simulation.run import Run, simulate
@@ -121,7 +121,7 @@ def three() -> Iterator[Nodes]:
     """Three nodes, and a connection to them."""
     nodes = Nodes(3)
     try:
-        with connect(read(f"ray:{nodes.cluster.address}")):
+        with connect_ray(parse_place(f"ray:{nodes.cluster.address}")):
             yield nodes
     finally:
         nodes.cluster.shutdown()
@@ -146,11 +146,11 @@ class Killing:
         self.starts, self.steps, self.killed = 0, list[int](), dict[int, str]()
 
     @contextmanager
-    def start(self, given: Iterable[Given]) -> Iterator[Actors]:
-        """Start actors, as `actors.start` does."""
+    def start(self, given: Iterable[BlockSpec]) -> Iterator[BlockActors]:
+        """Start actors, as `actors.start_actors` does."""
         self.starts += 1
-        with actors.start(given) as crew:
-            each = crew.each
+        with actors.start_actors(given) as crew:
+            each = crew.call_all
 
             def fragile(name: str, *arguments: Sequence[Any]) -> list[Any]:
                 if name != "step":
@@ -170,12 +170,12 @@ class Killing:
                 calls[victim] = crew.hosts[victim].call.remote(
                     name, *(one[victim] for one in arguments)
                 )
-                return crew.wait([calls[row] for row in range(len(crew.hosts))])
+                return crew.wait_for([calls[row] for row in range(len(crew.hosts))])
 
-            crew.each = fragile
+            crew.call_all = fragile
             yield crew
 
-    def _victim(self, crew: Actors, kind: str) -> int:
+    def _victim(self, crew: BlockActors, kind: str) -> int:
         """Draw a block; one on a node that can be killed, where that is to die."""
         import ray
 
@@ -292,7 +292,7 @@ def main() -> None:
             results.sort(key=lambda one: one["method"])
             if arguments.out is not None:
                 parts = ("cluster", "exchange", "simulation")
-                keep(arguments.out, results, parts, vars(arguments), seeds=(0,), order=92)
+                write_results(arguments.out, results, parts, vars(arguments), seeds=(0,), order=92)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.engine.privacy import DPSGD
 from coterie.methods import METHODS
 from coterie.studies import config, leakage
@@ -94,11 +94,11 @@ def main() -> None:
         print("\n".join(table(json.loads(options.table.read_text())["results"])))
         return
     torch.set_num_threads(1)
-    told = leakage.audit(
-        study(), shadows=SHADOWS, private=PRIVATE, told=lambda text: print(text, file=sys.stderr)
+    told = leakage.audit_study(
+        study(), shadows=SHADOWS, private=PRIVATE, notify=lambda text: print(text, file=sys.stderr)
     )
-    rows = leakage.as_table(list(told))
-    keep(options.out, rows, SPEAKS_OF, vars(options), shadows=SHADOWS)
+    rows = leakage.make_table(list(told))
+    write_results(options.out, rows, SPEAKS_OF, vars(options), shadows=SHADOWS)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from typing import Any
 from _measured import images, resident
 
 from coterie import METHODS
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
 from coterie.simulation import _memory
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
-from coterie.simulation.workers import Emit, fan_out, one_thread
+from coterie.simulation.workers import Emit, fan_out, use_one_thread
 
 MIB = 1 << 20
 KINDS = ("random", "dac", "panm-loss", "fedavg", "fedavgm", "ditto", "sosicfl-plus")
@@ -42,8 +42,8 @@ def forecast(kind: str) -> dict[str, Any]:
     # libraries are loaded
     simulate(images(3, 10, 28, 1), METHODS["local"](), model="mlp-c", settings=settings)
     asked: list[_memory.Forecast] = []
-    check = _memory.check
-    _memory.check = lambda wanted, device, limit: (
+    check = _memory.check_forecast
+    _memory.check_forecast = lambda wanted, device, limit: (
         asked.append(wanted),
         check(wanted, device, limit),
     )[1]
@@ -52,9 +52,9 @@ def forecast(kind: str) -> dict[str, Any]:
     peak = (resident(name="VmHWM") or 0) - before
     return {
         "method": kind,
-        "forecast, MiB": asked[0].needed / MIB,
+        "forecast, MiB": asked[0].needed_bytes / MIB,
         "peak, MiB": peak / MIB,
-        "peak over forecast": peak / asked[0].needed,
+        "peak over forecast": peak / asked[0].needed_bytes,
     }
 
 
@@ -92,7 +92,7 @@ def workers(row: str) -> dict[str, Any]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with one_thread():
+    with use_one_thread():
         done = list(fan_out(train, [(data, seed) for seed in range(4)], int(number), print))
     over.set()
     watcher.join()
@@ -132,7 +132,9 @@ def main() -> None:
         "workers": ("data", "simulation"),
     }
     seeds = range(4) if arguments.part == "workers" else (0,)
-    keep(arguments.out, results, parts[arguments.part], vars(arguments), seeds=seeds, order=order)
+    write_results(
+        arguments.out, results, parts[arguments.part], vars(arguments), seeds=seeds, order=order
+    )
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def operations(entry: Entry, batch: int) -> int:
 
 def made(entry: Entry) -> nn.Module:
     """Return a module of the model in training mode, the same each time."""
-    with Rng(0).torch_globals("bench.models"):
+    with Rng(0).temporary_torch_seed("bench.models"):
         return entry.make().train()
 
 
@@ -245,7 +245,7 @@ def sides(entry: Entry, of: Size, adam: str, engines: Sequence[str]) -> Sides:
     }
     for function in run.values():
         function()
-    local, rng = LocalTraining(batch_size=of.batch), Rng(0).at(0)
+    local, rng = LocalTraining(batch_size=of.batch), Rng(0).at_round(0)
     auto, reason, missing, ready, first = "", "", {}, {}, {}
     for name in ("auto", *engines):
         if name == auto:
@@ -308,7 +308,7 @@ def measure(
     """
     steps = of.clients * of.steps
     found = Times({name: [] for name in all_sides.run}, [])
-    with pages.kept():  # as in a run
+    with pages.reuse_pages():  # as in a run
         while len(found.peak) < most and (len(found.peak) < least or time.monotonic() < until):
             found.peak.append(peak.flops(0.005, 3))
             for name, function in all_sides.run.items():
@@ -413,7 +413,7 @@ def done(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]
         path: where they would be.
         settings: of the command.
     """
-    code = origin.code()
+    code = origin.describe_code()
     if path is None or not path.exists() or code["commit"] is None or code["dirty"]:
         return []
     stored = json.loads(path.read_text("utf-8"))
@@ -474,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(cell(name, batch, options.engines, time.monotonic() + left, options.quick))
         print(line(rows[-1]), flush=True)
         if options.out is not None:
-            origin.keep(
+            origin.write_results(
                 options.out,
                 rows,
                 ("engine", "models"),

@@ -64,8 +64,8 @@ def study_of(
     text = STUDY.format(
         clients=clients, rounds=rounds, seed=seed, train=train, epochs=epochs, method=method
     )
-    study = config.loads(text)
-    return study.only(study.methods[0].label, seed)
+    study = config.parse_study_text(text)
+    return study.select_run(study.methods[0].label, seed)
 
 
 def folder_of(top: Path, study: config.StudyConfig) -> Path:
@@ -112,14 +112,14 @@ def credentials(folder: Path, number: int) -> tuple[Roster, str, Identity]:
 
 def provision(folder: Path, nodes: int, *, port: int, hosts: list[str] | None = None) -> None:
     """Make keys, certificates and a roster of nodes n0, n1, ..."""
-    who, _ = local.members([[i] for i in range(nodes)], port=port)
+    who, _ = local.make_members([[i] for i in range(nodes)], port=port)
     if hosts is not None:
         made = tuple(
             roster.Member(m.name, f"{host}:{port}", m.clients, m.key)
             for m, host in zip(who.members, hosts, strict=True)
         )
         who = Roster(who.run, made, who.population)
-    local.provision(folder, who)
+    local.create_credentials(folder, who)
 
 
 def ready(transports: list[Transport], names: list[str]) -> None:
@@ -128,7 +128,9 @@ def ready(transports: list[Transport], names: list[str]) -> None:
         transport.serve_head(lambda nonce: b"here")
     for transport in transports:
         for name in names:
-            while name != transport.name and not isinstance(transport.head(name, "0", 2.0), bytes):
+            while name != transport.name and not isinstance(
+                transport.ask_head(name, "0", 2.0), bytes
+            ):
                 threading.Event().wait(0.05)
 
 
@@ -270,4 +272,4 @@ def plan_and_data(study: config.StudyConfig) -> tuple[RunSpec, Any]:
     from coterie.data.build import build_federation
     from coterie.net import nodefile
 
-    return nodefile.plan_of(study), build_federation(study.data, study.seeds[0], None)
+    return nodefile.make_run_spec(study), build_federation(study.data, study.seeds[0], None)

@@ -40,7 +40,7 @@ import network_roster
 import network_soak
 import torch
 
-from coterie._util.origin import keep, machine
+from coterie._util.origin import describe_machine, write_results
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
@@ -90,10 +90,12 @@ def main() -> None:
     place = (
         "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
     )
-    seconds, where = round(time.perf_counter() - began, 1), machine("eclipse-zenoh")
+    seconds, where = round(time.perf_counter() - began, 1), describe_machine("eclipse-zenoh")
     seeds = network_churn.SEEDS if given.what in ("churn", "churn-pens", "partition") else (0,)
     out = given.out or STORED / place
-    keep(out, results, ("exchange", "net"), vars(given), seeds=seeds, where=where, seconds=seconds)
+    write_results(
+        out, results, ("exchange", "net"), vars(given), seeds=seeds, where=where, seconds=seconds
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ def run_fleet(
 ) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, int]]:
     """Run a fleet to its end and return the events of each node, and the exit statuses."""
     files = fleet.lay_out(
-        folder, config.loads(STUDY.format(nodes=nodes, rounds=rounds)), port=port, network=network
+        folder,
+        config.parse_study_text(STUDY.format(nodes=nodes, rounds=rounds)),
+        port=port,
+        network=network,
     )
     (folder / "logs").mkdir()
     events: dict[str, list[Mapping[str, Any]]] = {name: [] for name in files}
@@ -78,5 +81,5 @@ def alarms(emit: netlab.Emit, folder: Path) -> None:
 
 
 def _study() -> config.StudyConfig:
-    study = config.loads(STUDY.format(nodes=NODES, rounds=ROUNDS))
-    return study.only(study.methods[0].label, 0)
+    study = config.parse_study_text(STUDY.format(nodes=NODES, rounds=ROUNDS))
+    return study.select_run(study.methods[0].label, 0)

@@ -21,8 +21,8 @@ from coterie.net.exchange import RemoteExchange
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, Terms
-from coterie.net.wire import Address, seal
-from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
+from coterie.net.wire import Address, seal_parcel
+from coterie.net.zenoh_transport import ZenohTransport, build_config, key_prefix
 from coterie.rng import Rng
 
 ANSWERS, QUESTIONS, HEADS, MESSAGES = 12_000, 7_000, 1_000, 20_000
@@ -33,7 +33,7 @@ PORT = 28800
 def attacker(folder: Path) -> Iterator[zenoh.Session]:
     """A session with n2's credentials that keeps to no rule."""
     who, name, own = netlab.credentials(folder, 2)
-    config = configuration(who, name, own)
+    config = build_config(who, name, own)
     del config["access_control"], config["low_pass_filter"]
     with zenoh.open(zenoh.Config.from_json5(json.dumps(config))) as session:
         yield session
@@ -63,7 +63,7 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
         tensors = {"params": torch.arange(4000.0), "field.samples": torch.tensor(12.0)}
         template = Template.of(tensors)
         address = Address(0, 0, 2)
-        good = seal(
+        good = seal_parcel(
             tensors,
             run=who.run,
             peer="n2",
@@ -74,8 +74,8 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
             chunk=4096,
         )
         base, current = (
-            prefix(who.run),
-            [[(attachment, bytes(chunk)) for attachment, chunk in good.chunks()]],
+            key_prefix(who.run),
+            [[(attachment, bytes(chunk)) for attachment, chunk in good.iterate_chunks()]],
         )
 
         def answer(query: Any) -> None:
@@ -95,7 +95,7 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
             nonlocal rounds
             rounds += 1
             for exchange in exchanges:
-                exchange.begin(Rng(0).at(rounds))
+                exchange.begin(Rng(0).at_round(rounds))
                 exchange.enter(exchange.ids)
             own_message = Message(torch.full((1, 4000), 1.0), {"samples": torch.ones(1)})
             exchanges[1].pull(own_message, torch.full((1, 0), -1))

@@ -46,8 +46,8 @@ def exchanging_node(folder: Path, number: int, size: int, rounds: int, count: in
         exchange, times = RemoteExchange(post), []
         message = Message(torch.rand(1, size // 4), {"samples": torch.ones(1)})
         for round in range(rounds):
-            exchange.begin(Rng(0).at(round))
-            exchange.enter(exchange.ids)
+            exchange.begin_round(Rng(0).at_round(round))
+            exchange.set_active(exchange.ids)
             chosen = torch.tensor([peers_of(number, round, count, who.population)])
             started = time.perf_counter()
             inbox = exchange.pull(message, chosen)
@@ -201,8 +201,8 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
         study = netlab.study_of(BYTES[method], clients=network_parity.NODES, rounds=rounds)
         names = network_parity.run_nodes(folder / f"bytes-{place}", study, 27400 + 10 * place)
         plan, federation = netlab.plan_and_data(study)
-        task = plan.task(federation)
-        setting = traffic.Setting(
+        task = plan.make_task(federation)
+        setting = traffic.CostSetting(
             population=network_parity.NODES,
             params=task.layout.size,
             samples=int(task.samples[0]),
@@ -214,7 +214,7 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
             counted += json.loads(next(line for line in log if '"event": "done"' in line))["bytes"]
         # the client on the server's node needs no network
         away = network_parity.NODES - plan.method.server
-        predicted = away * traffic.between_machines(plan.method, setting, rounds)
+        predicted = away * traffic.predict_network_bytes(plan.method, setting, rounds)
         emit({"method": method, "nodes": network_parity.NODES, "rounds": rounds, "counted": counted,
               "predicted": predicted})  # fmt: skip
 

@@ -324,19 +324,21 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
         port: of the first node.
     """
     kind, served = ATTACKS[name], issubclass(ATTACKS[name], Server)
-    study = config.loads(STUDY.format(rounds=rounds, method=FEDAVG if served else DAC))
-    study = study.only(study.methods[0].label, 0)
+    study = config.parse_study_text(STUDY.format(rounds=rounds, method=FEDAVG if served else DAC))
+    study = study.select_run(study.methods[0].label, 0)
     patience = {**NETWORK, "start": 20.0} if kind is OldKey else NETWORK
     files = fleet.lay_out(folder, study, port=port, network=patience)
     keys, me = folder / "keys", "node-00" if served else "node-02"
     own = credentials(keys, folder / "attacker", me)
     if kind is OldRoster:
         known = rosters.load(keys / "roster.toml", keys / "organizer.pub")
-        rosters.write(keys / "roster.toml", replace(known, version=2), keys / "organizer.key")
+        rosters.write_signed(
+            keys / "roster.toml", replace(known, version=2), keys / "organizer.key"
+        )
     if kind is OldKey:
         (folder / "new").mkdir()
         stranger.request(me, "127.0.0.1", folder / "new")
-        setup.rekey(keys, me, folder / "new" / f"{me}.csr")
+        setup.rekey_member(keys, me, folder / "new" / f"{me}.csr")
     honest = {other: file for other, file in files.items() if other != me}
     events: dict[str, Counter[str]] = {other: Counter() for other in honest}
     ended = dict.fromkeys(honest, False)

@@ -22,7 +22,7 @@ DEADLINE = 30.0
 
 def renewals(emit: netlab.Emit, folder: Path) -> None:
     """Eight processes; the organizer signs a new key for one at round 20, and leaves another one out at round 50."""
-    study = config.loads(network_alarms.STUDY.format(nodes=NODES, rounds=ROUNDS))
+    study = config.parse_study_text(network_alarms.STUDY.format(nodes=NODES, rounds=ROUNDS))
     place = folder / "renewals"
     network = {"deadline": DEADLINE, "start": 300.0, "linger": 60.0}
     files = fleet.lay_out(place, study, port=PORT, network=network)
@@ -44,7 +44,7 @@ def renewals(emit: netlab.Emit, folder: Path) -> None:
             nodes.start(name)
         assert due["rekeyed"].wait(600), "the nodes have not come so far"
         signed["rekeyed"] = time.time()
-        setup.rekey(place / "keys", REKEYED, request)
+        setup.rekey_member(place / "keys", REKEYED, request)
         first = nodes.processes[REKEYED].wait(120)  # it ends, and says what to do
         (place / "keys" / f"{REKEYED}.key").write_bytes(
             (place / "new" / f"{REKEYED}.key").read_bytes()
@@ -52,7 +52,7 @@ def renewals(emit: netlab.Emit, folder: Path) -> None:
         nodes.start(REKEYED)
         assert due["removed"].wait(600), "the nodes have not come so far"
         signed["removed"] = time.time()
-        setup.remove(place / "keys", REMOVED)
+        setup.remove_member(place / "keys", REMOVED)
         statuses = nodes.wait(900)
     honest = [name for name in files if name not in (REKEYED, REMOVED)]
     emit({
@@ -92,7 +92,7 @@ def _missing(place: Path, study: config.StudyConfig, names: list[str]) -> Counte
     found: Counter[str] = Counter()
     for name in names:
         journal = (
-            netlab.folder_of(place / "nodes" / name, study.only(study.methods[0].label, 0))
+            netlab.folder_of(place / "nodes" / name, study.select_run(study.methods[0].label, 0))
             / "arrivals.jsonl"
         )
         for line in journal.read_text().splitlines():

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.data.build import DataConfig, build_federation
 from coterie.engine.task import LocalTraining
 from coterie.exchange.attacking import KINDS
 from coterie.functional import metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import select_final_tests
 from coterie.simulation.run import Run, Settings, simulate
 
 CLIENTS, PEERS, ROUNDS = 20, 3, 15
@@ -66,7 +66,7 @@ def row(
     run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: float
 ) -> dict[str, Any]:
     """Return what a run came to."""
-    tests = final_tests(run.metrics)
+    tests = select_final_tests(run.metrics)
 
     def mean(name: str) -> float | None:
         values = tests.loc[(tests["metric"] == name).to_numpy(), "value"]
@@ -130,7 +130,7 @@ def main() -> None:
     rules = {name: float(value) for name, value in (one.split("=") for one in options.rules)}
     rows = measure(options.methods, options.attacks, options.seeds, options.rounds, **rules)
     if options.out:
-        keep(options.out, rows, PARTS, vars(options), seeds=options.seeds)
+        write_results(options.out, rows, PARTS, vars(options), seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from _measured import images
 
 from coterie import METHODS
 from coterie._util import manifest
-from coterie._util.origin import keep, machine
+from coterie._util.origin import describe_machine, write_results
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
 from coterie.report.page import write_report
@@ -51,8 +51,8 @@ def cell(
     settings = Settings(
         rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final"
     )
-    with workers.one_thread(), tempfile.TemporaryDirectory() as home:
-        use_threads(workers.cores())
+    with workers.use_one_thread(), tempfile.TemporaryDirectory() as home:
+        use_threads(workers.count_cores())
         folder = Path(home) / "population" / kind / "seed-0"
         folder.mkdir(parents=True)
         data, method = images(clients, 20, side, 1), METHODS[kind]()
@@ -168,11 +168,11 @@ def main() -> int:
     if options.cell:
         return 0
     if options.out is not None:
-        where = machine() | {
+        where = describe_machine() | {
             "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
         }
         speaks_of = ("engine", "exchange", "methods", "report", "results", "simulation")
-        keep(options.out, results, speaks_of, vars(options), where=where, order=40)
+        write_results(options.out, results, speaks_of, vars(options), where=where, order=40)
     return 0
 
 

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from coterie._util import manifest
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
@@ -37,7 +37,7 @@ from coterie.results import summary
 from coterie.simulation import checkpoint, models
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import make_study
-from coterie.studies.run import read_study, run_study
+from coterie.studies.run import load_study_results, run_study
 from coterie.testing import tiny_federation
 
 STORED = Path(__file__).resolve().parents[1] / "docs/reference/runs/reliability"
@@ -174,8 +174,8 @@ def damage(out: Path, kind: str, stream: random.Random) -> str:
 
 def read(out: Path) -> tuple[Any, bool]:
     """Return the results of a study as `coterie show` reads them, and whether runs are named that could not be read."""
-    found = read_study(out / NAME)
-    return found.summary["rows"], bool(summary.find_runs([out / NAME])[1])
+    found = load_study_results(out / NAME)
+    return found.summary["rows"], bool(summary.load_runs([out / NAME])[1])
 
 
 def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
@@ -194,7 +194,9 @@ def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
             else:
                 gone = copy / what.removeprefix("missing ")
                 optional = gone.name in (checkpoint.FILE, models.FILE)
-                unmissed = optional and checkpoint.done(gone.parent)  # a finished run is whole so
+                unmissed = optional and checkpoint.is_done(
+                    gone.parent
+                )  # a finished run is whole so
                 kept = {
                     name: content
                     for name, content in right.items()
@@ -301,7 +303,9 @@ def kills(number: int, seed: int) -> list[dict[str, Any]]:
         for index in range(number):
             place, out = stream.choice(groups[index % 2]), Path(name) / "copy"
             status = in_child(partial(_killed_at, place, out))
-            whole = all(not manifest.fault(path.parent, path.name) for path in _listed(out))
+            whole = all(
+                not manifest.describe_fault(path.parent, path.name) for path in _listed(out)
+            )
             found, said = outcome(partial(went_on, out), right)
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             rows.append(
@@ -383,7 +387,9 @@ def main() -> None:
     )
     given = parser.parse_args()
     rows = EXPERIMENTS[given.experiment](given.number, given.seed)
-    keep(STORED / f"{given.experiment}.json", rows, SPEAKS_OF, vars(given), seeds=(given.seed,))
+    write_results(
+        STORED / f"{given.experiment}.json", rows, SPEAKS_OF, vars(given), seeds=(given.seed,)
+    )
     for key, times in sorted(counted(rows, "outcome").items()):
         print(f"{times:6d}  {key[0]}")
 

@@ -92,9 +92,9 @@ class Replayed(InMemory):
         super().__init__(ids, population)
         self.arrivals, self._round, self._pull = arrivals, -1, 0
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
-        super().begin(rng)
+        super().begin_round(rng)
         self._round, self._pull = rng.round, 0
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -120,8 +120,8 @@ class Replayed(InMemory):
 class ReplayLoop(Loop):
     """The run's loop with the participants and the reachable peers on record."""
 
-    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
-        rnd = super()._context(index, rows, cohort)
+    def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        rnd = super()._make_round(index, rows, cohort)
         return replace(rnd, reachable=self._reachable(index, rnd.reachable, rnd.ids))
 
     def _reachable(
@@ -134,31 +134,33 @@ class ReplayLoop(Loop):
             out[row, list(away)] = False
         return out
 
-    def _round(self, index: int) -> None:
+    def _run_round(self, index: int) -> None:
         """Do one round; a client that did not complete it has published, and keeps its state."""
         assert isinstance(self.exchange, Replayed)
-        arrivals, rng = self.exchange.arrivals, self.rng.at(index)
-        self.exchange.begin(rng)
-        cohort = self._cohort(rng)
+        arrivals, rng = self.exchange.arrivals, self.rng.at_round(index)
+        self.exchange.begin_round(rng)
+        cohort = self._choose_cohort(rng)
         chosen = set(cohort.tolist()) & arrivals.active(index)
         ids = self.task.ids.tolist()
         rows = torch.tensor(
             [r for r, c in enumerate(ids) if c in chosen and not bool(self.tracker.stopped[r])]
         )
         rows = rows.to(torch.int64)
-        self.exchange.enter(self.task.ids[rows])
+        self.exchange.set_active(self.task.ids[rows])
         if not len(rows):
-            self._after(index, rows, {})
+            self._finish_round(index, rows, {})
             return
-        new, info = self.method.round(self._context(index, rows, cohort), self.state.take(rows))
+        new, info = self.method.round(
+            self._make_round(index, rows, cohort), self.state.select_rows(rows)
+        )
         kept = torch.tensor(
             [k for k, r in enumerate(rows.tolist()) if (index, ids[r]) in arrivals.completed]
         )
         kept = kept.to(torch.int64)
-        self.state = self.state.put(rows[kept], new.take(kept))
+        self.state = self.state.replace_rows(rows[kept], new.select_rows(kept))
         info = {name: value[kept] for name, value in info.items()}
         self.record.add_edges(index, self.task.ids[rows[kept]], info)
-        self._after(index, rows[kept], info)
+        self._finish_round(index, rows[kept], info)
 
 
 def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:
@@ -181,11 +183,11 @@ def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterabl
         if federation.truth is not None
         else torch.full((federation.population,), -1)
     )
-    task = plan.task(federation)
+    task = plan.make_task(federation)
     exchange = Replayed(federation.ids, federation.population, arrivals)
     exchange.neighbors = {c: tuple(group) for group in folders.values() for c in group}
     loop = ReplayLoop(task, plan.method, exchange, plan.settings, Rng(plan.seed), Record(truth))
-    while not loop.finished:
-        loop.step()
-    loop.final()
+    while not loop.is_finished:
+        loop.run_next_round()
+    loop.evaluate_final()
     return loop

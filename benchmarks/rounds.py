@@ -30,7 +30,7 @@ import torch
 from _measured import images
 
 import coterie
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.engine import use_threads
 from coterie.errors import CoterieError
 from coterie.functional.metrics import LOSS
@@ -82,7 +82,7 @@ def run(name: str, engine: str, rounds: int) -> Timing:
     """
     study_name, label, classes = STUDIES[name]
     study = config.load(study_name)
-    entry = study.entry(label)
+    entry = study.find_method(label)
     data = images(
         study.data.num_clients, study.data.train + study.data.validation, 32, 3, classes=classes,
         validation=study.data.validation,
@@ -105,7 +105,7 @@ def run(name: str, engine: str, rounds: int) -> Timing:
 
     model = study.model
     # earlier commits knew built-in names alone
-    named = model.source if hasattr(model, "source") else model.kind
+    named = model.named_model if hasattr(model, "source") else model.kind
     simulate(data, entry.method, model=named, settings=settings, observer=note)
     return Timing(
         ends[1] - ends[0],
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cell is not None:
         torch.set_num_threads(1)
         use_threads(1)
-        with workers.one_thread():
+        with workers.use_one_thread():
             print(json.dumps(vars(run(options.cell, options.engines[0], options.rounds))))
         return
     results = []
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(results, indent=1))
     if options.out is not None:
         speaks_of = ("engine", "methods/fedgwc.py", "methods/sosicfl.py", "models", "simulation")
-        keep(options.out, results, speaks_of, vars(options), order=25)
+        write_results(options.out, results, speaks_of, vars(options), order=25)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,12 @@ stream = torch.Generator().manual_seed(0)
 clients = torch.arange(8).repeat_interleave(60)
 y = torch.randint(0, 4, (480,), generator=stream)
 x = torch.randint(0, 120, (480, 3, 16, 16), generator=stream, dtype=torch.uint8)
-for k, (row, column) in enumerate(
-    [(0, 0), (0, 8), (8, 0), (8, 8)]
-):  # the class is where the image is bright
+for k, (row, column) in enumerate([(0, 0), (0, 8), (8, 0), (8, 8)]):  # the class is where the image is bright
     x[y == k, :, row : row + 8, column : column + 8] += 100
 x[clients % 2 == 1] = 255 - x[clients % 2 == 1]
 
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients, clusters=[0, 1] * 4)
 settings = coterie.Settings(rounds=5, local=coterie.LocalTraining(lr=0.005))
-run = coterie.simulate(
-    federation, coterie.METHODS["dac"](num_peers=3), model=network, settings=settings
-)
+run = coterie.simulate(federation, coterie.METHODS["dac"](num_peers=3), model=network, settings=settings)
 print(run)

@@ -14,10 +14,6 @@ y = (torch.einsum("sf,sfo->so", x, rules[clients % 2]) > 0.5).float()
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients, clusters=[0, 1] * 4)
 network = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
-settings = coterie.Settings(
-    rounds=10, loss="multi-label", metrics=["auroc", "average_precision", "f1"]
-)
-run = coterie.simulate(
-    federation, coterie.METHODS["dac"](num_peers=3), model=network, settings=settings
-)
+settings = coterie.Settings(rounds=10, loss="multi-label", metrics=["auroc", "average_precision", "f1"])
+run = coterie.simulate(federation, coterie.METHODS["dac"](num_peers=3), model=network, settings=settings)
 print(run)

@@ -30,7 +30,5 @@ photos = [Photos(client) for client in range(4)]
 # Coterie
 federation = coterie.from_datasets(photos, transform=lambda picture: picture.resize((16, 16)))
 settings = coterie.Settings(rounds=5)
-run = coterie.simulate(
-    federation, coterie.METHODS["random"](num_peers=2), model="cnn-b", settings=settings
-)
+run = coterie.simulate(federation, coterie.METHODS["random"](num_peers=2), model="cnn-b", settings=settings)
 print(run)

@@ -19,8 +19,6 @@ x = (80 * (y > 0) + torch.randint(0, 100, (240, 24, 24), generator=stream)).to(t
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients)
 network = nn.Sequential(nn.Conv2d(1, 8, 9, padding=4), nn.ReLU(), nn.Conv2d(8, 3, 5, padding=2))
-settings = coterie.Settings(
-    rounds=5, loss="segmentation", metrics=["iou"], local=coterie.LocalTraining(lr=0.01)
-)
+settings = coterie.Settings(rounds=5, loss="segmentation", metrics=["iou"], local=coterie.LocalTraining(lr=0.01))
 run = coterie.simulate(federation, coterie.METHODS["fedavg"](), model=network, settings=settings)
 print(run)

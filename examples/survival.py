@@ -11,19 +11,12 @@ x = torch.randn(500, 8, generator=stream)
 risk = x[:, 0] - 0.5 * x[:, 1]
 time = torch.empty(500).exponential_(generator=stream) * torch.exp(-risk)
 limit = torch.empty(500).exponential_(generator=stream) * 2
-y = torch.stack(
-    [torch.minimum(time, limit), (time <= limit).float()], 1
-)  # a time, and whether the event took place
+y = torch.stack([torch.minimum(time, limit), (time <= limit).float()], 1)  # a time, and whether the event took place
 
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients)
 settings = coterie.Settings(
-    rounds=10,
-    loss="cox",
-    metrics=["concordance"],
-    local=coterie.LocalTraining(batch_size=32, lr=0.01),
+    rounds=10, loss="cox", metrics=["concordance"], local=coterie.LocalTraining(batch_size=32, lr=0.01)
 )
-run = coterie.simulate(
-    federation, coterie.METHODS["fedavg"](), model=nn.Linear(8, 1), settings=settings
-)
+run = coterie.simulate(federation, coterie.METHODS["fedavg"](), model=nn.Linear(8, 1), settings=settings)
 print(run)

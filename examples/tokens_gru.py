@@ -29,10 +29,6 @@ y[torch.arange(LENGTH) >= torch.randint(6, LENGTH + 1, (360, 1), generator=strea
 
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients, clusters=[0, 1] * 3)
-settings = coterie.Settings(
-    rounds=5, loss="tokens", metrics=["perplexity"], local=coterie.LocalTraining(lr=0.01)
-)
-run = coterie.simulate(
-    federation, coterie.METHODS["dac"](num_peers=2), model=Reader, settings=settings
-)
+settings = coterie.Settings(rounds=5, loss="tokens", metrics=["perplexity"], local=coterie.LocalTraining(lr=0.01))
+run = coterie.simulate(federation, coterie.METHODS["dac"](num_peers=2), model=Reader, settings=settings)
 print(run)

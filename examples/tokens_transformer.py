@@ -29,10 +29,6 @@ texts = (first + (1 + 2 * (clients % 2))[:, None] * torch.arange(LENGTH + 1)) % 
 
 # Coterie
 federation = coterie.from_arrays(texts[:, :-1], texts[:, 1:], clients=clients, clusters=[0, 1] * 3)
-settings = coterie.Settings(
-    rounds=5, loss="tokens", local=coterie.LocalTraining(optimizer="adamw", lr=0.003)
-)
-run = coterie.simulate(
-    federation, coterie.METHODS["dac"](num_peers=2), model=Transformer, settings=settings
-)
+settings = coterie.Settings(rounds=5, loss="tokens", local=coterie.LocalTraining(optimizer="adamw", lr=0.003))
+run = coterie.simulate(federation, coterie.METHODS["dac"](num_peers=2), model=Transformer, settings=settings)
 print(run)

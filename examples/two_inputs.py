@@ -9,9 +9,7 @@ import coterie
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.picture = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
+        self.picture = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
         self.scores = nn.Linear(16 + 3, 2)
 
     def forward(self, picture, numbers):

@@ -18,7 +18,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def markdown(table: _tables.TextTable) -> str:
     """Return a table as Markdown, without blank lines around it."""
-    return _tables.markdown(table).strip()
+    return _tables.format_markdown(table).strip()
 
 
 def write(pages: Mapping[Path, str]) -> int:

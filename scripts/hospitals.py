@@ -22,7 +22,13 @@ from stored import told
 
 from coterie.cli._tables import TextTable
 from coterie.data import heart_disease
-from coterie.functional.paired import CONFIDENCE, Estimate, holm, mean_difference, overlap_of
+from coterie.functional.paired import (
+    CONFIDENCE,
+    Estimate,
+    correct_holm,
+    mean_difference,
+    overlap_from_share,
+)
 
 PAGE = REFERENCE / "four-hospitals.md"
 HOSPITALS = ("cleveland", "hungary", "long-beach-va", "switzerland")
@@ -110,12 +116,12 @@ def values(stored: Sequence[Mapping], metric: str) -> dict[str, np.ndarray]:
 
 def difference(own: np.ndarray, baseline: np.ndarray) -> Estimate:
     """Return the means of the differences over the folds, with intervals: of each hospital, and of their mean."""
-    return mean_difference((own - baseline).T, overlap=overlap_of(1 / FOLDS))
+    return mean_difference((own - baseline).T, overlap=overlap_from_share(1 / FOLDS))
 
 
 def patients() -> str:
     """Return who the patients are, as a table."""
-    rows = heart_disease.table()
+    rows = heart_disease.load_table()
     lines = []
     for name in HOSPITALS:
         own = rows[rows["hospital"] == name]
@@ -152,7 +158,7 @@ def gains(
     compared = {
         label: difference(own, found[baseline]) for label, own in found.items() if label != baseline
     }
-    corrected = holm(np.array([one.p for one in compared.values()]).T).T
+    corrected = correct_holm(np.array([one.p for one in compared.values()]).T).T
     rows, told_apart, bold = [], [], set()
     for row, (label, one) in enumerate(compared.items()):
         halves = (one.high - one.low) / 2
@@ -260,7 +266,8 @@ def page() -> str:
     stored = runs("four-hospitals")
     well = int(
         (
-            (rows := heart_disease.table())["hospital"].eq("switzerland") & rows["disease"].eq("no")
+            (rows := heart_disease.load_table())["hospital"].eq("switzerland")
+            & rows["disease"].eq("no")
         ).sum()
     )
     parts = [HEAD.format(patients=patients(), well=well), "## Results\n"]

@@ -370,17 +370,17 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
 
 def keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the results below the head of all stored results; the settings are those of a run of all faults."""
-    from coterie._util.origin import keep, machine
+    from coterie._util.origin import describe_machine, write_results
 
     parts = {Path(row["file"]).parts for row in rows}  # src, coterie, the package
     speaks_of = sorted({one[2] if len(one) > 2 else "/".join(one) for one in parts})
-    keep(
+    write_results(
         path,
         rows,
         speaks_of,
         {"faults": len(rows)},
         seeds=(),
-        where=machine("pytest"),
+        where=describe_machine("pytest"),
         totals=totals(rows),
     )
 

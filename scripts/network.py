@@ -286,7 +286,7 @@ def predicted(found: Results) -> str:
     ]  # fmt: skip
     return (
         f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds, envelopes included: "
-        "predicted from the settings (`coterie.results.traffic.between_machines`), and counted on the wire.\n\n"
+        "predicted from the settings (`coterie.results.traffic.predict_network_bytes`), and counted on the wire.\n\n"
         + table(("method", "predicted", "counted", "difference"), rows)
     )
 

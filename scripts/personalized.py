@@ -90,8 +90,8 @@ def percent(value: float) -> str:
 def against(all_: Sequence[Pair], baseline: str) -> dict[str, str]:
     """Return the difference of each method from one, with its interval; bold where it is established."""
     found = {}
-    for pair in pairs.chosen(all_, metric="accuracy", baseline=baseline):
-        size, interval = pairs.shown(pair, ACCURACY)
+    for pair in pairs.select_pairs(all_, metric="accuracy", baseline=baseline):
+        size, interval = pairs.format_difference(pair, ACCURACY)
         text = f"{size} ({interval})" if interval else size
         found[pair.method_a] = f"**{text}**" if pair.established else text
     return found
@@ -105,7 +105,7 @@ def names(labels: Iterable[str]) -> str:
 def results(name: str) -> str:
     """Return what each method came to, as a table, the best first."""
     summary = stored(name, "summary.json")
-    all_ = pairs.read(summary)
+    all_ = pairs.parse_pairs(summary)
     own = [pair for pair in all_ if (pair.metric, pair.cluster) == ("accuracy", "all")]
     rows = {
         r["label"]: r for r in summary["rows"] if (r["metric"], r["cluster"]) == ("accuracy", "all")
@@ -127,7 +127,7 @@ def results(name: str) -> str:
         "better than, of 12",
         "established as worse than",
     )
-    said = pairs.standing(summary["rows"], all_, ACCURACY)
+    said = pairs.describe_leaders(summary["rows"], all_, ACCURACY)
     bold = table(head, lines).replace(r"\*\*", "**")
     return f"{bold}\n\n{said} {summary['about']}\n"
 

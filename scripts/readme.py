@@ -31,9 +31,9 @@ def accuracies(summary: dict) -> str:
     columns = [*clusters, "all", "clusters"]
     names = [*clusters, "mean over clients", "mean over clusters"]
     lines = [f"| test accuracy, % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    found = pairs.read(summary)
+    found = pairs.parse_pairs(summary)
     leading = {
-        column: pairs.leaders(summary["rows"], found, ACCURACY, column) for column in columns
+        column: pairs.find_leaders(summary["rows"], found, ACCURACY, column) for column in columns
     }
     for label in labels:
         row = [_cell(cells[label, column], leading[column]) for column in columns]
@@ -54,8 +54,8 @@ def _cell(row: dict, leading: list[str]) -> str:
 
 def verdicts(summary: dict) -> list[str]:
     """Return what the study establishes about each pair of methods over all clients, and what that speaks of."""
-    found = pairs.chosen(pairs.read(summary), metric=ACCURACY.name)
-    said = [f"* {pairs.verdict(pair, ACCURACY)};" for pair in found]
+    found = pairs.select_pairs(pairs.parse_pairs(summary), metric=ACCURACY.name)
+    said = [f"* {pairs.describe_pair(pair, ACCURACY)};" for pair in found]
     intro = "What that establishes, in points of accuracy over all clients, with 95 % intervals over the seeds:"
     return [intro, "", *said[:-1], said[-1].removesuffix(";") + ".", "", summary["about"]]
 

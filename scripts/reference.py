@@ -16,9 +16,9 @@ from _pages import REFERENCE, write
 from coterie.cli import _catalog
 from coterie.cli.app import app
 from coterie.data.build import DataConfig
-from coterie.data.folders import Pictures
+from coterie.data.folders import FolderOptions
 from coterie.data.shifts import SHIFTS
-from coterie.data.tables import Columns
+from coterie.data.tables import TableOptions
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
@@ -59,7 +59,7 @@ begin with `_`, such as `similarity/_base`, hold what the studies of a paper sha
 def rows(cls: type) -> list[str]:
     """Return the fields of a configuration class as a Markdown table."""
     lines = ["| name | default | accepts | meaning |", "|---|---|---|---|"]
-    for p in _catalog.parameters(cls):
+    for p in _catalog.list_parameters(cls):
         lines.append(f"| `{p.name}` | {code(p)} | {cell(p.expects)} | {cell(p.text)} |")
     return lines if len(lines) > 2 else ["It has no settings."]
 
@@ -80,7 +80,7 @@ def methods() -> str:
         "",
     ]
     for kind, method in METHODS.items():
-        lines += [f"## {kind}", "", _catalog.description(method), "", *rows(method), ""]
+        lines += [f"## {kind}", "", _catalog.parse_description(method), "", *rows(method), ""]
         lines += [f"- {reference}" for reference in method.references] + [""] * bool(
             method.references
         )
@@ -97,7 +97,7 @@ def studies() -> str:
         "",
     ]
     lines += ["| name | methods | seeds | rounds | |", "|---|---:|---:|---:|---|"]
-    for name in config.builtin():
+    for name in config.find_builtin_studies():
         study = config.load(name)
         size = f"{len(study.methods)} | {len(study.seeds)} | {study.settings.rounds}"
         lines.append(f"| `{name}` | {size} | {study.description} |")
@@ -128,12 +128,12 @@ def settings() -> str:
         "",
         "`path`, `test` (path of a table for testing), and:",
         "",
-        *rows(Columns),
+        *rows(TableOptions),
         "",
     ]
-    lines += ["### options: folder", "", "`path`, and:", "", *rows(Pictures), ""]
+    lines += ["### options: folder", "", "`path`, and:", "", *rows(FolderOptions), ""]
     for kind, shift in sorted(SHIFTS.items()):
-        lines += [f"### shift: {kind}", "", _catalog.description(shift), "", *rows(shift), ""]
+        lines += [f"### shift: {kind}", "", _catalog.parse_description(shift), "", *rows(shift), ""]
     return "\n".join(lines)
 
 
@@ -219,7 +219,7 @@ def pages() -> dict[Path, str]:
         "node-files.md": node_file(),
     }
     # what `coterie methods` reads
-    listed = {Path(_catalog.__file__).with_name("catalog.json"): _catalog.written()}
+    listed = {Path(_catalog.__file__).with_name("catalog.json"): _catalog.build_catalog()}
     return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()} | listed
 
 

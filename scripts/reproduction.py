@@ -41,9 +41,9 @@ explain, and are not counted.
 """
 
 
-def coverage_table(results: Sequence[compare.Result]) -> str:
+def coverage_table(results: Sequence[compare.StudyResult]) -> str:
     """Return how much of each paper stands beside a result of ours."""
-    rows = compare.covered(results)
+    rows = compare.count_coverage(results)
     cells = [
         (
             one.source,
@@ -89,9 +89,9 @@ def cost_tables() -> list[str]:
     """Return the costs that papers print beside those that the cost ledger predicts for the studies of full size."""
     parts = []
     for source in numbers.SOURCES:
-        for name, lines in compare.costs_of(source).items():
-            beside = _tables.costs(name, lines)
-            notes = " ".join(numbers.notes(numbers.EXPERIMENTS[name]))
+        for name, lines in compare.predict_paper_costs(source).items():
+            beside = _tables.build_cost_table(name, lines)
+            notes = " ".join(numbers.find_notes(numbers.EXPERIMENTS[name]))
             parts.append(
                 f"## {beside.title}\n\n{markdown(beside)}\n\nOn the printed numbers: {notes}\n"
             )
@@ -132,8 +132,8 @@ def drawings(folder: Path) -> list[str]:
 
 def section(folder: Path) -> str:
     """Return the part of the page on one stored study."""
-    result = compare.read(folder)
-    comparison = None if result.experiment is None else compare.with_paper(result)
+    result = compare.load_result(folder)
+    comparison = None if result.experiment is None else compare.compare_with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
     machine = origin["machine"]
     cores = f"{machine['cores']} {machine['machine']} cores"
@@ -161,7 +161,7 @@ def section(folder: Path) -> str:
         f"```console\n$ {origin['command']}\n```",
         cost,
     ]
-    missing = coverage.notes(
+    missing = coverage.describe_coverage(
         {"rows": result.rows, "seeds": result.seeds, "left_out": result.left_out}
     )
     parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
@@ -176,26 +176,26 @@ def section(folder: Path) -> str:
         return (
             "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
         )
-    for beside in _tables.against_paper(comparison):
+    for beside in _tables.build_paper_tables(comparison):
         parts += [f"### {beside.title}", markdown(beside)]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _settings(result: compare.Result) -> list[str]:
+def _settings(result: compare.StudyResult) -> list[str]:
     """Return the settings that the points of a stored sweep differ in, as labels have them; none of another study."""
     return [path.rpartition(".")[2] for path in result.study.sweep]
 
 
-def _swept(result: compare.Result) -> str:
+def _swept(result: compare.StudyResult) -> str:
     """Return the numbers of a sweep: a row for each method, a column for each point."""
     settings = _settings(result)
-    metric = metrics.REGISTRY[metrics.REGISTRY.main(row["metric"] for row in result.rows)]
+    metric = metrics.REGISTRY[metrics.REGISTRY.choose_main(row["metric"] for row in result.rows)]
     found: dict[str, dict[str, str]] = {}
     for row in result.rows:
         if (row["cluster"], row["metric"]) == ("all", metric.name):
-            method = plots.bare(row["label"], settings)
+            method = plots.strip_settings(row["label"], settings)
             spread = f" ± {metric.scale * row['std']:.2f}" if row["seeds"] > 1 else ""
             point = row["label"].removeprefix(method).strip(", ")
             found.setdefault(method, {})[point] = f"{metric.scale * row['mean']:.2f}{spread}"
@@ -207,7 +207,7 @@ def _swept(result: compare.Result) -> str:
     return f"{table(('method', *points), rows)}\n\nThe {name}, mean over clients; {len(result.seeds)} seeds."
 
 
-def _alone(result: compare.Result) -> str:
+def _alone(result: compare.StudyResult) -> str:
     """Return the numbers of a study that repeats no published experiment."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
     cells = [
@@ -217,11 +217,11 @@ def _alone(result: compare.Result) -> str:
     return table(("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
-def _seconds(result: compare.Result) -> str:
+def _seconds(result: compare.StudyResult) -> str:
     """Return how long the runs of each method took, mean over seeds and over the points of a sweep."""
     settings, took = _settings(result), dict[str, list[float]]()
     for run in json.loads((result.folder / "summary.json").read_text())["timing"]:
-        took.setdefault(plots.bare(run["label"], settings), []).append(run["wall_s"])
+        took.setdefault(plots.strip_settings(run["label"], settings), []).append(run["wall_s"])
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
@@ -269,8 +269,8 @@ def filled(text: str, folder: Path) -> str:
         return f"{what} †"
 
     origin = json.loads((folder / "origin.json").read_text())
-    result = compare.read(folder)
-    pairs = [] if result.experiment is None else compare.with_paper(result).pairs
+    result = compare.load_result(folder)
+    pairs = [] if result.experiment is None else compare.compare_with_paper(result).pairs
     names: dict[str, Any] = {
         "value": lambda label, metric, study="", cluster="all", seed=None: (
             means(STORED / study if study else folder)[label, metric, cluster, seed]
@@ -299,7 +299,7 @@ def trials_of(folder: Path) -> Path:
 def _trials(folder: Path) -> str:
     """Return the experiments that explain differences, and where they come from."""
     rows = json.loads((folder / "summary.json").read_text())["rows"]
-    metric = metrics.REGISTRY[metrics.REGISTRY.main(row["metric"] for row in rows)]
+    metric = metrics.REGISTRY[metrics.REGISTRY.choose_main(row["metric"] for row in rows)]
     cells = []
     for row in rows:
         if (row["cluster"], row["metric"]) == ("all", metric.name):
@@ -317,7 +317,7 @@ def page() -> str:
     """Return the page."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
-    counted = coverage_table([compare.read(one) for one in folders])
+    counted = coverage_table([compare.load_result(one) for one in folders])
     return "\n".join([HEAD, counted, figure_table(), *cost_tables(), *map(section, folders)])
 
 

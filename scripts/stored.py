@@ -9,7 +9,7 @@ as "origin", or a folder with a study's summary.json, config.toml, runs.json (th
 run) and origin.json: the head, and what the runs took. A sweep is stored as one study, with its
 points in the labels. `--join` adds runs to those that are stored: other methods with the same
 seeds, or other seeds of the same methods. The head is written by the program that made the result,
-and names the parts of the package whose result it is (`coterie._util.origin.head`). Without
+and names the parts of the package whose result it is (`coterie._util.origin.make_origin`). Without
 arguments the script counts the commits to these parts since the result's own commit, and writes
 ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
 """
@@ -33,7 +33,7 @@ from _pages import REFERENCE, ROOT, STORED, table, write
 from coterie._util.files import write_atomically
 from coterie.errors import CoterieError
 from coterie.methods import METHODS
-from coterie.report.plots import bare
+from coterie.report.plots import strip_settings
 from coterie.results import summary
 from coterie.simulation import final_metrics
 from coterie.studies import config, sweep
@@ -317,16 +317,20 @@ def keep(
         CoterieError: when a run has no provenance, there is a run that has not finished, or runs
             cannot be joined.
     """
-    runs, unread = summary.find_runs([run])
+    runs, unread = summary.load_runs([run])
     open_ = [str(problem.folder) for problem in unread] + [
-        str(one.folder) for one in runs if not one.finished
+        str(one.folder) for one in runs if not one.is_finished
     ]
     if open_:
         raise CoterieError(
             f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end"
         )
-    swept = "sweep" in tomllib.loads(summary.text_of(run, summary.CONFIG))
-    content = sweep.joined(sweep.read_sweep(run)) if swept else summary.summarize(run)
+    swept = "sweep" in tomllib.loads(summary.load_study_text(run, summary.CONFIG))
+    content = (
+        sweep.join_summaries(sweep.load_sweep_results(run))
+        if swept
+        else summary.summarize_study(run)
+    )
     content["rows"] += [] if swept else _left_out(runs, content["rows"])
     target = (where or STORED) / content["study"]
     points = [f", {one.folder.parent.parent.name}" if swept else "" for one in runs]
@@ -334,7 +338,7 @@ def keep(
         {"label": one.label + point, "seed": one.seed, "values": values(one), **by_client(one)}
         for one, point in zip(runs, points, strict=True)
     ]
-    settings = summary.text_of(run, summary.CONFIG)
+    settings = summary.load_study_text(run, summary.CONFIG)
     told_ = _origin(runs, content, settings)
     if in_one_go and not join:
         # a sweep's own is written at its end
@@ -343,10 +347,10 @@ def keep(
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
     target.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(summary.replace_nonfinite(content), indent=1, ensure_ascii=False) + "\n"
     write_atomically(target / "summary.json", text.encode())
     write_atomically(target / summary.CONFIG, settings.encode())
-    write_atomically(target / "runs.json", _lines(summary.json_ready(each)))
+    write_atomically(target / "runs.json", _lines(summary.replace_nonfinite(each)))
     write_atomically(target / "origin.json", (json.dumps(told_, indent=1) + "\n").encode())
     return target
 
@@ -382,7 +386,7 @@ def joined(
     )
     runs = _stored_runs(target, before, head)
     first, second = (
-        config.loads(text, content["study"], to_run=False)
+        config.parse_study_text(text, content["study"], to_run=False)
         for text in ((target / summary.CONFIG).read_text(), settings)
     )
     ours, theirs = ({entry.label: entry for entry in study.methods} for study in (first, second))
@@ -390,7 +394,7 @@ def joined(
     other = replace(
         second, seeds=first.seeds, methods=tuple(theirs.get(label, ours[label]) for label in ours)
     )
-    if difference := config.difference(first, other):
+    if difference := config.describe_difference(first, other):
         raise CoterieError(f"the stored runs have other settings: {difference}")
     if before.get("left_out") or content.get("left_out") or "new_clients" in content:
         raise CoterieError(
@@ -421,7 +425,7 @@ def joined(
             run["values"].get(metric, {}).get(cluster) for run in both if run["label"] == label
         ]
         if None not in found:  # what not every run has measured has no mean
-            mean, deviation = summary.over_seeds(np.array(found))
+            mean, deviation = summary.mean_std_over_seeds(np.array(found))
             rows.append({**row, "mean": mean, "std": deviation, "seeds": len(found)})
     lists = {
         name: [*before.get(name, ()), *content.get(name, ())]
@@ -435,7 +439,7 @@ def joined(
         "seeds": list(study.seeds), "left_out": [], "rows": sorted(rows, key=lambda row: order.index(row["label"])),
         "spent": [], **lists,
     }  # fmt: skip
-    return out, both, _joined_heads(head, told_, study), config.dumps(study)
+    return out, both, _joined_heads(head, told_, study), config.format_study(study)
 
 
 def _stored_runs(target: Path, content: Content, head: Content) -> list[Content]:
@@ -498,7 +502,7 @@ def _command(begun: str, study: config.StudyConfig) -> str:
     kept = _without(begun, {"--seeds": "", "--set": "use_methods="})
     seeds, built_in = list(study.seeds), config.load(study.name)
     swept = [path.rpartition(".")[2] for path in built_in.sweep]
-    labels = list(dict.fromkeys(bare(entry.label, swept) for entry in study.methods))
+    labels = list(dict.fromkeys(strip_settings(entry.label, swept) for entry in study.methods))
     # of one seed; "7" would be seven
     listed = ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")
     kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else listed]
@@ -523,7 +527,7 @@ def _origin(
     command = repeated_by(made_by, study)
     # each did a part
     if any(repeated_by([one], study) != command for one in filter(_begins, made_by)):
-        command = _command(command, config.loads(settings, study, to_run=False))
+        command = _command(command, config.parse_study_text(settings, study, to_run=False))
     commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
         raise CoterieError(
@@ -542,11 +546,11 @@ def _origin(
             **first["hardware"], "python": first["python"],
             **{name: first["packages"][name] for name in ("torch", "numpy")},
         },
-        "speaks_of": sorted({*SHARED, *(module_of(run.kind) for run in runs)}),
+        "speaks_of": sorted({*SHARED, *(module_of(run.method_kind) for run in runs)}),
         "engines": sorted({one["engine"]["name"] for one in told_}),
         "runs": len(runs),
-        "rounds": max(run.rounds for run in runs),
-        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
+        "rounds": max(run.num_rounds for run in runs),
+        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.group_by_label(runs).items()},
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }  # fmt: skip
@@ -593,14 +597,14 @@ def _day(path: Path) -> str:
 
 def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
     """Return the final values of a run by metric: of each cluster by its name, and over clients and clusters."""
-    names = summary.cluster_names(
-        run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0)
+    names = summary.load_cluster_names(
+        run.folder.parent.parent, (int(c) for c in run.client_clusters.unique() if c >= 0)
     )
     found: dict[str, dict[str, float]] = {
         name: {"all": value} for name, value in _outcome(run).items()
     }
-    for metric in run.results:
-        means = summary.cluster_means(run, metric)
+    for metric in run.result_metrics:
+        means = summary.compute_cluster_means(run, metric)
         found[metric] = {
             names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()
         }
@@ -609,12 +613,12 @@ def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
 
 def by_client(run: summary.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
     """Return the final values of clients that have names, by metric, as `clients`; nothing where they are numbers."""
-    if not run.names:
+    if not run.client_names:
         return {}
-    found = {metric: run.final(metric) for metric in run.results}
+    found = {metric: run.final_values(metric) for metric in run.result_metrics}
     return {
         "clients": {
-            metric: {run.names[int(i)]: float(v) for i, v in own.items()}
+            metric: {run.client_names[int(i)]: float(v) for i, v in own.items()}
             for metric, own in found.items()
         }
     }
@@ -624,15 +628,15 @@ def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict
     """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
     there = {(row["label"], row["metric"]) for row in known}
     rows = []
-    for label, group in summary.by_label(runs).items():
+    for label, group in summary.group_by_label(runs).items():
         found: dict[str, list[float]] = {}
         for run in group:
             for name, value in _outcome(run).items():
                 found.setdefault(name, []).append(value)
         rows += [
             {
-                **summary.method_of(group[0]), "cluster": "all", "metric": name,
-                **dict(zip(("mean", "std"), summary.over_seeds(np.array(values)), strict=True)), "seeds": len(values),
+                **summary.describe_method(group[0]), "cluster": "all", "metric": name,
+                **dict(zip(("mean", "std"), summary.mean_std_over_seeds(np.array(values)), strict=True)), "seeds": len(values),
             }
             for name, values in found.items() if (label, name) not in there
         ]  # fmt: skip
@@ -642,7 +646,9 @@ def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict
 def _outcome(run: summary.StoredRun) -> dict[str, float]:
     """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
     table = run.metrics
-    values = {name: float(value.mean()) for name, value in final_metrics.maxima(table).items()}
+    values = {
+        name: float(value.mean()) for name, value in final_metrics.compute_maxima(table).items()
+    }
     labels = table.loc[(table["metric"] == "label").to_numpy()]
     if len(labels):
         last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values(
@@ -651,7 +657,7 @@ def _outcome(run: summary.StoredRun) -> dict[str, float]:
         found, truth = (
             torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster")
         )
-        values |= final_metrics.cluster_metrics(
+        values |= final_metrics.compute_cluster_metrics(
             found, truth, torch.zeros(len(last), 0, dtype=torch.int64)
         )
     return values
@@ -659,8 +665,8 @@ def _outcome(run: summary.StoredRun) -> dict[str, float]:
 
 def _trained(runs: list[summary.StoredRun]) -> float:
     """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
-    total = sum(summary.client_rounds(run.metrics) for run in runs)
-    return total / sum(len(run.clients) for run in runs)
+    total = sum(summary.count_client_rounds(run.metrics) for run in runs)
+    return total / sum(len(run.client_clusters) for run in runs)
 
 
 def main() -> int:

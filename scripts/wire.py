@@ -93,9 +93,9 @@ class Recorder(InMemory):
         super().__init__(ids, population)
         self.sent: dict[Sent, list[int]] = defaultdict(list)
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round: exchanges and cohorts are numbered from 0."""
-        super().begin(rng)
+        super().begin_round(rng)
         self._round, self._next, self._groups = rng.round, 0, 0
 
     def _note(self, kind: str, exchange: int, tensors: Mapping[str, Tensor]) -> None:
@@ -115,7 +115,7 @@ class Recorder(InMemory):
         self._message("model", message)
         return super().pull(message, peers)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Note the message and the answer to one client."""
         number = self._message("request", message)
 
@@ -128,11 +128,11 @@ class Recorder(InMemory):
             )
             return state, reply
 
-        return super().serve(message, noted, shared)
+        return super().ask_server(message, noted, shared)
 
-    def cohort(self, compute: Any) -> Int[Tensor, " active"]:
+    def agree_on_cohort(self, compute: Any) -> Int[Tensor, " active"]:
         """Note the cohort; what follows it has numbers of its own."""
-        ids = super().cohort(compute)
+        ids = super().agree_on_cohort(compute)
         self._note("cohort", self._groups, {"ids": ids})
         self._groups += 1
         self._next = self._groups * COHORT
@@ -157,8 +157,8 @@ def sent(method: Method, **settings: Any) -> tuple[dict[Sent, list[int]], dict[i
         task = make_task(federation, method, network, chosen)
         recorder = Recorder(task.ids, POPULATION)
         loop = Loop(task, method, recorder, chosen, Rng(0), Record(torch.full((POPULATION,), -1)))
-        while not loop.finished:
-            loop.step()
+        while not loop.is_finished:
+            loop.run_next_round()
     names = {
         item.name: value
         for item in fields(method)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def sent(method: Method, **settings: Any) -> tuple[dict[Sent, list[int]], dict[i
     if hasattr(method, "candidates") and hasattr(method, "clusters"):
         lengths[names["candidates"] * names["clusters"]] = "candidates · clusters"
     lengths |= {POPULATION: "population", CLASSES: "classes"}
-    lengths |= {task.part.compared.count: "compared", task.part.shared.count: "params"}
+    lengths |= {task.part.compared.num_columns: "compared", task.part.shared.num_columns: "params"}
     return dict(recorder.sent), lengths
 
 

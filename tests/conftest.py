@@ -56,9 +56,9 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` means: one worker more than cores, as tests that start processes wait for a third of the time."""
-    from coterie.simulation.workers import cores
+    from coterie.simulation.workers import count_cores
 
-    return cores() + 1
+    return count_cores() + 1
 
 
 @pytest.fixture(scope="session")

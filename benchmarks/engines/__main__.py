@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.errors import ConfigError, CoterieError, unknown
+from coterie.errors import ConfigError, CoterieError, describe_unknown
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -68,7 +68,7 @@ def bench(
 
     for engine in engines.split(","):
         if engine not in ENGINES:
-            raise ConfigError(unknown("engine", engine, ENGINES))
+            raise ConfigError(describe_unknown("engine", engine, ENGINES))
     chosen = measure.cells("cnn-b/10/*", 24) if quick else measure.cells(cells, samples)
     torch.set_num_threads(1)
     rows = []

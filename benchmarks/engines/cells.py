@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from benchmarks._measured import flops
 from coterie.data.federation import Federation
-from coterie.engine._batches import plan
-from coterie.engine._choice import products
+from coterie.engine._batches import draw_batches
+from coterie.engine._choice import count_products
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import CoterieError
-from coterie.exchange.base import Inbox, Message, read
+from coterie.exchange.base import Inbox, Message, make_inbox
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Round, State
 from coterie.methods.dac import Dac
@@ -99,7 +99,7 @@ class Everyone(InMemory):
             name: value[:1].expand(len(self.ids), *value.shape[1:])
             for name, value in message.fields.items()
         }
-        return read(
+        return make_inbox(
             Message(self.params, fields, self.ids),
             self.ids[: len(peers)],
             self.peers,
@@ -117,7 +117,7 @@ class Coterie:
     """
 
     def __init__(self, cell: Cell, engine: str, limit: int | None = None) -> None:
-        self.cell, self.local, self.rng = cell, LocalTraining(), Rng(1).at(0)
+        self.cell, self.local, self.rng = cell, LocalTraining(), Rng(1).at_round(0)
         everybody = Task(
             federation(cell), partial(network, cell.net), engine=engine, init="per_client"
         )
@@ -171,7 +171,7 @@ class Coterie:
             flops(network(self.cell.net), x, torch.zeros(1, dtype=torch.int64)) * self.cell.samples
         )
         peers = self.peers.shape[1]
-        scoring = 2.0 * products(self.task.layout, x) * self.cell.samples * peers
+        scoring = 2.0 * count_products(self.task.layout, x) * self.cell.samples * peers
         return {"train": training, "inverse-loss": scoring, "dac-round": training + scoring}.get(
             self.cell.work, 2.0 * (peers + 1) * self.task.layout.size
         )
@@ -188,14 +188,14 @@ class Usual:
     def __init__(self, other: Coterie, clients: int) -> None:
         task = other.task.rows(torch.arange(min(clients, len(other.task))))
         self.cell, self.task, self.lr = other.cell, task, other.local.lr
-        schedule = plan(other.local, task.counts("train"), task.ids, other.rng, "batches")
+        schedule = draw_batches(other.local, task.counts("train"), task.ids, other.rng, "batches")
         self.batches = [
             [
                 order[:size].tolist()
                 for order, size in zip(orders, sizes.tolist(), strict=True)
                 if size
             ]
-            for orders, sizes in zip(schedule.order, schedule.length, strict=True)
+            for orders, sizes in zip(schedule.sample_order, schedule.batch_sizes, strict=True)
         ]
         layout = task.layout
         data = federation(self.cell)
@@ -205,7 +205,7 @@ class Usual:
             new = network(self.cell.net)
             with torch.no_grad():
                 for tensor, value in zip(
-                    new.parameters(), layout.views(other.params[row]).values(), strict=True
+                    new.parameters(), layout.split_rows(other.params[row]).values(), strict=True
                 ):
                     tensor.copy_(value)
             return new

@@ -14,9 +14,9 @@ import torch
 from benchmarks._measured import resident
 from benchmarks._peak import Peak, machine_with_peak
 from coterie._util import pages
-from coterie._util.origin import keep
+from coterie._util.origin import write_results
 from coterie.engine import use_threads
-from coterie.errors import ConfigError, unknown
+from coterie.errors import ConfigError, describe_unknown
 
 from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from .processes import Processes
@@ -100,7 +100,7 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
     peak = Peak()
     pairs: list[Pair] = []
     started, worked = time.perf_counter(), time.process_time()
-    with pages.kept():  # as in a run
+    with pages.reuse_pages():  # as in a run
         for _ in range(repeats):
             usual = best(forms(theirs, several, threads))
             speed = peak.flops()
@@ -250,7 +250,7 @@ def cells(patterns: str, samples: int) -> list[Cell]:
         net, clients, work = parts
         for kind, name, known in (("network", net, SHAPES), ("work", work, WORKS)):
             if name != "*" and name not in known:
-                raise ConfigError(unknown(kind, name, known))
+                raise ConfigError(describe_unknown(kind, name, known))
         if clients != "*" and int(clients) < 2:
             raise ConfigError(
                 f"found {clients} clients in the cell {pattern!r}; expected at least 2"
@@ -268,7 +268,7 @@ def cells(patterns: str, samples: int) -> list[Cell]:
 
 def write(rows: Sequence[Row], path: Path, settings: Mapping[str, Any]) -> None:
     """Write the rows as JSON, with the settings and the machine."""
-    keep(
+    write_results(
         path,
         [asdict(row) for row in rows],
         ("engine", "functional"),

@@ -10,7 +10,7 @@ import coterie
 from coterie import FedAvg, Federation, LocalTraining, Settings, simulate
 from coterie.data.federation import TestSet
 from coterie.engine import use_threads
-from coterie.engine._batches import plan
+from coterie.engine._batches import draw_batches
 from coterie.models.layout import NETS, Layout
 from coterie.rng import Rng
 from coterie.simulation import workers
@@ -32,8 +32,11 @@ def orders(clients: int, samples: int, rounds: int, batch_size: int) -> torch.Te
     """
     local, ids = LocalTraining(batch_size=batch_size, drop_last=True), torch.arange(clients)
     counts = torch.full((clients,), samples)
-    plans = [plan(local, counts, ids, Rng(SEED).at(number), "batches") for number in range(rounds)]
-    return torch.stack([each.order.flatten(1) for each in plans])
+    plans = [
+        draw_batches(local, counts, ids, Rng(SEED).at_round(number), "batches")
+        for number in range(rounds)
+    ]
+    return torch.stack([each.sample_order.flatten(1) for each in plans])
 
 
 def federation(cell: Cell) -> Federation:
@@ -61,10 +64,12 @@ def main() -> None:
     def after(progress: Progress) -> None:
         report.round() if progress.round >= 0 else report.begin()
 
-    with workers.one_thread():
+    with workers.use_one_thread():
         use_threads(cell.cores)
         run = simulate(data, FedAvg(), model=module, settings=settings, seed=SEED, observer=after)
-    final = {name: value.numpy() for name, value in Layout(module).views(run.params[0]).items()}
+    final = {
+        name: value.numpy() for name, value in Layout(module).split_rows(run.params[0]).items()
+    }
     report.write(final, {"coterie": coterie.__version__, "torch": version("torch")})
 
 

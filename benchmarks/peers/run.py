@@ -29,11 +29,11 @@ import torch
 from cell import Cell
 from coterie_cell import network, orders
 
-from coterie._util.origin import keep, machine
+from coterie._util.origin import describe_machine, write_results
 from coterie.errors import CoterieError
-from coterie.models.layout import Layout, initial
+from coterie.models.layout import Layout, draw_initial_params
 from coterie.rng import Rng
-from coterie.simulation.workers import cores
+from coterie.simulation.workers import count_cores
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8
@@ -115,8 +115,8 @@ def prepare(folder: Path, clients: int, samples: int, rounds: int) -> Cell:
         x[client] = patterns[y[client]] + stream.standard_normal(x.shape[1:], dtype=np.float32)
     x.flush()
     layout = Layout(network())
-    start = layout.views(initial(network, layout, Rng(0)))
-    cell = Cell(folder, rounds, BATCH, 0.05, cores())
+    start = layout.split_rows(draw_initial_params(network, layout, Rng(0)))
+    cell = Cell(folder, rounds, BATCH, 0.05, count_cores())
     np.save(folder / "y.npy", y)
     np.save(folder / "order.npy", orders(clients, samples, rounds, cell.batch_size).numpy())
     np.savez(folder / "start.npz", **{name: value.numpy() for name, value in start.items()})  # type: ignore[arg-type]
@@ -328,7 +328,10 @@ def main() -> int:
         parser.error(
             f"found {options.samples} samples and {options.rounds} rounds; expected at least {BATCH} and 2"
         )
-    where = machine() | {"cores": cores(), "load_average_before": round(os.getloadavg()[0], 1)}
+    where = describe_machine() | {
+        "cores": count_cores(),
+        "load_average_before": round(os.getloadavg()[0], 1),
+    }
     bench = Bench(options.frameworks)
     with tempfile.TemporaryDirectory() as folder:
         apart = bench.compare(prepare(Path(folder), *SMALL), FEW)
@@ -338,7 +341,7 @@ def main() -> int:
     print(json.dumps(rows, indent=1))
     if options.out is not None:
         parts = ("engine", "methods/fedavg.py", "simulation")
-        keep(options.out, rows, parts, vars(options), where=where, order=30)
+        write_results(options.out, rows, parts, vars(options), where=where, order=30)
     return 0
 
 

@@ -12,20 +12,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-def _exported(file: Path) -> dict[str, str]:
+def _find_exports(file: Path) -> dict[str, str]:
     """Return the module of each name that a file imports for others, by the rule of type checkers: `A as A`, or `*`."""
     found: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.names[0].name == "*":
-                found |= _exported(
+                found |= _find_exports(
                     Path(__file__).parent.joinpath(*node.module.split(".")[1:], "__init__.py")
                 )
             found |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
     return found
 
 
-_HOME = _exported(Path(__file__).with_suffix(".pyi"))
+_HOME = _find_exports(Path(__file__).with_suffix(".pyi"))
 __all__ = sorted([*_HOME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 

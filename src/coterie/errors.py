@@ -62,11 +62,11 @@ class OutOfMemory(CoterieError, MemoryError):
     """The machine or the device has no more memory."""
 
     @staticmethod
-    def is_said_by(error: BaseException) -> bool:
+    def matches(error: BaseException) -> bool:
         """Return whether an error of any library says so; torch says it in a RuntimeError, the system in an OSError.
 
         Example:
-            >>> OutOfMemory.is_said_by(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
+            >>> OutOfMemory.matches(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
             True
         """
         if isinstance(error, OSError):
@@ -84,15 +84,15 @@ class DiskFull(CoterieError, OSError):
     """
 
     @staticmethod
-    def is_said_by(error: BaseException) -> bool:
+    def matches(error: BaseException) -> bool:
         """Return whether an error of any library says so; some hide the system's number in their text.
 
         Example:
-            >>> DiskFull.is_said_by(OSError(errno.ENOSPC, "No space left on device"))
+            >>> DiskFull.matches(OSError(errno.ENOSPC, "No space left on device"))
             True
-            >>> DiskFull.is_said_by(RuntimeError("I/O error: No space left on device (os error 28)"))
+            >>> DiskFull.matches(RuntimeError("I/O error: No space left on device (os error 28)"))
             True
-            >>> DiskFull.is_said_by(PermissionError(errno.EACCES, "Permission denied"))
+            >>> DiskFull.matches(PermissionError(errno.EACCES, "Permission denied"))
             False
         """
         if isinstance(error, DiskFull):
@@ -147,7 +147,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
+def describe_unknown(kind: str, name: str, valid: Iterable[str]) -> str:
     """Describe an unknown name and the nearest valid one.
 
     Example:

@@ -24,7 +24,7 @@ _TORCH_LOCK = RLock()
 
 
 @lru_cache(maxsize=256)
-def _word(purpose: str) -> int:
+def _hash_purpose(purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
 
 
@@ -46,14 +46,14 @@ class Rng:
     seed: int
     round: int = -1
 
-    def at(self, round: int) -> "Rng":
+    def at_round(self, round: int) -> "Rng":
         """Return the streams of another round."""
         return replace(self, round=round)
 
     def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
         """Return the stream of a purpose and a client in this round, from its start."""
         counter = np.array([0, 0, client + 1, self.round + 1], dtype=np.uint64)
-        key = np.array([self.seed, _word(purpose)], dtype=np.uint64)
+        key = np.array([self.seed, _hash_purpose(purpose)], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(counter=counter, key=key))
 
     def gumbel(
@@ -88,13 +88,13 @@ class Rng:
             self.generator(purpose, client).random(out=out[row])
         return torch.from_numpy(out)
 
-    def keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
+    def draw_keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
         """Return a 62-bit key for each hosted client, for a counter-based stream inside a tensor program."""
         draws = [int(self.generator(purpose, client).integers(1 << 62)) for client in ids.tolist()]
         return torch.tensor(draws, dtype=torch.int64)
 
     @contextmanager
-    def torch_globals(
+    def temporary_torch_seed(
         self, purpose: str, client: int = EVERYONE, device: str = "cpu"
     ) -> Iterator[None]:
         """Seed PyTorch's global generators for foreign code, and restore their states afterwards.

@@ -73,7 +73,7 @@ def options() -> dict[Option, list[Any]]:
     An option belongs to the class that declares it. A class that has another default, or fixes the
     value, has that one as an option of its own.
     """
-    from coterie._util.settings import settable
+    from coterie._util.settings import settable_fields
     from coterie.engine import ENGINES
     from coterie.engine.optim import OPTIMIZERS
 
@@ -84,8 +84,8 @@ def options() -> dict[Option, list[Any]]:
     for name, cls in configured().items():
         above: dict[str, Any] = {}
         for base in filter(dataclasses.is_dataclass, cls.__bases__):
-            above |= settable(base)
-        for key, hint in (above | settable(cls)).items():
+            above |= settable_fields(base)
+        for key, hint in (above | settable_fields(cls)).items():
             choices, default = known.get((name, key)) or values(hint), vars(cls).get(key)
             if choices and key in above and key in vars(cls):
                 known[name, key] = [default]

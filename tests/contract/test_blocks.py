@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from coterie.cluster import blocks
-from coterie.cluster.blocks import BlockDied, Given, Threads, simulate_in_blocks
+from coterie.cluster.blocks import BlockDied, BlockSpec, ThreadBlocks, simulate_in_blocks
 from coterie.cluster.exchange import BlockExchange
 from coterie.errors import ConfigError
-from coterie.exchange.attacking import Seen
+from coterie.exchange.attacking import AttackContext
 from coterie.methods import METHODS
-from coterie.methods.base import tensors
+from coterie.methods.base import list_tensors
 from coterie.rng import Rng
 from coterie.simulation import _memory
 from coterie.simulation.run import Note, Run, simulate
@@ -30,7 +30,7 @@ LITTLE = {"kind": "a-little-is-enough", "clients": [1, 4]}
 OWN = {"kind": f"{__name__}:farthest", "clients": [1, 5]}
 
 
-def farthest(seen: Seen) -> torch.Tensor:
+def farthest(seen: AttackContext) -> torch.Tensor:
     """An attack that depends on all attackers, and on all honest clients of the exchange."""
     honest = seen.honest.sum(0) if len(seen.honest) else 0.0
     return seen.models.cumsum(0) - honest + seen.ids[:, None]
@@ -78,7 +78,7 @@ def compare(folder: Path, kind: str, splits: Sequence[Any], **changes: Any) -> R
             seed=3,
             folder=where,
             blocks=sizes,
-            start=Threads.start,
+            start=ThreadBlocks.start,
         )
         assert same(whole, split)
     return whole
@@ -190,7 +190,7 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
                 if blocks_ is None:
                     runs[name] = simulate(data, of(kind), settings=settings, **more)
                 else:
-                    hosted: dict[str, Any] = {"blocks": blocks_, "start": Threads.start}
+                    hosted: dict[str, Any] = {"blocks": blocks_, "start": ThreadBlocks.start}
                     runs[name] = simulate_in_blocks(
                         data, of(kind), settings=settings, **more, **hosted
                     )
@@ -201,11 +201,11 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
     """Of what clients remember, a row each, as long as the population where it is of all of them; and no board."""
-    crews = list[Threads]()
+    crews = list[ThreadBlocks]()
 
     @contextmanager
-    def start(given: Iterable[Given]) -> Iterator[Threads]:
-        with Threads.start(given) as crew:
+    def start(given: Iterable[BlockSpec]) -> Iterator[ThreadBlocks]:
+        with ThreadBlocks.start(given) as crew:
             crews.append(crew)
             yield crew
 
@@ -223,7 +223,11 @@ def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
         state, own = block.loop.state, block.loop.exchange
         assert isinstance(own, BlockExchange)
         assert len(state.params) == len(ids)
-        held = [*tensors(state.memory), *tensors(state.moments), *tensors(state.reputation)]
+        held = [
+            *list_tensors(state.memory),
+            *list_tensors(state.moments),
+            *list_tensors(state.reputation),
+        ]
         assert all(len(tensor) == len(ids) for tensor in held)
         for board in own.own.last.values():
             assert board.ids is not None
@@ -244,7 +248,7 @@ def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.Mo
             model=small,
             settings=tiny_settings(),
             blocks=3,
-            start=Threads.start,
+            start=ThreadBlocks.start,
         )
     monkeypatch.setattr(_memory, "available", lambda _: 1000)
     with pytest.raises(
@@ -256,7 +260,7 @@ def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.Mo
             model=small,
             settings=tiny_settings(),
             blocks=3,
-            start=Threads.start,
+            start=ThreadBlocks.start,
         )
 
 
@@ -271,11 +275,11 @@ class Failing:
         self.left, self.starts, self.done = list(rounds), 0, list[int]()
 
     @contextmanager
-    def start(self, given: Iterable[Given]) -> Iterator[Threads]:
-        """Start blocks, as `Threads.start` does."""
-        with Threads.start(given) as crew:
+    def start(self, given: Iterable[BlockSpec]) -> Iterator[ThreadBlocks]:
+        """Start blocks, as `ThreadBlocks.start` does."""
+        with ThreadBlocks.start(given) as crew:
             self.starts += 1
-            each = crew.each
+            each = crew.call_all
 
             def fragile(name: str, *arguments: Any) -> list[Any]:
                 if name == "step":
@@ -286,7 +290,7 @@ class Failing:
                         raise BlockDied("a block died")
                 return each(name, *arguments)
 
-            crew.each = fragile
+            crew.call_all = fragile
             yield crew
 
 
@@ -365,11 +369,11 @@ def test_what_needs_all_clients_in_one_process_is_refused(
             model=small,
             settings=tiny_settings(**changes),
             blocks=2,
-            start=Threads.start,
+            start=ThreadBlocks.start,
         )
 
 
 def test_a_block_has_a_client_or_more():
     for sizes, words in ((7, "expected 1 to 6"), ([3, 0, 3], "sizes of 1 or more that are 6")):
         with pytest.raises(ConfigError, match=words):
-            blocks.split(6, sizes)
+            blocks.partition_clients(6, sizes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.cluster.exchange import BlockExchange, Links, Postbox
+from coterie.cluster.exchange import BlockExchange, BlockLinks, Postbox
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
@@ -87,7 +87,9 @@ def test_blocks_of_a_population_keep_the_contract():
         )
         for number, group in enumerate(groups):
             owner[torch.tensor(group)] = number
-        links = [Links(number, [box.put for box in boxes], box) for number, box in enumerate(boxes)]
+        links = [
+            BlockLinks(number, [box.put for box in boxes], box) for number, box in enumerate(boxes)
+        ]
         return [
             BlockExchange(links[n], torch.tensor(g), owner, server=True)
             for n, g in enumerate(groups)
@@ -102,7 +104,7 @@ def test_remote_exchanges_over_the_in_process_twin_keep_the_contract():
     made = []
 
     def make(groups, population):
-        _, exchanges = local.in_process(groups, terms=Terms(deadline=20.0))
+        _, exchanges = local.connect_in_process(groups, terms=Terms(deadline=20.0))
         made.extend(exchanges)
         return exchanges
 
@@ -120,8 +122,8 @@ def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path,
     with ExitStack() as stack:
 
         def make(groups, population):
-            who, people = local.provision(
-                tmp_path, local.members(groups, server="n0", port=port)[0]
+            who, people = local.create_credentials(
+                tmp_path, local.make_members(groups, server="n0", port=port)[0]
             )
             exchanges = []
             for own in people:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from coterie.engine.task import Task
 from coterie.methods import METHODS
-from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly
+from coterie.methods.base import Info, PeerMethod, Round, State, draw_peers_uniformly
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
-from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
+from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
 
 # Settings that suit six clients, three classes and four rounds, where the defaults do not.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ class Faithless(PeerMethod):
             state.params.mul_(0.5)
         if self.breaks == "memory":
             state.memory.rounds.add_(1)
-        peers = drawn_uniformly(rnd, 1, rnd.candidates)
+        peers = draw_peers_uniformly(rnd, 1, rnd.candidates)
         if self.breaks == "order":  # the first client is read by all others
             peers = torch.where(rnd.candidates[:, :1], 0, -1)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
@@ -228,7 +228,7 @@ def test_without_its_breach_the_same_method_keeps_the_contract():
 def test_the_server_may_be_at_any_host(kind: str):
     """Every host of each grouping; `check_method` tries the first, one in the middle and the last."""
     federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
-    whole = follow(method).state.params
+    whole = run_method(method).state.params
     for groups in (
         [[0], [1], [2], [3], [4], [5]],
         [[0], [1, 2, 3], [4, 5]],

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coterie.data.plan import Shift, members
+from coterie.data.plan import Shift, assign_clusters
 from coterie.functional import aggregation
 from coterie.methods import METHODS
 from coterie.models.layout import NamedModel
@@ -172,7 +172,9 @@ def test_a_server_merges_each_cluster_with_enough_updates_by_the_rule():
     """By hand: the median of each column, and a cluster with one update of two stays as it is."""
     params = torch.tensor([[0.0, 9.0], [4.0, 1.0], [2.0, 5.0], [7.0, 7.0]])
     label, empty = torch.tensor([0, 0, 0, 1]), torch.full((2, 2), -1.0)
-    merged = aggregation.grouped_by(median, params, label, torch.ones(4), empty, 2, "median")
+    merged = aggregation.merge_groups_by_rule(
+        median, params, label, torch.ones(4), empty, 2, "median"
+    )
     assert merged.tolist() == [[2.0, 5.0], [-1.0, -1.0]]
 
 
@@ -426,7 +428,7 @@ class Own(Shift):
             return len(clients)  # type: ignore[return-value]
         if self.breaks == "data":
             sources[0].train.x.zero_()
-        place = members(2, len(clients), None, "shuffled", streams(EVERYONE))
+        place = assign_clusters(2, len(clients), None, "shuffled", streams(EVERYONE))
         made: Any = Dead(self.share + next(COUNTER)) if self.breaks == "plan" else Dead(self.share)
         if self.breaks == "compare":
             made = lambda x: x  # noqa: E731
@@ -435,7 +437,9 @@ class Own(Shift):
         if self.breaks in ("input", "batch", "type", "twice"):
             made = Brightened(self.breaks)
         out = tuple(
-            c.plant(p, "dead" if p else "whole", transforms=(*c.recipe.transforms, *((made,) * p)))
+            c.plant_cluster(
+                p, "dead" if p else "whole", transforms=(*c.recipe.transforms, *((made,) * p))
+            )
             for c, p in zip(clients, place, strict=True)
         )
         return out[1:] if self.breaks == "number" else out

@@ -15,17 +15,17 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
-from coterie.methods.dac import pull
+from coterie.methods.dac import pull_and_measure
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
-from coterie.models.part import chosen
+from coterie.models.part import match_patterns
 from coterie.rng import Rng
 from coterie.simulation import _sequential
-from coterie.simulation._sequential import Live
+from coterie.simulation._sequential import LiveExchange
 from coterie.simulation.loop import Loop
-from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
-from coterie.testing.methods import _Maker
+from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
+from coterie.testing.methods import _RunFactory
 
 
 class Net(nn.Module):
@@ -73,7 +73,7 @@ def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
 def test_the_result_is_the_same_for_any_hosting(kind: str):
     federation, method = tiny_federation(), METHODS[kind](**changed(kind))
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=3)
-    whole = follow(method, federation=federation, model=Net, settings=settings).state.params
+    whole = run_method(method, federation=federation, model=Net, settings=settings).state.params
     apart = run_grouped(
         federation, method, [[4, 0], [1, 2, 3], [5]], model=Net, settings=settings, server=2
     )
@@ -98,18 +98,18 @@ class Spy(InMemory):
         self.look(message.params, message.fields)
         return super().pull(message, peers)
 
-    def serve(self, message, rule, shared):
+    def ask_server(self, message, rule, shared):
         def heard(state, cohort):
             state, reply = rule(state, cohort)
             self.look(reply.table, reply.fields)
             return state, reply
 
         self.look(message.params, message.fields)
-        return super().serve(message, heard, shared)
+        return super().ask_server(message, heard, shared)
 
-    def retire(self, ids, params):
+    def retire_clients(self, ids, params):
         self.look(params, {})
-        super().retire(ids, params)
+        super().retire_clients(ids, params)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -128,17 +128,17 @@ def test_what_stays_at_home_is_in_no_message_and_no_exchange_changes_it(
     federation = tiny_federation()
     spy, method = Spy(federation.ids), METHODS[kind](**options)
     with pytest.warns() if apart and "similarity" in options else _nothing():
-        loop: Loop = _Maker(federation, method, Net, settings).loop(exchange=spy)
+        loop: Loop = _RunFactory(federation, method, Net, settings).make_loop(exchange=spy)
     noise = torch.from_numpy(Rng(1).generator("noise").normal(size=loop.state.params.shape))
     loop.state = replace(loop.state, params=loop.state.params + noise / 4)
     part, before = loop.task.part, loop.state.params.clone()
-    while not loop.finished:
-        loop.step()
-    loop.final()
-    assert spy.widths <= {0, part.shared.count}
-    assert part.shared.count in spy.widths
-    assert not torch.isin(torch.cat(spy.seen), part.home.of(before)).any()
-    assert torch.equal(part.home.of(loop.state.params), part.home.of(before))
+    while not loop.is_finished:
+        loop.run_next_round()
+    loop.evaluate_final()
+    assert spy.widths <= {0, part.shared.num_columns}
+    assert part.shared.num_columns in spy.widths
+    assert not torch.isin(torch.cat(spy.seen), part.local.select_from(before)).any()
+    assert torch.equal(part.local.select_from(loop.state.params), part.local.select_from(before))
 
 
 class _nothing:
@@ -168,12 +168,12 @@ def test_a_method_that_compares_what_stays_at_home_alone_says_so():
     with pytest.raises(
         ConfigError, match="features is 'last_layer'; expected 'all': the last layer stays at home"
     ):
-        follow(METHODS["fesem"](features="last_layer"), model=Net, settings=settings)
+        run_method(METHODS["fesem"](features="last_layer"), model=Net, settings=settings)
     gradient = METHODS["sosicfl"](**SETTINGS["sosicfl"], assignment="gradient")
     with pytest.raises(
         ConfigError, match="places clients by the updates of the endpoints, which stay at home"
     ):
-        follow(gradient, model=Net, settings=settings)
+        run_method(gradient, model=Net, settings=settings)
 
 
 def test_fedavg_with_a_personal_head_is_what_pytorch_computes():
@@ -181,10 +181,10 @@ def test_fedavg_with_a_personal_head_is_what_pytorch_computes():
     federation = tiny_federation(2, train=8, validation=2)
     local = LocalTraining(optimizer="sgd", lr=0.1, batch_size=8)
     settings = tiny_settings(shared=["0"], engine="loop", rounds=2, local=local)
-    found = follow(
+    found = run_method(
         METHODS["fedavg"](), federation=federation, model=_two_layers, settings=settings
     ).state
-    with Rng(3).at(-1).torch_globals("init"):
+    with Rng(3).at_round(-1).temporary_torch_seed("init"):
         start = _two_layers().double()
     body = [one.detach().clone() for one in start[0].parameters()]
     heads = [[one.detach().clone() for one in start[1].parameters()] for _ in range(2)]
@@ -226,38 +226,46 @@ class OwnHead(OneModel):
 
     def home(self, layout: Layout) -> Sequence[str]:
         """The last layers."""
-        return [name for names in list(layout.layers().values())[-self.layers :] for name in names]
+        return [
+            name
+            for names in list(layout.layer_tensors().values())[-self.layers :]
+            for name in names
+        ]
 
 
 def test_what_a_method_declares_is_what_a_pattern_says():
     settings = tiny_settings(engine="loop")
-    declared = follow(OwnHead(), model=Net, settings=settings)
-    written = follow(METHODS["fedavg"](), model=Net, settings=replace(settings, shared=["!head"]))
+    declared = run_method(OwnHead(), model=Net, settings=settings)
+    written = run_method(
+        METHODS["fedavg"](), model=Net, settings=replace(settings, shared=["!head"])
+    )
     assert torch.equal(declared.state.params, written.state.params)
-    both = follow(OwnHead(), model=Net, settings=replace(settings, shared=["!body.1"])).task.part
+    both = run_method(
+        OwnHead(), model=Net, settings=replace(settings, shared=["!body.1"])
+    ).task.part
     layout = declared.task.layout
-    assert torch.equal(both.home.mask, chosen(layout, ["head", "body.1"], ""))
+    assert torch.equal(both.local.mask, match_patterns(layout, ["head", "body.1"], ""))
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
 def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str, monkeypatch):
     boards = []
 
-    class Watched(Live):
+    class Watched(LiveExchange):
         def pull(self, message, peers):
             boards.append((message.params.shape[1], self.boards[0].params.clone()))
             return super().pull(message, peers)
 
-    monkeypatch.setattr(_sequential, "Live", Watched)
+    monkeypatch.setattr(_sequential, "LiveExchange", Watched)
     local = replace(tiny_settings().local, steps=0)
     settings = tiny_settings(
         shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local
     )
-    loop = follow(METHODS["dac"](num_peers=2), model=Net, settings=settings)
+    loop = run_method(METHODS["dac"](num_peers=2), model=Net, settings=settings)
     part, start = loop.task.part, loop.task.origin(Rng(3))
-    assert {width for width, _ in boards} == {part.shared.count}
-    assert {board.shape for _, board in boards} == {(6, part.shared.count)}
-    assert torch.equal(part.home.of(loop.state.params), part.home.of(start))
+    assert {width for width, _ in boards} == {part.shared.num_columns}
+    assert {board.shape for _, board in boards} == {(6, part.shared.num_columns)}
+    assert torch.equal(part.local.select_from(loop.state.params), part.local.select_from(start))
     assert not torch.equal(loop.state.params, start)
 
 
@@ -269,20 +277,20 @@ def test_similarities_compare_the_part_that_they_are_told_to():
         settings = tiny_settings(engine="loop", similarity_on=[part] if part else [])
         for metric in ("inv_l2", "cos_weight", "cos_grad"):
             method = METHODS["dac"](num_peers=2, similarity=metric, two_hop=False)
-            loop = _Maker(federation, method, Net, settings).loop()
+            loop = _RunFactory(federation, method, Net, settings).make_loop()
             layout, start = loop.task.layout, loop.task.origin(Rng(3))
             body, head = (
-                chosen(layout, [one], "").nonzero().flatten() for one in ("body.0", "head")
+                match_patterns(layout, [one], "").nonzero().flatten() for one in ("body.0", "head")
             )
             params = start + 1.0
             params[1, body], params[2, head] = start[1, body] - 1.0, start[2, head] - 1.0
             # statistics never count
             params[:, layout.trainable :] = torch.tensor([[0.0], [50.0], [90.0]])
             state = replace(loop.state, params=params)
-            rnd = loop._context(0, torch.arange(3), torch.arange(3))
-            rnd.exchange.begin(Rng(3).at(0))
-            rnd.exchange.enter(torch.arange(3))
-            measured = pull(
+            rnd = loop._make_round(0, torch.arange(3), torch.arange(3))
+            rnd.exchange.begin_round(Rng(3).at_round(0))
+            rnd.exchange.set_active(torch.arange(3))
+            measured = pull_and_measure(
                 rnd,
                 state,
                 method.message(rnd.task, state),
@@ -306,7 +314,7 @@ def test_the_server_of_cfl_compares_the_same_part():
     for on in (["0"], ["1"]):
         settings = tiny_settings(engine="loop", similarity_on=on)
         method = METHODS["cfl"](eps1=1e9, eps2=0.0, warmup_rounds=0, min_cluster_size=1)
-        task = _Maker(federation, method, _two_layers, settings).task(range(4))
+        task = _RunFactory(federation, method, _two_layers, settings).make_task(range(4))
         shared = method.shared(task, Rng(3))
         updates = torch.zeros(4, task.layout.size, dtype=torch.float64)
         updates[:, 0], updates[:, 15] = (

@@ -46,11 +46,11 @@ def test_engines_agree(task: Any):
         data = tiny_federation(kind=task)
         settings = tiny_settings(loss=LOSSES[task], engine=engine)
         part = Task(
-            data.host(data.ids), MODELS[task], engine=engine, dtype=torch.float64, loss=settings.objective,
+            data.host(data.ids), MODELS[task], engine=engine, dtype=torch.float64, loss=settings.custom_loss,
             expected=1e9, batch_size=5,
         )  # fmt: skip
         assert part.engine.name == engine
-        params, info = part.train(part.init(Rng(0)), Rng(0).at(0), settings.local)
+        params, info = part.train(part.init(Rng(0)), Rng(0).at_round(0), settings.local)
         found[engine] = [params, info["losses"], *part.measure(params, "validation").values()]
         found[engine] += part.evaluate(params).values()
     for engine in ("vmap", "compiled"):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.app import app
 from coterie.net import nodefile
-from coterie.studies.config import load, loads
+from coterie.studies.config import load, parse_study_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -262,7 +262,7 @@ def test_the_files_of_a_page_are_valid(path, tmp_path, monkeypatch):
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
             assert nodefile.load(tmp_path / block.title).data != nodefile.DataSource()
         else:
-            assert loads(block.text).methods
+            assert parse_study_text(block.text).methods
 
 
 @pytest.mark.parametrize("path", pages_with("json"))

@@ -12,9 +12,9 @@ from scipy.sparse.csgraph import connected_components
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers import compare
 from coterie.papers.figures import SIMILARITIES
-from coterie.papers.numbers import published
+from coterie.papers.numbers import load_published
 from coterie.studies.config import load
-from coterie.studies.named import builtin
+from coterie.studies.named import find_builtin_studies
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "docs" / "reference" / "runs"
@@ -185,7 +185,9 @@ def test_the_claims_about_labels_and_smaller_runs():
     assert (gaps > 0).tolist() == [True, True, False]
     assert abs(gaps.mean()) < 0.05
     assert f"with one seed it is {-gaps[2]:.1f} points below them" in TEXT
-    comparison = compare.with_paper(compare.read(STORED / "similarity" / "cifar10-label-5"))
+    comparison = compare.compare_with_paper(
+        compare.load_result(STORED / "similarity" / "cifar10-label-5")
+    )
     apart = [(line.label, line.cluster) for line in comparison.lines if not line.within]
     assert apart == [("Inverse loss", "labels 0-1")]
     assert (
@@ -233,7 +235,7 @@ def test_the_claims_about_rotated_fashion():
     for name in (name for name in mean if "Cosine of updates" not in name):
         values = [one[name] for one in turned]
         assert max(values) - min(values) < 2
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     assert all(line.within for line in beside.lines)
     assert f"`{study}` in all {len(beside.lines)}, three seeds" in TEXT
@@ -266,7 +268,7 @@ def test_the_claims_about_domains():
         for name in SIMILARITIES
         if "Cosine" in name
     )
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     assert all(line.within for line in beside.lines)
     assert f"`{study}` in all {len(beside.lines)}, three seeds" in TEXT
@@ -287,7 +289,7 @@ def test_the_claims_about_domains_and_an_mlp():
     words = "L2 gains {:.1f} points by it, each other metric loses, up to {:.1f} |"
     assert words.format(gains.pop("L2"), -min(gains.values())) in TEXT
     assert max(gains.values()) < 0
-    beside = compare.with_paper(compare.read(STORED / "similarity/domain-mlp"))
+    beside = compare.compare_with_paper(compare.load_result(STORED / "similarity/domain-mlp"))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     within = sum(bool(line.within) for line in beside.lines)
     assert f"`similarity/domain-mlp` in {within} of {len(beside.lines)}" in TEXT
@@ -315,7 +317,7 @@ def test_the_claims_about_two_clusters_of_labels():
     gain = {name: accuracy[name] - accuracy["Random"] for name in SIMILARITIES}
     words = "inverse loss gains most, {:.1f} points, but the cosine of weights, {:.1f}, and L2, {:.1f}, are above"
     assert words.format(gain["Inverse loss"], gain["Cosine of weights"], gain["L2"]) in TEXT
-    comparison = compare.with_paper(compare.read(STORED / study))
+    comparison = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
     away = {(line.label, line.cluster) for line in comparison.lines if not line.within}
     assert away == {(name, "labels 2-7") for name in ("Random", "Cosine of updates")} | {
@@ -400,7 +402,7 @@ def test_the_claims_about_clusters_of_unequal_size():
     for one in (first, third):
         assert one["Random", "rotation 180"] > one["PENS", "rotation 180"] + 1
     assert second["Random", "rotation 180"] < second["PENS", "rotation 180"] - 1
-    comparison = compare.with_paper(compare.read(STORED / study))
+    comparison = compare.compare_with_paper(compare.load_result(STORED / study))
     below = [
         100 * (line.paper - line.ours) for line in comparison.lines if "rotation" in line.cluster
     ]
@@ -481,7 +483,7 @@ def test_the_claims_about_equal_clusters():
         f"{percent['DAC']:.1f} % over the clusters; {percent['Oracle']:.1f} % with the oracle"
         in TEXT
     )
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(one.kept for one in [*beside.pairs, *beside.chain])
     apart: dict[str, list[float]] = {}
     for line in beside.lines:
@@ -522,7 +524,7 @@ def test_the_claims_about_first_models():
         in TEXT
     )
     assert (shared["DAC init=shared"] > shared["Random init=shared"] + 0.5).all()
-    comparison = compare.with_paper(compare.read(STORED / study))
+    comparison = compare.compare_with_paper(compare.load_result(STORED / study))
     lines = [
         line for line in comparison.lines if (line.cluster, line.metric) == ("clusters", "accuracy")
     ]
@@ -569,7 +571,7 @@ def test_the_claims_about_shifted_labels():
         False,
         False,
     ]
-    comparison = compare.with_paper(compare.read(STORED / study))
+    comparison = compare.compare_with_paper(compare.load_result(STORED / study))
     pairs = [*comparison.pairs, *comparison.chain]
     assert [(one.better, one.worse) for one in pairs if not one.kept] == [
         ("random/fedavg", "pens/fedavg")
@@ -627,7 +629,7 @@ def test_the_claims_about_clusters_of_unequal_size_with_fashion():
         assert percent["Oracle", cluster] > max(others)
     assert percent["Oracle", "clusters"] > percent["PENS", "clusters"]
     assert percent["Oracle", "rotation 180"] > percent["PENS", "rotation 180"] + 30
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(one.kept for one in beside.chain)
     apart = {(line.label, line.cluster): 100 * (line.ours - line.paper) for line in beside.lines}
     agreeing = {key: value for key, value in apart.items() if key[0] not in ("PENS", "Local")}
@@ -654,10 +656,10 @@ def test_the_claims_about_matched_neighbors():
     words = "with CIFAR-10 {:.1f} % beside {:.1f} % of IFCA with the right number and less with another; "
     words += "PANMLoss, {:.1f} %,"
     assert words.format(grad, ifca[2], loss) in TEXT
-    printed = {one.row: one.mean for one in published("panm/panm_cifar10_4c")}
+    printed = {one.row: one.mean for one in load_published("panm/panm_cifar10_4c")}
     assert printed["panm_grad/fedavg"] > printed["ifca_c4/fedavg"] > printed["panm_loss/fedavg"]
     assert printed["panm_grad/fedavg"] > printed["oracle/fedavg"] > printed["panm_loss/fedavg"]
-    comparison = compare.with_paper(compare.read(STORED / "panm/cifar10-4"))
+    comparison = compare.compare_with_paper(compare.load_result(STORED / "panm/cifar10-4"))
     assert all(one.kept for one in comparison.chain)
     differ = [(one.better, one.worse) for one in comparison.pairs if not one.kept]
     assert differ == [("panm_loss/fedavg", "pens/fedavg")]
@@ -674,7 +676,7 @@ def test_the_claims_about_matched_neighbors():
 def test_the_claims_about_neighbors_with_fashion():
     four, two = in_percent("panm/fmnist-4"), in_percent("panm/fmnist-2")
     assert all(
-        compare.full_size(load(STORED / f"panm/fmnist-{clusters}/config.toml"))
+        compare.is_full_size(load(STORED / f"panm/fmnist-{clusters}/config.toml"))
         for clusters in (2, 4)
     )
     assert abs(four["Oracle"] - four["PANMGrad"]) < 0.05
@@ -704,12 +706,12 @@ def test_the_claims_about_neighbors_with_fashion():
     words = "In two clusters not held, {:.1f} % beside {:.1f} %,"
     assert words.format(two["PANMGrad"], two["IFCA c=2"]) in TEXT
     assert max(two, key=two.__getitem__) == "IFCA c=2"
-    printed = {one.row: one.mean for one in published("panm/panm_fmnist_4c")}
+    printed = {one.row: one.mean for one in load_published("panm/panm_fmnist_4c")}
     rows = [f"ifca_c{clusters}/fedavg" for clusters in (2, 3, 4)]
     assert min(printed[row] for row in rows) > max(
         printed[f"panm_{kind}/fedavg"] for kind in ("loss", "grad")
     )
-    printed = {one.row: one.mean for one in published("panm/panm_fmnist_2c")}
+    printed = {one.row: one.mean for one in load_published("panm/panm_fmnist_2c")}
     assert max(printed, key=printed.__getitem__) == "ifca_c2/fedavg"
     # the note, in words
     assert 0.4 < 100 * (printed["panm_loss/fedavg"] - printed["fedavg/fedavg"]) < 0.6
@@ -717,7 +719,7 @@ def test_the_claims_about_neighbors_with_fashion():
 
 def test_the_numbers_with_fashion_are_near_the_posters_and_nearer_before_the_last_averaging():
     beside = {
-        study: compare.with_paper(compare.read(STORED / study))
+        study: compare.compare_with_paper(compare.load_result(STORED / study))
         for study in ("panm/fmnist-4", "panm/fmnist-2")
     }
     assert [len(one.lines) for one in beside.values()] == [9, 7]
@@ -752,7 +754,7 @@ def test_the_numbers_with_fashion_are_near_the_posters_and_nearer_before_the_las
         f"peers gain {min(gained):.1f} to {max(gained):.1f} points by their last averaging" in TEXT
     )
     cifar = by_round("panm/low-budget/neighbors.csv", "accuracy")
-    for line in compare.with_paper(compare.read(STORED / "panm/low-budget")).lines:
+    for line in compare.compare_with_paper(compare.load_result(STORED / "panm/low-budget")).lines:
         # tested before the last averaging
         if line.metric == "accuracy" and line.label.startswith("PANM"):
             nearer = abs(cifar.loc[298, line.label] - line.paper) < abs(line.ours - line.paper)
@@ -783,7 +785,7 @@ def test_the_claims_about_groups_of_neighbors_with_fashion():
 def test_the_claims_about_few_models_sent():
     percent, beside = (
         in_percent("panm/low-budget"),
-        compare.with_paper(compare.read(STORED / "panm/low-budget")),
+        compare.compare_with_paper(compare.load_result(STORED / "panm/low-budget")),
     )
     moved = {
         line.label: line.ours
@@ -830,7 +832,7 @@ def test_the_claims_about_few_models_sent():
     assert max(abs(on_gpu[name] - value) for name, value in percent.items() if name in on_gpu) < 1
     printed = {
         one.row: one.mean
-        for one in published("panm/panm_low_budget_cifar10_4c")
+        for one in load_published("panm/panm_low_budget_cifar10_4c")
         if one.metric == "accuracy"
     }
     assert printed["ifca_c4/fedavg"] > max(
@@ -867,7 +869,7 @@ def test_the_claims_about_the_number_of_sampled_peers():
 
 def test_the_claims_about_fewer_samples_and_more_clients():
     few, many = in_percent("panm/samples"), in_percent("panm/population")
-    printed = {one.row: 100 * one.mean for one in published("panm/panm_cifar10_4c")}
+    printed = {one.row: 100 * one.mean for one in load_published("panm/panm_cifar10_4c")}
     for name, row in (
         ("Oracle", "oracle"),
         ("PENS", "pens"),
@@ -931,7 +933,7 @@ def test_the_claims_about_two_folds():
     assert words.format(local[wide], overall[wide], local["FedAvg"], overall["SosicFL"]) in TEXT
     assert overall[wide] > overall["FedAvg"] > overall["SosicFL"]
     assert min(local[wide], local["SosicFL"]) > local["FedAvg"] + 6
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(
         0.06 < line.paper - line.ours < 0.1
         for line in beside.lines
@@ -953,7 +955,7 @@ def test_the_claims_about_uneven_labels():
         f"reached {sooner['accuracy']:.1f} and {sooner['global_accuracy']:.1f} times sooner |"
         in TEXT
     )
-    beside = compare.with_paper(compare.read(STORED / study))
+    beside = compare.compare_with_paper(compare.load_result(STORED / study))
     assert all(
         0.055 < line.paper - line.ours < 0.08
         for line in beside.lines
@@ -1005,7 +1007,7 @@ def test_the_claims_about_a_late_start_of_regions():
 
 
 def test_the_claims_about_similarities_of_neighbors():
-    assert compare.full_size(load(STORED / "panm/ablation/config.toml"))
+    assert compare.is_full_size(load(STORED / "panm/ablation/config.toml"))
     accuracy = in_percent("panm/ablation")
     both, last, whole = (
         accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way")
@@ -1052,7 +1054,7 @@ def test_the_claims_about_similarities_of_neighbors():
     assert pairs["own_above_other"].min() > 0.98
     level = pairs.groupby(["method", "round", "pairs"])["mean"].first().unstack("pairs")
     assert (level["own cluster"] > level["another cluster"] + 0.1).all()
-    assert compare.full_size(load(STORED / "panm/similarities/config.toml"))
+    assert compare.is_full_size(load(STORED / "panm/similarities/config.toml"))
     late = (
         pairs[(pairs["method"] == "PANMLoss") & (pairs["round"] == 299)]
         .groupby("pairs")["mean"]
@@ -1106,7 +1108,7 @@ def test_the_claims_about_server_based_methods():
     assert said in TEXT
     below = [
         100 * (line.paper - line.ours)
-        for line in compare.with_paper(compare.read(STORED / study)).lines
+        for line in compare.compare_with_paper(compare.load_result(STORED / study)).lines
         if line.metric == "global_accuracy_max"
     ]
     assert all(6.5 < difference < 7.5 for difference in below)
@@ -1153,7 +1155,7 @@ def test_the_claims_about_the_radius_of_regions():
 def test_the_choice_of_endpoints_and_radius_is_the_one_nearest_to_the_paper():
     """By SosicFL's distance from FedAvg in both columns; the study that is reported has it."""
     experiment = "sosicfl/cifar10-simplecnn-5-fold"
-    printed = {(one.row, one.metric): one.mean for one in published(experiment)}
+    printed = {(one.row, one.metric): one.mean for one in load_published(experiment)}
     off: dict[str, float] = {}
     for metric in ("accuracy", "global_accuracy"):
         found = means("sosicfl/calibration", metric)
@@ -1229,7 +1231,7 @@ def verdicts() -> list[tuple[str, str, list[str]]]:
 def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
     """Held or not held by a run of full size, so far by a smaller one, or cannot be told: no run, or a reason."""
     known = {
-        *builtin(),
+        *find_builtin_studies(),
         *(path.parent.relative_to(STORED).as_posix() for path in STORED.glob("*/*/summary.json")),
     }
     assert len(verdicts()) > 40
@@ -1245,7 +1247,7 @@ def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
                 continue
             assert stored, f"{claim}: {name} is not stored"
             if not kind[2]:
-                assert compare.full_size(compare.read(STORED / name).study), (
+                assert compare.is_full_size(compare.load_result(STORED / name).study), (
                     f"{claim}: {name} is not of full size"
                 )
 
@@ -1273,7 +1275,7 @@ def test_what_is_said_not_to_be_stored_is_not():
 
 
 def test_the_costs_that_are_told_are_those_that_are_predicted():
-    lines = [one for found in compare.costs_of("panm").values() for one in found]
+    lines = [one for found in compare.predict_paper_costs("panm").values() for one in found]
     assert f"{sum(bool(one.within) for one in lines)} of the {len(lines)} costs" in TEXT
     more = {f"{round(one.difference)}" for one in lines if one.ours > 1000 and not one.within}
     assert all(number in TEXT for number in more)

@@ -15,7 +15,7 @@ from coterie.net.head import Head
 from coterie.net.outbox import REASONS
 from coterie.net.roster import Member, Roster
 from coterie.net.wire import KINDS, Manifest
-from coterie.net.zenoh_transport import configuration
+from coterie.net.zenoh_transport import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/wire.md").read_text()
@@ -84,7 +84,7 @@ def test_the_configuration_is_the_nodes_and_the_strangers(tmp_path):
     members = tuple(
         Member(name, address, (number,)) for number, (name, address) in enumerate(addresses.items())
     )
-    roster, (_, south) = local.provision(tmp_path, Roster("three-hospitals", members, 2))
+    roster, (_, south) = local.create_credentials(tmp_path, Roster("three-hospitals", members, 2))
     for member in roster.members:
         text = text.replace(f"CN-{member.name}", member.subject)
     files = {
@@ -92,7 +92,7 @@ def test_the_configuration_is_the_nodes_and_the_strangers(tmp_path):
         "certificate_file": Path("south.pem"),
         "ca_file": Path("ca.pem"),
     }
-    assert json.loads(text) == configuration(roster, "south", replace(south, **files))
+    assert json.loads(text) == build_config(roster, "south", replace(south, **files))
     members = {member.name: vars(member) for member in roster.members}
     known = stranger.Roster(b"", b"", {"run": roster.run}, members)
     assert json.loads(text) == json.loads(stranger.link_config(known, "south", Path()))

@@ -17,8 +17,8 @@ import torch
 import coterie
 from coterie._util import manifest
 from coterie.report.page import write_report
-from coterie.report.watch import Watch
-from coterie.results.summary import summarize
+from coterie.report.watch import WatchServer
+from coterie.results.summary import summarize_study
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.by import By  # noqa: E402 (after the check that it is there)
@@ -185,7 +185,7 @@ def test_every_view_draws_without_an_error_or_a_request(browser, study, artifact
 def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
     """Read out of the page as drawn, exact value and text, and compared with summary.json."""
     load(browser, write_report(study).as_uri())
-    expected = [row for row in summarize(study)["rows"] if row["metric"] == "accuracy"]
+    expected = [row for row in summarize_study(study)["rows"] if row["metric"] == "accuracy"]
     stored = json.loads((study / "summary.json").read_text())["rows"]
     assert [row for row in stored if row["metric"] == "accuracy"] == expected
     table = browser.find_element(By.CSS_SELECTOR, "table.results[data-metric=accuracy]")
@@ -619,7 +619,7 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
         daemon=True,
     )
     rounds = "Math.max(0, ...page.data.methods.flatMap((m) => m.runs.map((r) => r.rounds)))"
-    with Watch(runs) as page:
+    with WatchServer(runs) as page:
         load(browser, page.address)
         assert "Nothing to show yet" in browser.find_element(By.ID, "view-overview").text
         browser.execute_script("window.mark = 'never reloaded'")
@@ -661,7 +661,7 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
 
 def test_the_live_page_says_when_its_server_is_gone(browser, study):
     """It goes on trying, and says so."""
-    page = Watch(study)
+    page = WatchServer(study)
     load(browser, page.address)
     page.close()
     wait(browser, "document.getElementById('live').textContent === 'connection lost; retrying'")

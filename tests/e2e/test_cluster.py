@@ -119,7 +119,7 @@ def test_runs_of_a_machine_that_is_lost_go_on_on_another(
     text = STUDY.replace('kind = "random"\nlabel = "Gossip"', method).replace(
         "seeds = [0, 1]", "seeds = [0, 1, 2]"
     )
-    study = config.loads(text.rpartition("[[methods]]")[0])
+    study = config.parse_study_text(text.rpartition("[[methods]]")[0])
     (place / "go").touch()
     run_study(study, out=tmp_path / "here")
     (place / "go").unlink()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.net import fleet, setup
-from coterie.report.watch import Follower
+from coterie.report.watch import FolderFollower
 from coterie.studies import config
 from coterie.studies.run import run_study
 
@@ -60,7 +60,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def judging(study: config.StudyConfig) -> config.StudyConfig:
     """The study with what nodes do unless they are told otherwise: judge what they receive."""
-    return config.loads(config.dumps(study), overrides=["acceptance=true"])
+    return config.parse_study_text(config.format_study(study), overrides=["acceptance=true"])
 
 
 @pytest.mark.parametrize("label", ["dac", "fedavg", "ifca"])
@@ -72,14 +72,14 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
 
     While a node works, the live page of its folder follows it.
     """
-    study = config.loads(STUDY).only(label, 0)
+    study = config.parse_study_text(STUDY).select_run(label, 0)
     files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     (tmp_path / "logs").mkdir()
-    follower, pages = Follower(tmp_path / "nodes" / "node-01"), []
+    follower, pages = FolderFollower(tmp_path / "nodes" / "node-01"), []
 
     def look(name: str, event: Mapping[str, Any]) -> None:
         if name == "node-01" and event["event"] == "round" and event["round"] >= 1:
-            pages.append(follower.message())
+            pages.append(follower.load_message())
 
     with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
         for name in files:
@@ -90,7 +90,7 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
     assert "unfinished (round" in pages[0]["overview"]
     assert pages[0]["data"]["curves"][0]["rounds"][:2] == [-1, 0]
     assert len({page["signature"] for page in pages}) > 1
-    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    joined = fleet.join_results(tmp_path, study, list(files), "nodes")
     run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
     for name in ("metrics", "edges"):
@@ -104,7 +104,7 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     With IFCA the three are gone by then, and are started again to answer it.
     """
     held_out = "rounds = 4\nnew_clients = [3]\nnew_client_rounds = 2\n"
-    study = config.loads(STUDY.replace("rounds = 4\n", held_out)).only(label, 0)
+    study = config.parse_study_text(STUDY.replace("rounds = 4\n", held_out)).select_run(label, 0)
     files = fleet.lay_out(
         tmp_path, study, port=port, network={**QUICK, "start": 90.0, "linger": "unlimited"}
     )
@@ -130,7 +130,7 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
         assert nodes.wait(240) == dict.fromkeys(files, 0), (
             tmp_path / "logs" / f"{late}.log"
         ).read_text()
-    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    joined = fleet.join_results(tmp_path, study, list(files), "nodes")
     run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
     for name in ("metrics", "edges"):
@@ -166,7 +166,7 @@ num_peers = 1
 
 def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_path, port):
     """Data and model by import path, a loss for each position, and a metric of all outputs."""
-    study = config.loads(TOKENS)
+    study = config.parse_study_text(TOKENS)
     files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     (tmp_path / "logs").mkdir()
     with fleet.Fleet(files, logs=tmp_path / "logs") as nodes:
@@ -175,7 +175,7 @@ def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_
         assert nodes.wait(120) == dict.fromkeys(files, 0), (
             tmp_path / "logs" / "node-00.log"
         ).read_text()
-    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    joined = fleet.join_results(tmp_path, study, list(files), "nodes")
     run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "tokens" / "random" / "seed-0"
     for name in ("metrics", "edges"):
@@ -238,7 +238,7 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
 
 def test_a_node_ends_in_order_when_it_is_told_to(tmp_path, port):
     """SIGTERM while it waits for the others: the session is closed, the status says which signal it was."""
-    study = config.loads(STUDY).only("dac", 0)
+    study = config.parse_study_text(STUDY).select_run("dac", 0)
     files = fleet.lay_out(tmp_path, study, port=port, network={**QUICK, "start": 100.0})
     events: list = []
     with fleet.Fleet(
@@ -260,7 +260,7 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path, port):
 
 def test_a_member_is_removed_while_the_others_run(tmp_path, port):
     """After round 1 the organizer removes node-03: it ends, and three nodes come to their end without a restart."""
-    study = config.loads(STUDY.replace("rounds = 4", "rounds = 10")).only("dac", 0)
+    study = config.parse_study_text(STUDY.replace("rounds = 4", "rounds = 10")).select_run("dac", 0)
     files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     events: list[tuple[str, Mapping[str, Any]]] = []
     removed = threading.Event()
@@ -274,7 +274,7 @@ def test_a_member_is_removed_while_the_others_run(tmp_path, port):
             and not removed.is_set()
         ):
             removed.set()
-            setup.remove(tmp_path / "keys", "node-03")
+            setup.remove_member(tmp_path / "keys", "node-03")
 
     with fleet.Fleet(files, logs=tmp_path, listener=look) as nodes:
         for name in files:

@@ -47,7 +47,7 @@ def table(path: Path) -> pd.DataFrame:
 def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(
     tmp_path, port
 ):
-    study = config.loads(STUDY)
+    study = config.parse_study_text(STUDY)
     files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     (tmp_path / "logs").mkdir()
     behind = {"node-00": [sys.executable, "-c", SMALL]}
@@ -71,7 +71,7 @@ def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_
     assert "cannot write: File too large" in line
     assert "when there is room, start again" in line
 
-    fleet.gather(tmp_path, study, list(files), "nodes")
+    fleet.join_results(tmp_path, study, list(files), "nodes")
     run_study(study, out=tmp_path / "simulated")
     run = Path("seed-0", "metrics.parquet")
     simulated = table(tmp_path / "simulated/three/fedavg" / run)

@@ -52,7 +52,7 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
 ):
     """The same patients are tested, values filled and scaled by the same training rows; no node has another's file."""
     monkeypatch.chdir(tmp_path)
-    rows = heart_disease.table()
+    rows = heart_disease.load_table()
     rows = rows[rows["hospital"].isin(HOSPITALS)]
     rows.to_csv("hospitals.csv", index=False)
     Path("study.toml").write_text(STUDY)
@@ -74,7 +74,7 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
     assert statuses == dict.fromkeys(files, 0), logs
     assert all('"absent": []' in log for log in logs.values()), logs
 
-    joined = fleet.gather(tmp_path / "nodes", study, list(files), "DAC")
+    joined = fleet.join_results(tmp_path / "nodes", study, list(files), "DAC")
     for name in ("metrics", "edges"):
         expected = pd.read_parquet(simulated.folder / f"DAC/seed-6/{name}.parquet")
         pd.testing.assert_frame_equal(plain(joined[name]), plain(expected))

@@ -21,8 +21,8 @@ from coterie.net.exchange import RemoteExchange
 from coterie.net.identity import Identity
 from coterie.net.post import Post, Terms
 from coterie.net.roster import Roster
-from coterie.net.wire import Address, canonical, seal
-from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
+from coterie.net.wire import Address, canonical_json, seal_parcel
+from coterie.net.zenoh_transport import ZenohTransport, build_config, key_prefix
 from coterie.rng import Rng
 
 pytestmark = pytest.mark.e2e
@@ -33,9 +33,9 @@ class Honest:
     """Nodes n0 and n1 of a roster of three; n2's credentials are at an attacker's disposal."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        who, _ = local.members([[0], [1], [2]], port=port)
+        who, _ = local.make_members([[0], [1], [2]], port=port)
         self.folder, self.port = folder, port
-        self.roster, self.people = local.provision(folder, who)
+        self.roster, self.people = local.create_credentials(folder, who)
         self.told: list[dict] = []
         self.transports, self.exchanges = [], []
         for own in self.people[:2]:
@@ -63,7 +63,7 @@ class Honest:
         a, b = self.exchanges
         for node in (a, b):
             node.post.terms = replace(node.post.terms, deadline=seconds)
-            node.begin(Rng(0).at(self.round))
+            node.begin(Rng(0).at_round(self.round))
             node.enter(node.ids)
         b.pull(message(1), torch.full((1, 0), -1))
         return a.pull(message(0), torch.tensor([list(peers)])).mask[0]
@@ -105,7 +105,7 @@ def until(condition: Callable[[], bool], tries: int = 50) -> None:
 @contextmanager
 def attacker(roster: Roster, name: str, own: Identity, *, port: int) -> Iterator[zenoh.Session]:
     """A session with some credentials that keeps to no rule; it dials everybody."""
-    config = configuration(roster, roster.members[-1].name, own, listen=f"127.0.0.1:{port}")
+    config = build_config(roster, roster.members[-1].name, own, listen=f"127.0.0.1:{port}")
     config["connect"]["endpoints"] = [f"tls/{m.address}" for m in roster.members[:2]]
     del config["access_control"], config["low_pass_filter"]
     with zenoh.open(zenoh.Config.from_json5(json.dumps(config))) as session:
@@ -147,7 +147,7 @@ def test_certificates_of_another_authority_get_no_link(honest, tmp_path, name):
     with attacker(honest.roster, name, own, port=honest.port + 50) as session:
         threading.Event().wait(1.5)
         assert links(session) == 0
-        assert list(session.get(f"{prefix('local')}/n0/head/{name}?n=1", timeout=1.0)) == []
+        assert list(session.get(f"{key_prefix('local')}/n0/head/{name}?n=1", timeout=1.0)) == []
 
 
 def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
@@ -176,7 +176,7 @@ def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_
         (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
     (tmp_path / "ca.key").chmod(0o600)
     own = made(tmp_path, "mallory", authority=tmp_path)
-    base = prefix("local")
+    base = key_prefix("local")
     with attacker(honest.roster, "mallory", own, port=honest.port + 52) as session:
         until(lambda: links(session) == 2)
         for key in (
@@ -197,7 +197,7 @@ def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_
 
 def test_a_member_cannot_answer_announce_or_ask_under_anothers_name(honest):
     """n2's certificate is good for n2's keys only: n1's place stays empty while n1 is cut off."""
-    base = prefix("local")
+    base = key_prefix("local")
     asked: list = []
     with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 53) as session:
         until(lambda: links(session) == 2)
@@ -237,7 +237,8 @@ class Liar:
             "sign": self.honest.people[2].sign, **changes,
         }  # fmt: skip
         return [
-            (attachment, bytes(chunk)) for attachment, chunk in seal(tensors, **options).chunks()
+            (attachment, bytes(chunk))
+            for attachment, chunk in seal_parcel(tensors, **options).iterate_chunks()
         ]
 
     def signed(self, payload: bytes) -> list[tuple[bytes, bytes]]:
@@ -246,7 +247,7 @@ class Liar:
         manifest = {
             **json.loads(attachment[68:]), "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()
         }  # fmt: skip
-        text = canonical(manifest)
+        text = canonical_json(manifest)
         return [
             (bytes(4) + self.honest.people[2].sign(b"coterie manifest 1\n" + text) + text, payload)
         ]
@@ -274,7 +275,7 @@ def liar(honest: Honest) -> Iterator[Liar]:
     made = Liar(honest)
     with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 54) as session:
         until(lambda: links(session) == 2)
-        queryable = session.declare_queryable(f"{prefix('local')}/n2/**", made.answer)
+        queryable = session.declare_queryable(f"{key_prefix('local')}/n2/**", made.answer)
         until(lambda: made.read(made.sealed(GOOD)) == "")
         yield made
         assert made.read(made.sealed(GOOD)) == "", "what is in order is read, now as before"
@@ -368,7 +369,7 @@ def test_an_oversize_reply_is_dropped(liar):
     """Two megabytes in one reply never arrive; a message that says it is a gigabyte is refused before it is kept."""
     assert liar.read([(bytes(4), bytes(2 << 20))]) == "unreachable"
     ((attachment, _),) = liar.sealed(GOOD)
-    text = canonical({**json.loads(attachment[68:]), "bytes": 1 << 30})
+    text = canonical_json({**json.loads(attachment[68:]), "bytes": 1 << 30})
     signature = liar.honest.people[2].sign(b"coterie manifest 1\n" + text)
     liar.check_refused([(bytes(4) + signature + text, bytes(1 << 19))], "size")
 
@@ -383,7 +384,7 @@ def test_a_reply_that_ends_early_is_not_taken_for_a_message(liar):
 
 def test_an_oversize_question_never_reaches_the_node(honest):
     """65 kB of question: the filter drops it; the next one of normal size is answered."""
-    base = prefix("local")
+    base = key_prefix("local")
     with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 55) as session:
         until(lambda: links(session) == 2)
         key = f"{base}/n0/model/n2?r={honest.round};x=0;c=0;w=1"
@@ -393,7 +394,7 @@ def test_an_oversize_question_never_reaches_the_node(honest):
 
 def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     """Two hundred open questions by one member: eight are held, the rest are told that there are too many."""
-    base = prefix("local")
+    base = key_prefix("local")
     with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 56) as session:
         until(lambda: links(session) == 2)
         open_ = [
@@ -419,9 +420,9 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
     Neither expires, and the session with its links was open before: they are closed, and new ones
     are of no use.
     """
-    base = prefix("local")
-    who, _ = local.members([[0], [1], [2]], port=port)
-    first, people = local.provision(tmp_path, who)
+    base = key_prefix("local")
+    who, _ = local.make_members([[0], [1], [2]], port=port)
+    first, people = local.create_credentials(tmp_path, who)
     held = tmp_path / "held"
     held.mkdir()
     stolen = replace(people[2], certificate_file=held / "stolen.pem", key_file=held / "stolen.key")
@@ -429,36 +430,36 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
     (held / "stolen.key").write_bytes(people[2].key_file.read_bytes())
     (held / "stolen.key").chmod(0o600)
     request = identity.make_request(tmp_path / "new", "n2", f"127.0.0.1:{port + 2}")
-    second = setup.rekey(tmp_path, "n2", request)
+    second = setup.rekey_member(tmp_path, "n2", request)
     fresh = Identity.load(
         tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem"
     )
-    third = setup.remove(tmp_path, "n2")
+    third = setup.remove_member(tmp_path, "n2")
     transports = [ZenohTransport(first, own.name, own) for own in people[:2]]
     question = f"{base}/n0/head/n2?n=1"
     try:
         for transport in transports:
             transport.serve_head(lambda nonce: b"here")
-        until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+        until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
         with attacker(first, "n2", stolen, port=port + 50) as session:
             until(lambda: links(session) == 2)
             until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
             for transport in transports:
-                transport.renew(second)
-            until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+                transport.use_roster(second)
+            until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
             until(lambda: links(session) >= 1)
             threading.Event().wait(1.5)
             assert list(session.get(question, timeout=1.0)) == []
             asked: list = []
             queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
-            assert not isinstance(transports[0].head("n2", "1", 1.0), bytes)
+            assert not isinstance(transports[0].ask_head("n2", "1", 1.0), bytes)
             assert asked == []
             queryable.undeclare()
         with attacker(second, "n2", fresh, port=port + 51) as session:
             until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
             for transport in transports:
-                transport.renew(third)
-            until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+                transport.use_roster(third)
+            until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
             threading.Event().wait(1.5)
             assert list(session.get(question, timeout=1.0)) == []
     finally:

@@ -14,7 +14,7 @@ import zenoh
 
 from coterie.net import fleet, identity, roster
 from coterie.net.identity import Identity
-from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
+from coterie.net.zenoh_transport import ZenohTransport, build_config, key_prefix
 from coterie.studies import config
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +63,7 @@ class Victim:
     @contextmanager
     def attacked(self, own: Identity, number: int) -> Iterator[zenoh.Session]:
         """A session with some credentials that keeps to no rule, and dials node-00."""
-        settings = configuration(
+        settings = build_config(
             self.who, "node-03", own, listen=f"127.0.0.1:{self.port + 50 + number}"
         )
         settings["connect"]["endpoints"] = [f"tls/127.0.0.1:{self.port}"]
@@ -105,7 +105,7 @@ def one_that_is_over(victim: Victim, folder: Path) -> None:
 
 def beyond_its_rights(victim: Victim, _: Path) -> None:
     """It asks, answers and announces as node-02; then its own question and answer are too large."""
-    base = prefix("demo")
+    base = key_prefix("demo")
     with victim.attacked(victim.member("node-03"), 2) as session:
         until(lambda: bool(session.info.transports()))
         list(session.get(f"{base}/node-00/model/node-02?r=0;x=0;c=0;w=1", timeout=0.5))
@@ -153,7 +153,7 @@ def not_on_the_roster(victim: Victim, folder: Path) -> None:
     ) as session:
         until(lambda: victim.told("not_on_roster"))
         # told to everybody
-        with session.declare_queryable(f"{prefix('demo')}/mallory/**", lambda query: None):
+        with session.declare_queryable(f"{key_prefix('demo')}/mallory/**", lambda query: None):
             until(lambda: victim.told("dropped"))
 
 
@@ -161,7 +161,7 @@ def test_who_is_turned_away_and_why(tmp_path, port):
     """One node meets them all, one after another: some of what it tells depends on whom it has met before."""
     folder = tmp_path / "victim"
     network = {"deadline": 20.0, "start": 200.0, "linger": 10.0}
-    files = fleet.lay_out(folder, config.loads(STUDY), port=port, network=network)
+    files = fleet.lay_out(folder, config.parse_study_text(STUDY), port=port, network=network)
     victim = Victim(folder, port)
     with fleet.Fleet(
         {"node-00": files["node-00"]},
@@ -170,7 +170,7 @@ def test_who_is_turned_away_and_why(tmp_path, port):
     ) as nodes:
         nodes.start("node-00")
         with ZenohTransport(victim.who, "node-01", victim.member("node-01")) as honest:
-            until(lambda: isinstance(honest.head("node-00", "1", 2.0), bytes))
+            until(lambda: isinstance(honest.ask_head("node-00", "1", 2.0), bytes))
             for attack in (
                 another_authority,
                 one_that_is_over,
@@ -180,7 +180,7 @@ def test_who_is_turned_away_and_why(tmp_path, port):
                 own = tmp_path / attack.__name__
                 own.mkdir()
                 attack(victim, own)
-            assert isinstance(honest.head("node-00", "2", 5.0), bytes), (
+            assert isinstance(honest.ask_head("node-00", "2", 5.0), bytes), (
                 "honest members are unharmed"
             )
         nodes.processes["node-00"].terminate()

@@ -7,7 +7,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
-from coterie.studies.run import read_study
+from coterie.studies.run import load_study_results
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +53,7 @@ def test_a_table_runs_resumes_tunes_and_is_reported(suffix, here):
     data = f'[data]\ndataset = "table"\n[data.options]\n{options}'
     (here / "mine.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')
     command("run", "mine.toml")
-    found = read_study("runs/mine").rows.set_index(["cluster", "metric"])["mean"]
+    found = load_study_results("runs/mine").rows.set_index(["cluster", "metric"])["mean"]
     assert 0 <= found["all", "accuracy"] <= 1
     before = (here / "runs/mine/random/seed-0/metrics.parquet").read_bytes()
     command("resume", "runs/mine")
@@ -78,7 +78,7 @@ def test_a_folder_of_images_by_client_runs(here):
     data = '[data]\ndataset = "folder"\n[data.options]\npath = "pets"\nsize = 8\n'
     (here / "pets.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')
     command("run", "pets.toml")
-    assert len(read_study("runs/pets").rows)
+    assert len(load_study_results("runs/pets").rows)
 
 
 def test_a_function_by_import_path_runs_and_resumes(here):
@@ -86,7 +86,7 @@ def test_a_function_by_import_path_runs_and_resumes(here):
         "import numpy as np\nimport coterie\n\n\n"
         "def two(rows):\n"
         "    x = np.arange(2.0 * rows).reshape(rows, 2)\n"
-        "    return coterie.Source.of(x, ['no', 'yes'] * (rows // 2), clients=np.repeat(['a', 'b'], rows // 2))\n"
+        "    return coterie.Source.from_arrays(x, ['no', 'yes'] * (rows // 2), clients=np.repeat(['a', 'b'], rows // 2))\n"
     )
     data = '[data]\ndataset = "own_hospitals:two"\noptions.rows = 40\n'
     (here / "own.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')

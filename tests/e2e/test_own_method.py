@@ -39,9 +39,9 @@ class Ring(PeerMethod):
     def exchange(self, rnd, state):
         if rnd.index == 3 and "KILLED" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
-        peers = selection.within(((rnd.ids + self.step) % rnd.task.population)[:, None], rnd.candidates)
+        peers = selection.keep_allowed(((rnd.ids + self.step) % rnd.task.population)[:, None], rnd.candidates)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        weights, own = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+        weights, own = aggregation.fedavg_weights(inbox.field("samples"), rnd.task.samples, inbox.mask)
         state = replace(state, params=inbox.mix(weights, own=state.params, own_weight=own))
         return state, {**mixing(inbox, weights, own), "trust": torch.full((len(rnd.ids),), 0.1 * rnd.index)}
 

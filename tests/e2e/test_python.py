@@ -31,14 +31,10 @@ class MyNet(nn.Module):
 
 def own_arrays(out):
     data = ct.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
-    methods = {
-        "Gossip": ct.Random(num_peers=2),
-        "Oracle": ct.Oracle(num_peers=2),
-        "Alone": ct.Local(),
-    }
-    study = ct.make_study(
-        methods, seeds=[0], settings=ct.Settings(rounds=8, local=ct.LocalTraining(lr=0.02))
-    )
+    local = ct.LocalTraining(lr=0.02)
+    gossip, oracle = ct.Random(num_peers=2), ct.Oracle(num_peers=2)
+    methods = {"Gossip": gossip, "Oracle": oracle, "Alone": ct.Local()}
+    study = ct.make_study(methods, seeds=[0], settings=ct.Settings(rounds=8, local=local))
     result = ct.run_study(study, federation=data, model=MyNet, out=out)
     ct.write_report(result.folder)
     return result

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 from benchmarks import reliability
-from coterie.results.summary import find_runs
+from coterie.results.summary import load_runs
 from coterie.studies import config
 from coterie.studies.run import run_study
 
@@ -76,9 +76,9 @@ def test_three_processes_share_a_study(tmp_path: Path):
     assert [process.returncode for process in crew] == [0, 0, 0], said
     folder = tmp_path / "runs" / "shared"
     assert sorted(tomllib.loads((folder / "config.toml").read_text())["seeds"]) == [0, 1, 2, 3]
-    runs, problems = find_runs([folder])
+    runs, problems = load_runs([folder])
     assert not problems
-    assert sorted((run.label, run.seed) for run in runs if run.finished) == [
+    assert sorted((run.label, run.seed) for run in runs if run.is_finished) == [
         (label, seed) for label in ("local", "random") for seed in range(4)
     ]
     alone = run_study(

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import coterie
 from coterie.cli.app import app
-from coterie.results.export import export
+from coterie.results.export import export_model
 from coterie.simulation.models import load_models
 
 pytestmark = pytest.mark.e2e
@@ -173,7 +173,7 @@ def table_run(tmp_path):
 
 
 def test_a_model_of_a_table_comes_with_what_its_client_did_to_the_rows(table_run, tmp_path):
-    export(load_models(tmp_path / "run"), "Åre", tmp_path / "one.safetensors")
+    export_model(load_models(tmp_path / "run"), "Åre", tmp_path / "one.safetensors")
     found = plain_script(
         tmp_path,
         """
@@ -222,10 +222,10 @@ def test_onnx_runtime_has_the_same_numbers(nets, table_run):
         (images, 1, data.tests[data.test_of[1]].x),
         (table_run.models, "Lund", patients(80, 5)),
     ):
-        path = export(models, client, nets / f"{client}.onnx", format="onnx")
+        path = export_model(models, client, nets / f"{client}.onnx", format="onnx")
         session = runtime.InferenceSession(path)
         (arguments, _), module = (
-            models.arguments(models.read(client, x), torch.nn.Linear(1, 1)),
+            models.make_forward_arguments(models.convert_inputs(client, x), torch.nn.Linear(1, 1)),
             models.model(client),
         )
         with torch.no_grad():

@@ -16,7 +16,7 @@ from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto, personal_training
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedprox import FedProx
-from coterie.methods.server import Averaging, Clusters, ServerContext, gradient_variance
+from coterie.methods.server import Averaging, Clusters, ServerContext, gradient_variance_report
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 
@@ -26,7 +26,9 @@ SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
 
 def follow(method: Method, federation: Federation | None = None, **settings: Any) -> Loop:
     """Run a method to its end on the tiny federation."""
-    return testing.follow(method, federation=federation, settings=testing.tiny_settings(**settings))
+    return testing.run_method(
+        method, federation=federation, settings=testing.tiny_settings(**settings)
+    )
 
 
 def model(loop: Loop) -> Tensor:
@@ -64,7 +66,7 @@ def test_the_first_loss_is_that_of_the_model_sent():
     """Losses are measured before the step: the first full batch shows the broadcast model's loss."""
     loop = follow(FedAvg(), local=dataclasses.replace(SGD, batch_size=100), rounds=1)
     start = loop.task.fresh(Rng(3), 1).expand(6, -1)
-    _, info = loop.task.train(start, Rng(3).at(0), dataclasses.replace(SGD, batch_size=100))
+    _, info = loop.task.train(start, Rng(3).at_round(0), dataclasses.replace(SGD, batch_size=100))
     torch.testing.assert_close(info["losses"][:, 0], loop.task.loss(start, "train"))
 
 
@@ -122,7 +124,7 @@ def test_a_stronger_penalty_keeps_clients_nearer():
     start = loop.task.fresh(Rng(3), 1).expand(6, -1)
     gaps = []
     for mu in (0.0, 0.1, 1.0, 4.0):
-        params, _ = loop.task.train(start, Rng(3).at(0), SGD, anchor=start, prox=mu)
+        params, _ = loop.task.train(start, Rng(3).at_round(0), SGD, anchor=start, prox=mu)
         gaps.append(float((params - start).norm()))
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[-1] < 0.8 * gaps[0]
@@ -137,7 +139,7 @@ def test_sampling_by_samples_follows_the_counts():
     loop = follow(method, dataclasses.replace(federation, split=split), rounds=0)
     shared = loop.state.shared
     assert shared.samples.tolist() == [12.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    drawn = [method.cohort(shared, Rng(0).at(t), 6, 3).tolist() for t in range(1000)]
+    drawn = [method.cohort(shared, Rng(0).at_round(t), 6, 3).tolist() for t in range(1000)]
     absent = sum(0 not in cohort for cohort in drawn) / 1000
     expected = 5 / 17 * 4 / 16 * 3 / 15  # three draws without replacement miss client 0
     assert absent == pytest.approx(expected, abs=4 * (expected / 1000) ** 0.5)
@@ -151,7 +153,8 @@ def test_a_client_with_three_times_the_samples_is_drawn_three_times_as_likely():
     shared = follow(method, dataclasses.replace(federation, split=split), rounds=0).state.shared
     assert shared.samples.tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     absent = (
-        sum(0 not in method.cohort(shared, Rng(0).at(t), 6, 2).tolist() for t in range(1000)) / 1000
+        sum(0 not in method.cohort(shared, Rng(0).at_round(t), 6, 2).tolist() for t in range(1000))
+        / 1000
     )
     expected = 20 / 56
     assert absent == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 1000) ** 0.5)
@@ -171,11 +174,11 @@ def test_ditto_without_penalty_is_local_training():
     params = loop.task.init(Rng(3))
     for index in range(3):
         params, _ = loop.task.train(
-            params, Rng(3).at(index), loop.settings.local, purpose="batches.personal"
+            params, Rng(3).at_round(index), loop.settings.local, purpose="batches.personal"
         )
     assert torch.equal(loop.state.memory.model, params)
     assert torch.equal(
-        loop.method.served(loop._context(2, torch.arange(6), torch.arange(6)), loop.state)[0],
+        loop.method.served(loop._make_round(2, torch.arange(6), torch.arange(6)), loop.state)[0],
         params,
     )
 
@@ -230,7 +233,7 @@ def test_methods_see_the_same_participants_and_batches():
         METHODS["fesem"](),
     ):
         loop = follow(method, federation, rounds=1, participation=0.3)
-        cohorts.add(tuple(method.cohort(loop.state.shared, Rng(3).at(5), 20, 0.3).tolist()))
+        cohorts.add(tuple(method.cohort(loop.state.shared, Rng(3).at_round(5), 20, 0.3).tolist()))
     assert len(cohorts) == 1
     assert len(cohorts.pop()) == 6
 
@@ -257,14 +260,14 @@ def test_a_cohort_of_two_trains(kind):
 def test_too_few_updates_change_nothing():
     """Two of three clients answered: the privacy floor of three keeps the model; so does a cohort that diverged."""
     loop = follow(FedAvg(), rounds=0)
-    context = ServerContext(0, Rng(3).at(0), loop.task.layout, 6)
+    context = ServerContext(0, Rng(3).at_round(0), loop.task.layout, 6)
     params = torch.randn(4, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     message = Message(
         params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.tensor([0, 2, 3, 5])
     )
     method, shared = FedAvg(), loop.state.shared
     assert torch.equal(
-        method.merge(context, shared, message.rows(torch.tensor([0, 1]))).models, shared.models
+        method.merge(context, shared, message.take_rows(torch.tensor([0, 1]))).models, shared.models
     )
     lost = dataclasses.replace(
         message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan)
@@ -285,7 +288,7 @@ def test_momentum_rests_in_a_cluster_that_nobody_answered_for():
     message = Message(
         torch.full((1, 1), 2.0, dtype=torch.float64), {"samples": torch.ones(1)}, torch.tensor([0])
     )
-    moved = Averaging(momentum=0.5).step(shared, message, torch.tensor([0]), 1)
+    moved = Averaging(momentum=0.5).update_models(shared, message, torch.tensor([0]), 1)
     assert moved.models.tolist() == [[1.5], [8.0]]
     assert moved.velocity.tolist() == [[2.5], [3.0]]
 
@@ -295,12 +298,12 @@ def test_models_that_diverged_do_not_count_in_the_variance_of_updates():
     loop = follow(FedAvg(), rounds=0)
     everybody = torch.arange(6)
     rnd = dataclasses.replace(
-        loop._context(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"})
+        loop._make_round(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"})
     )
     start = torch.zeros(6, 15, dtype=torch.float64)
     params = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None].expand(6, 15).clone()
     params[5, 3] = torch.nan
-    assert gradient_variance(rnd, start, params)["gradient_variance"].tolist() == [30.0] * 6
+    assert gradient_variance_report(rnd, start, params)["gradient_variance"].tolist() == [30.0] * 6
 
 
 def test_traffic_is_counted_from_the_tensors():

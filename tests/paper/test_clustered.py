@@ -13,10 +13,10 @@ from coterie.data.federation import Federation, TestSet
 from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Message
 from coterie.methods.base import Method
-from coterie.methods.cfl import Cfl, Updates
+from coterie.methods.cfl import Cfl, CflClusters
 from coterie.methods.fedavg import FairAvg, FedAvg
-from coterie.methods.fesem import Centers, FeSem
-from coterie.methods.ifca import Ifca, Models, _choose_candidates
+from coterie.methods.fesem import FeSem, FeSemClusters
+from coterie.methods.ifca import Ifca, IfcaModels, _choose_candidates
 from coterie.methods.oneshot import OneShot
 from coterie.methods.server import Clusters, ServerContext
 from coterie.models.layout import Layout
@@ -30,7 +30,7 @@ def follow(
     method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any
 ) -> Loop:
     """Run a method to its end."""
-    return testing.follow(
+    return testing.run_method(
         method, federation=federation, model=model, settings=testing.tiny_settings(**settings)
     )
 
@@ -87,7 +87,7 @@ def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
         loop.state, shared=dataclasses.replace(loop.state.shared, models=models)
     )
     loop.settings = dataclasses.replace(loop.settings, rounds=1)
-    loop.step()
+    loop.run_next_round()
     after = loop.state.shared.models
     assert torch.equal(after[1], models[1])
     assert not torch.equal(after[0], models[0])
@@ -97,7 +97,10 @@ def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
 def test_ifca_divides_gradients_by_all_participants():
     """Two of six clients chose cluster 1: it moves by 2/6 of their mean update; a lone group of one can be skipped."""
     layout = Layout(nn.Linear(2, 1), torch.float64)
-    context, old = ServerContext(0, Rng(0).at(0), layout, 6), torch.zeros(2, 3, dtype=torch.float64)
+    context, old = (
+        ServerContext(0, Rng(0).at_round(0), layout, 6),
+        torch.zeros(2, 3, dtype=torch.float64),
+    )
     params = torch.arange(18, dtype=torch.float64).reshape(6, 3)
     fields = {"label": torch.tensor([0, 1, 0, 0, 1, 0]), "samples": torch.arange(1.0, 7.0)}
     message = Message(params, fields, torch.arange(6))
@@ -140,7 +143,7 @@ def test_ifca_recovers_a_mixture_of_regressions():
         rounds=12,
     )
     served, info = loop.method.served(
-        loop._context(11, torch.arange(8), torch.arange(8)), loop.state
+        loop._make_round(11, torch.arange(8), torch.arange(8)), loop.state
     )
     assert same_groups(info["label"], torch.arange(8) % 2)
     torch.testing.assert_close(served, angles(20, 200)[torch.arange(8) % 2], rtol=0, atol=1e-3)
@@ -151,7 +154,7 @@ def test_ifca_resamples_until_clusters_attract_their_share():
     method = Ifca(clusters=2, start="resample", candidates=3, resample_share=0.5)
     loop = follow(method, rounds=0)
     assert loop.state.shared.models.shape == (2, 15)
-    candidates = Models(torch.arange(6.0).reshape(6, 1))
+    candidates = IfcaModels(torch.arange(6.0).reshape(6, 1))
     votes = torch.tensor([[0, 0, 1], [0, 1, 0]])
     message = Message(torch.zeros(2, 0), {"label": votes}, torch.arange(2))
     kept, _ = _choose_candidates(
@@ -175,7 +178,7 @@ def test_ifca_can_start_with_random_groups():
     order = Rng(3).generator("ifca.groups").permutation(6)
     group = torch.from_numpy(order) % 2
     start = loop.task.fresh(Rng(3), 2)
-    trained, _ = loop.task.train(start[group], Rng(3).at(0), loop.settings.local)
+    trained, _ = loop.task.train(start[group], Rng(3).at_round(0), loop.settings.local)
     for cluster in range(2):
         expected = trained[group == cluster].mean(0)
         torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)
@@ -186,9 +189,9 @@ def test_a_diverged_model_is_chosen_by_nobody():
     loop = follow(Ifca(clusters=2), rounds=0)
     models = loop.state.shared.models.clone()
     models[0] = torch.nan
-    loop.state = dataclasses.replace(loop.state, shared=Models(models))
+    loop.state = dataclasses.replace(loop.state, shared=IfcaModels(models))
     everybody = torch.arange(6)
-    served, info = loop.method.served(loop._context(0, everybody, everybody), loop.state)
+    served, info = loop.method.served(loop._make_round(0, everybody, everybody), loop.state)
     assert info["label"].tolist() == [1] * 6
     assert torch.equal(served, models[1].expand(6, -1))
 
@@ -199,7 +202,9 @@ def test_ifca_keeps_the_most_balanced_candidates_when_none_attracts_its_share():
     votes = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 1, 1]])
     message = Message(torch.zeros(4, 0), {"label": votes}, torch.arange(4))
     context = ServerContext(-1, Rng(0), Layout(nn.Linear(1, 1)), 4)
-    kept, _ = _choose_candidates(method, context, Models(torch.arange(6.0).reshape(6, 1)), message)
+    kept, _ = _choose_candidates(
+        method, context, IfcaModels(torch.arange(6.0).reshape(6, 1)), message
+    )
     assert kept.models.flatten().tolist() == [2.0, 3.0]
 
 
@@ -207,11 +212,13 @@ def test_ifcas_groups_are_random_for_so_many_rounds():
     """Two rounds: in rounds 0 and 1 each client is offered one model, from round 2 on all."""
     method, shared = (
         Ifca(clusters=3, start="random_groups", group_rounds=2),
-        Models(torch.zeros(3, 2)),
+        IfcaModels(torch.zeros(3, 2)),
     )
     message, layout = Message(torch.zeros(6, 0), {}, torch.arange(6)), Layout(nn.Linear(1, 1))
     offered = [
-        method.offer(ServerContext(t, Rng(0).at(t), layout, 6), shared, message)[1].index.shape[1]
+        method.offer(ServerContext(t, Rng(0).at_round(t), layout, 6), shared, message)[
+            1
+        ].index.shape[1]
         for t in range(4)
     ]
     assert offered == [1, 1, 3, 3]
@@ -242,7 +249,7 @@ def test_both_steps_of_fesem_lower_the_objective(seed: int):
     def objective(centers: Tensor, label: Tensor) -> float:
         return float((points - centers[label]).square().sum(1).mean())
 
-    shared = Centers(centers, centers[:, :0], label, torch.zeros(12, dtype=torch.bool))
+    shared = FeSemClusters(centers, centers[:, :0], label, torch.zeros(12, dtype=torch.bool))
     message = Message(points, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
     merged = FeSem(clusters=3).merge(ServerContext(0, Rng(0), layout, 12), shared, message)
     before, between = objective(centers, label), objective(centers, merged.label)
@@ -260,7 +267,7 @@ def test_fesem_can_compare_last_layers():
         nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64
     )
     centers = torch.tensor([[0.0, 0.0], [10.0, 5.0]], dtype=torch.float64)
-    shared = Centers(
+    shared = FeSemClusters(
         centers, centers[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     )
     message = Message(
@@ -279,7 +286,7 @@ def test_strangers_are_served_by_the_largest_cluster():
     """Clients 0 to 2 were seen in cluster 1, client 3 in cluster 0; client 4 was not: it is served cluster 1."""
     models = torch.tensor([[0.0], [1.0]])
     seen = torch.tensor([True, True, True, True, False])
-    shared = Centers(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
+    shared = FeSemClusters(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
     message = Message(torch.zeros(5, 0), {}, torch.arange(5))
     method, context = FeSem(clusters=2), ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
     assert method.deliver(context, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]
@@ -379,7 +386,7 @@ def split_in(index: int = 0, since: tuple[int, ...] = (0,) * 6, **changes: Any) 
     )
     updates = angles(0, 60).repeat_interleave(3, 0)
     models = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
-    known = Updates(
+    known = CflClusters(
         models, models[:, :0], torch.zeros(6, dtype=torch.int64), updates if partial else updates[:, :0],
         torch.tensor(since),
     )  # fmt: skip
@@ -470,7 +477,7 @@ def test_one_shot_compares_trained_parameters_alone():
     shared = Clusters(params[:1], params[:1, :0], torch.zeros(4, dtype=torch.int64))
     message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
     merged = OneShot(clusters=2, warmup_rounds=1).merge(
-        ServerContext(0, Rng(0).at(0), layout, 4), shared, message
+        ServerContext(0, Rng(0).at_round(0), layout, 4), shared, message
     )
     assert merged.label.tolist() == [0, 1, 0, 1]
 

@@ -20,7 +20,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
-from coterie.methods.fedgwc import FedGwc, Interactions
+from coterie.methods.fedgwc import FedGwc, FedGwcClusters
 from coterie.methods.fedprox import FedProx
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
@@ -31,12 +31,14 @@ pytestmark = pytest.mark.paper
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
 
 
-def begin(method: FedGwc, population: int, *, models: int = 1) -> Interactions:
+def begin(method: FedGwc, population: int, *, models: int = 1) -> FedGwcClusters:
     """The server's state before anything happened, with one parameter."""
     level = 1 / population**2 if method.start == "uniform" else 0.0
-    return Interactions(
+    return FedGwcClusters(
         models=torch.arange(float(models), dtype=torch.float64)[:, None],
-        velocity=torch.zeros(models, 0 if method.averaging.plain else 1, dtype=torch.float64),
+        velocity=torch.zeros(
+            models, 0 if method.averaging.is_plain_mean else 1, dtype=torch.float64
+        ),
         label=torch.zeros(population, dtype=torch.int64),
         matrix=torch.full((population, population), level, dtype=torch.float64),
         sampled=torch.zeros(population, dtype=torch.int64),
@@ -47,13 +49,13 @@ def begin(method: FedGwc, population: int, *, models: int = 1) -> Interactions:
 
 
 def merge(
-    method: FedGwc, shared: Interactions, ids: Tensor, losses: Tensor, index: int = 0
-) -> Interactions:
+    method: FedGwc, shared: FedGwcClusters, ids: Tensor, losses: Tensor, index: int = 0
+) -> FedGwcClusters:
     """One round in which the clients `ids` report these losses and return the model 0."""
     fields = {"samples": torch.arange(1.0, len(ids) + 1, dtype=torch.float64), "losses": losses}
     message = Message(torch.zeros(len(ids), 1, dtype=torch.float64), fields, ids)
     return method.merge(
-        ServerContext(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message
+        ServerContext(index, Rng(0).at_round(index), LAYOUT, len(shared.label)), shared, message
     )
 
 
@@ -64,12 +66,12 @@ def play(
     *,
     gap: float = 0.0,
     participation: float = 0.3,
-) -> list[Interactions]:
+) -> list[FedGwcClusters]:
     """Rounds of iid losses around two levels `gap` apart; the state after each."""
     shared, states = begin(method, population), []
     truth = torch.arange(population) % 2
     for index in range(rounds):
-        rng = Rng(1).at(index)
+        rng = Rng(1).at_round(index)
         ids = method.cohort(shared, rng, population, participation)
         losses = (
             torch.from_numpy(rng.generator("losses").normal(size=(len(ids), 5)))
@@ -90,7 +92,9 @@ def test_interactions_are_bounded_by_how_often_pairs_met(cohorts: list[set[int]]
     shared = begin(method, population)
     for index, cohort in enumerate(cohorts):
         ids = torch.tensor(sorted(cohort))
-        losses = torch.from_numpy(Rng(0).at(index).generator("losses").normal(size=(len(ids), 3)))
+        losses = torch.from_numpy(
+            Rng(0).at_round(index).generator("losses").normal(size=(len(ids), 3))
+        )
         after = merge(method, shared, ids, losses, index)
         outside = torch.ones(population, population, dtype=torch.bool)
         outside[ids[:, None], ids[None, :]] = False
@@ -125,7 +129,7 @@ def test_running_rewards_are_unbiased_with_the_stated_variance():
     gamma = torch.zeros(4000, dtype=torch.float64)
     for _ in range(120):
         gamma = (1 - alpha) * gamma + alpha * torch.from_numpy(stream.beta(2, 3, 4000))
-    small = clustering.interact(
+    small = clustering.update_interactions(
         torch.zeros(1, 1, dtype=torch.float64), torch.tensor([0]), torch.tensor([0.4]), alpha
     )
     assert float(small[0, 0]) == pytest.approx(0.04)
@@ -185,7 +189,7 @@ def test_pairs_must_have_met_before_a_split():
     assert often[-1] is True
 
 
-def planted(method: FedGwc) -> Interactions:
+def planted(method: FedGwc) -> FedGwcClusters:
     """A state about to split: P has two planted blocks of ten, interleaved."""
     truth = torch.arange(20) % 2
     matrix = 0.2 + 0.5 * (truth[:, None] == truth).double()
@@ -221,10 +225,10 @@ def test_children_are_sampled_and_merged_apart():
     """Each cluster has its own cohort, at least three, and moves only by its own clients; the sum is reported."""
     method = FedGwc(min_pair_updates=0.0)
     shared = dataclasses.replace(begin(method, 40, models=2), label=(torch.arange(40) < 30).long())
-    ids = method.cohort(shared, Rng(0).at(0), 40, 0.2)
+    ids = method.cohort(shared, Rng(0).at_round(0), 40, 0.2)
     # max(0.2 * 10, 3) and 0.2 * 30
     assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]
-    by_count = FedGwc(clients_per_round=5).cohort(shared, Rng(0).at(0), 40, 0.2)
+    by_count = FedGwc(clients_per_round=5).cohort(shared, Rng(0).at_round(0), 40, 0.2)
     assert torch.bincount(shared.label[by_count]).tolist() == [5, 5]
     ones = (shared.label[ids] == 1).nonzero().flatten()
     after = merge(method, shared, ids[ones], torch.zeros(len(ones), 2, dtype=torch.float64))
@@ -237,14 +241,14 @@ def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     """Ten of 100 in twenty clusters of five, where each cluster for itself draws three; clusters that wait stay."""
     one = FedGwc(cohort_of="population", explore=False)
     assert torch.equal(
-        one.cohort(begin(one, 100), Rng(2).at(0), 100, 0.1),
-        FedAvg().cohort(None, Rng(2).at(0), 100, 0.1),
+        one.cohort(begin(one, 100), Rng(2).at_round(0), 100, 0.1),
+        FedAvg().cohort(None, Rng(2).at_round(0), 100, 0.1),
     )
     shared = dataclasses.replace(begin(FedGwc(), 100, models=20), label=torch.arange(100) % 20)
-    assert len(FedGwc().cohort(shared, Rng(2).at(0), 100, 0.1)) == 60
+    assert len(FedGwc().cohort(shared, Rng(2).at_round(0), 100, 0.1)) == 60
     method = FedGwc(cohort_of="population")
-    assert len(method.cohort(shared, Rng(2).at(0), 100, 7)) == 7
-    ids = method.cohort(shared, Rng(2).at(0), 100, 0.1)
+    assert len(method.cohort(shared, Rng(2).at_round(0), 100, 7)) == 7
+    ids = method.cohort(shared, Rng(2).at_round(0), 100, 0.1)
     drawn = torch.bincount(shared.label[ids], minlength=20)
     assert sorted(drawn.tolist())[16:] == [0, 3, 3, 4]  # the tenth place is too few for another
     after = merge(method, shared, ids, torch.zeros(10, 2, dtype=torch.float64))
@@ -259,7 +263,7 @@ def test_exploring_evens_out_the_whole_population_too():
     label = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 7, 10, 80]))
     shared = dataclasses.replace(begin(method, 100, models=4), label=label)
     for index in range(400):
-        ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
+        ids = method.cohort(shared, Rng(0).at_round(index), 100, 0.1)
         assert len(ids) == 10
         shared = dataclasses.replace(
             shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
@@ -287,7 +291,7 @@ def test_exploring_keeps_participation_even():
         method = FedGwc(explore=explore)
         shared = begin(method, 100)
         for index in range(1000):
-            ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
+            ids = method.cohort(shared, Rng(0).at_round(index), 100, 0.1)
             assert len(ids) == 10
             shared = dataclasses.replace(
                 shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
@@ -301,7 +305,7 @@ def test_unexplored_cohorts_are_those_of_fedavg():
     """While there is one cluster and no preference, everybody's participants are FedAvg's."""
     method = FedGwc(explore=False)
     for index in range(5):
-        rng = Rng(2).at(index)
+        rng = Rng(2).at_round(index)
         assert torch.equal(
             method.cohort(begin(method, 50), rng, 50, 0.1), FedAvg().cohort(None, rng, 50, 0.1)
         )
@@ -318,7 +322,7 @@ def test_unclustered_fedgwc_is_its_aggregator(aggregator: str, alone: Any):
     for client in range(6):
         federation.split[client, :client] = -1
     ours, plain = (
-        testing.follow(m, federation=federation, settings=testing.tiny_settings(rounds=2))
+        testing.run_method(m, federation=federation, settings=testing.tiny_settings(rounds=2))
         for m in (method, alone)
     )
     assert torch.equal(ours.state.shared.models, plain.state.shared.models)
@@ -330,8 +334,8 @@ def test_losses_are_padded_to_a_common_length():
 
     def sent(method: FedGwc, **changes: Any) -> Tensor:
         setup = testing.tiny_settings(rounds=1, **changes)
-        loop: Loop = testing.follow(method, settings=dataclasses.replace(setup, rounds=0))
-        rnd = dataclasses.replace(loop._context(0, torch.arange(6), torch.arange(6)))
+        loop: Loop = testing.run_method(method, settings=dataclasses.replace(setup, rounds=0))
+        rnd = dataclasses.replace(loop._make_round(0, torch.arange(6), torch.arange(6)))
         _, info = rnd.task.train(loop.task.init(Rng(3)), rnd.rng, rnd.local)
         return method.report(rnd, info)["losses"]
 
@@ -348,9 +352,9 @@ def test_losses_are_padded_to_a_common_length():
 
 def test_the_first_losses_are_sent():
     """Of the losses 1, 2, 3 of three steps, two are sent: 1 and 2."""
-    loop: Loop = testing.follow(FedGwc(), settings=testing.tiny_settings(rounds=0))
+    loop: Loop = testing.run_method(FedGwc(), settings=testing.tiny_settings(rounds=0))
     rnd, losses = (
-        loop._context(0, torch.arange(6), torch.arange(6)),
+        loop._make_round(0, torch.arange(6), torch.arange(6)),
         torch.tensor([[1.0, 2.0, 3.0]]).expand(6, 3),
     )
     assert FedGwc(trace=2).report(rnd, {"losses": losses})["losses"].tolist() == [[1.0, 2.0]] * 6
@@ -359,14 +363,14 @@ def test_the_first_losses_are_sent():
 @pytest.mark.option("FedGwc.alpha_rule", "constant", "local_rate", "decay")
 def test_step_sizes_of_the_running_means():
     """Constant 0.1; |P| / K_c = 6 / 20; 0.2 (1 + 3)^-0.75."""
-    assert FedGwc()._alpha(7, 6, 20) == 0.1
-    assert FedGwc(alpha_rule="local_rate")._alpha(7, 6, 20) == 0.3
-    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._alpha(3, 6, 20) == pytest.approx(
+    assert FedGwc()._step_size(7, 6, 20) == 0.1
+    assert FedGwc(alpha_rule="local_rate")._step_size(7, 6, 20) == 0.3
+    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._step_size(3, 6, 20) == pytest.approx(
         0.2 * 4**-0.75
     )
 
 
-def one_round(losses: list[float], **options: Any) -> Interactions:
+def one_round(losses: list[float], **options: Any) -> FedGwcClusters:
     """The state after a round in which the first clients of 20 report a loss each; they have 1, 2, 3 ... samples."""
     method = FedGwc(min_pair_updates=0.0, **options)
     column = torch.tensor(losses, dtype=torch.float64)[:, None]
@@ -489,7 +493,7 @@ def released_trace(
 
 def recorded(index: int, population: int, cohort: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The participants of a round, their losses at one of two levels, and their samples."""
-    stream = Rng(5).at(index).generator("recorded")
+    stream = Rng(5).at_round(index).generator("recorded")
     ids = np.sort(stream.permutation(population)[:cohort])
     return (
         ids,
@@ -509,7 +513,7 @@ def test_the_released_preset_is_the_authors_code():
         shared = merge(never, shared, torch.from_numpy(ids), torch.from_numpy(losses), index)
     np.testing.assert_allclose(shared.matrix.numpy(), matrix, atol=1e-14)
     assert float(shared.mse[0]) == pytest.approx(mse)
-    ours = clustering.affinity(shared.matrix, 0.5, minmax=True, diagonal=0.0).numpy()
+    ours = clustering.affinity_matrix(shared.matrix, 0.5, minmax=True, diagonal=0.0).numpy()
     np.testing.assert_allclose(ours, affinity, atol=1e-12)
     found = {}
     for n in range(2, min(4, population // cohort) + 1):
@@ -602,7 +606,7 @@ def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
     stream = np.random.default_rng(place)
     rows, columns = np.arange(12) % 2, np.arange(12) // 6
     matrix = 0.3 + 0.15 * (rows[:, None] + columns[None, :]) + 0.12 * stream.normal(size=(12, 12))
-    split_seed = int(Rng(0).at(0).generator("fedgwc.split.0").integers(1 << 31))
+    split_seed = int(Rng(0).at_round(0).generator("fedgwc.split.0").integers(1 << 31))
     parts = {}
     for chosen in ({}, options):
         method = FedGwc(alpha=1e-12, beta=1.0, eps=1.0, patience=1, min_pair_updates=0.0, **chosen)
@@ -620,7 +624,7 @@ def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
 def test_the_matrix_starts_empty_or_even():
     """Six clients: 0, or 1 / 36."""
     for start, level in (("zero", 0.0), ("uniform", 1 / 36)):
-        loop = testing.follow(FedGwc(start=start), settings=testing.tiny_settings(rounds=0))
+        loop = testing.run_method(FedGwc(start=start), settings=testing.tiny_settings(rounds=0))
         assert bool((loop.state.shared.matrix == level).all())
 
 
@@ -631,8 +635,12 @@ def test_who_took_part_least_comes_first():
         method = FedGwc(explore=explore)
         sampled = torch.where(torch.arange(10) % 4 == 1, 0, 100)
         shared = dataclasses.replace(begin(method, 10), sampled=sampled)
-        drawn = [method.cohort(shared, Rng(0).at(index), 10, 0.3).tolist() for index in range(5)]
-        plain = [FedAvg().cohort(None, Rng(0).at(index), 10, 0.3).tolist() for index in range(5)]
+        drawn = [
+            method.cohort(shared, Rng(0).at_round(index), 10, 0.3).tolist() for index in range(5)
+        ]
+        plain = [
+            FedAvg().cohort(None, Rng(0).at_round(index), 10, 0.3).tolist() for index in range(5)
+        ]
         assert drawn == ([[1, 5, 9]] * 5 if explore else plain)
 
 

@@ -28,7 +28,7 @@ WHOLE = LocalTraining(steps=1, batch_size=100, optimizer="sgd", lr=0.1)
 
 def follow(method: Method, federation: Federation | None = None, **settings: Any) -> Loop:
     """Run a method to its end on the tiny federation."""
-    return testing.follow(
+    return testing.run_method(
         method, federation=federation, settings=testing.tiny_settings(**{"local": SGD, **settings})
     )
 
@@ -41,7 +41,9 @@ def model(loop: Loop) -> Tensor:
 def served(loop: Loop) -> Tensor:
     """The model of each client after the last round."""
     last = loop.settings.rounds - 1
-    return loop.method.served(loop._context(last, torch.arange(6), torch.arange(6)), loop.state)[0]
+    return loop.method.served(loop._make_round(last, torch.arange(6), torch.arange(6)), loop.state)[
+        0
+    ]
 
 
 class Quadratic:
@@ -134,7 +136,7 @@ def test_apfl_goes_from_fedavg_to_local_training():
     loop, fedavg = follow(Apfl(1.0), rounds=3), follow(FedAvg(), rounds=3)
     alone = loop.task.init(Rng(3))
     for index in range(3):
-        alone, _ = loop.task.train(alone, Rng(3).at(index), SGD)
+        alone, _ = loop.task.train(alone, Rng(3).at_round(index), SGD)
     torch.testing.assert_close(served(loop), alone, rtol=0, atol=1e-12)
     torch.testing.assert_close(
         served(follow(Apfl(0.0), rounds=3)), fedavg.state.params, rtol=0, atol=1e-12
@@ -305,7 +307,7 @@ class Deep(nn.Sequential):
 def deep(method: Method, **settings: Any) -> Loop:
     """Run a method with that model on the regression; 8 parameters of the body and 2 of the head."""
     changed = testing.tiny_settings(**{"local": WHOLE, **settings})
-    return testing.follow(method, federation=QUADRATIC.federation, model=Deep, settings=changed)
+    return testing.run_method(method, federation=QUADRATIC.federation, model=Deep, settings=changed)
 
 
 def slopes(params: Tensor) -> Tensor:
@@ -336,7 +338,7 @@ def test_fedper_averages_the_body_and_each_client_keeps_its_head():
     assert set(table[table["metric"] == "bytes_down"]["value"]) == {8 * 8.0}
     early, late = (deep(FedPer(), rounds=rounds, participation=3) for rounds in (0, 1))
     rests = torch.tensor(
-        sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at(0), 6, 3).tolist()})
+        sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at_round(0), 6, 3).tolist()})
     )
     assert torch.equal(early.state.params[rests], late.state.params[rests])
 
@@ -415,7 +417,7 @@ def test_fedrep_finds_the_representation_that_clients_share():
         settings = testing.tiny_settings(
             rounds=60, local=dataclasses.replace(WHOLE, steps=3), evaluate="final"
         )
-        loop = testing.follow(method, federation=federation, model=net, settings=settings)
+        loop = testing.run_method(method, federation=federation, model=net, settings=settings)
         found = torch.linalg.qr(model(loop)[:20].reshape(2, 10).T)[0]
         return float(torch.linalg.matrix_norm(found - basis @ (basis.T @ found), 2))
 
@@ -448,13 +450,15 @@ def test_fedbn_gains_where_clients_scale_their_inputs_otherwise():
 
     def accuracy(method: Method) -> tuple[float, Loop]:
         settings = testing.tiny_settings(rounds=12, local=local, evaluate="final")
-        loop = testing.follow(method, federation=federation, model=Normalized, settings=settings)
+        loop = testing.run_method(
+            method, federation=federation, model=Normalized, settings=settings
+        )
         return float(loop.task.evaluate(served(loop))["accuracy"].mean()), loop
 
     (own, loop), (one, _) = accuracy(FedBN()), accuracy(FedAvg())
     assert own > one + 0.15
     apart = served(loop)
-    shared = dict(zip(loop.task.layout.names, loop.task.layout.slots, strict=True))
+    shared = dict(zip(loop.task.layout.original_names, loop.task.layout.slots, strict=True))
     for name, slot in shared.items():
         same = bool((apart[:, slot.start : slot.stop] == apart[:1, slot.start : slot.stop]).all())
         assert same == (name.startswith("1.") or name.endswith("num_batches_tracked"))

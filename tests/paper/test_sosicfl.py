@@ -36,7 +36,7 @@ def follow(
     method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any
 ) -> Loop:
     """Run a method to its end."""
-    return testing.follow(
+    return testing.run_method(
         method, federation=federation, model=model, settings=testing.tiny_settings(**settings)
     )
 
@@ -65,7 +65,7 @@ def sequential() -> nn.Module:
 
 def drawn(factory: Any, endpoints: int) -> tuple[Layout, Tensor]:
     """A layout and a row whose endpoints are drawn independently."""
-    with Rng(0).torch_globals("shape"):
+    with Rng(0).temporary_torch_seed("shape"):
         layout = Layout(factory(), torch.float64)
     row = torch.from_numpy(Rng(1).generator("row").normal(size=layout.size)) / 2
     for slot in layout.slots:
@@ -80,7 +80,7 @@ def outputs(
 ) -> Tensor:
     """Run a simplex model at a point of the simplex."""
     inputs = simplex_layers.alpha_inputs(layout, alpha)
-    return layout.call({**layout.views(row), **inputs}, x, training=training)
+    return layout.run_module({**layout.split_rows(row), **inputs}, x, training=training)
 
 
 @pytest.mark.parametrize("plain", [sequential, convolutional])
@@ -91,7 +91,7 @@ def test_a_corner_is_its_endpoint(plain: Any):
     x = torch.from_numpy(
         Rng(2).generator("x").normal(size=(6, 4) if plain is sequential else (6, 2, 5, 5))
     )
-    views = layout.views(row)
+    views = layout.split_rows(row)
     for m in range(3):
         module = plain().double()
         named = dict(module.named_parameters())
@@ -204,13 +204,13 @@ def test_a_given_module_keeps_its_features_and_is_not_changed():
     module = mlp().double()
     before = copy.deepcopy(module.state_dict())
     task = task_of(SosicFl(endpoints=3, regions=2), module, init="given")
-    row = SosicFl(endpoints=3, regions=2).start(task, Rng(0))
-    views = task.layout.views(row)
+    row = SosicFl(endpoints=3, regions=2).draw_first_model(task, Rng(0))
+    views = task.layout.split_rows(row)
     assert torch.equal(views["0.weight"], before["0.weight"])
     assert float((views["3.weight"][0] - views["3.weight"][1]).abs().max()) > 0.01
     assert float(views["3.bias"].abs().max()) == 0.0
     assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
-    assert not torch.equal(SosicFl(endpoints=3, regions=2).start(task, Rng(1)), row)
+    assert not torch.equal(SosicFl(endpoints=3, regions=2).draw_first_model(task, Rng(1)), row)
 
 
 def task_of(
@@ -240,7 +240,7 @@ def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
     ours = follow(method, model=sequential)
     plain = follow(FedAvg(), model=sequential)
     views = by_plain_name(ours.task.layout, ours.state.shared.models[0])
-    expected = plain.task.layout.views(plain.state.shared.models[0])
+    expected = plain.task.layout.split_rows(plain.state.shared.models[0])
     for name, value in expected.items():
         torch.testing.assert_close(views[name], value.flatten(), rtol=0, atol=1e-13)
 
@@ -250,10 +250,10 @@ def test_one_endpoint_with_personal_models_is_ditto():
     method = SosicFlPlus(endpoints=1, regions=1, endpoint_start="model", lam=0.7)
     ours, theirs = (follow(each, model=sequential, local=SGD) for each in (method, Ditto(lam=0.7)))
     everybody = torch.arange(6)
-    served = method.served(ours._context(2, everybody, everybody), ours.state)[0]
+    served = method.served(ours._make_round(2, everybody, everybody), ours.state)[0]
     views, expected = (
         by_plain_name(ours.task.layout, served[5]),
-        theirs.task.layout.views(theirs.state.memory.model[5]),
+        theirs.task.layout.split_rows(theirs.state.memory.model[5]),
     )
     assert not torch.equal(theirs.state.memory.model[5], theirs.state.shared.models[0])
     assert views.keys() == expected.keys()
@@ -266,12 +266,12 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
     rounds, method = 3, SosicFl(endpoints=2, regions=2, warmup_rounds=3)
     federation = testing.tiny_federation()
     loop = follow(method, federation, local=SGD, rounds=rounds, evaluate="final")
-    start = method.start(loop.task, Rng(3))
+    start = method.draw_first_model(loop.task, Rng(3))
     endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
     for index in range(rounds):
         returned = []
         for client in range(6):
-            alpha = Rng(3).at(index).generator("alpha", client).uniform(0.0, 1.0, 1)
+            alpha = Rng(3).at_round(index).generator("alpha", client).uniform(0.0, 1.0, 1)
             mixture = torch.tensor([alpha[0], 1 - alpha[0]])
             x, y = federation.x[client, :12], federation.y[client, :12]
             w = torch.einsum("m,mij->ij", mixture, endpoints).requires_grad_()
@@ -287,7 +287,8 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
     # every client is served the barycenter, to the end
     middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)
     torch.testing.assert_close(
-        loop.final(), simplex_layers.compose(loop.task.layout, expected.expand(6, -1), middle)
+        loop.evaluate_final(),
+        simplex_layers.compose_endpoints(loop.task.layout, expected.expand(6, -1), middle),
     )
 
 
@@ -299,11 +300,13 @@ def test_the_head_step_is_scaled():
             endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model"
         )
         task = task_of(method, sequential)
-        start = method.start(task, Rng(0)).expand(6, -1)
+        start = method.draw_first_model(task, Rng(0)).expand(6, -1)
         alpha = simplex_layers.alpha_inputs(
             task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64)
         )
-        after, _ = task.train(start, Rng(0).at(0), dataclasses.replace(SGD, steps=1), inputs=alpha)
+        after, _ = task.train(
+            start, Rng(0).at_round(0), dataclasses.replace(SGD, steps=1), inputs=alpha
+        )
         slot = next(s for s in task.layout.slots if s.name == "2.weight")
         moved = (after - start)[:, slot.start : slot.stop].reshape(6, 4, -1).mean(1) * math.sqrt(
             scale
@@ -323,7 +326,7 @@ def test_first_endpoints_are_xaviers_whatever_the_heads_step():
         task = task_of(
             method, lambda: nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 100))
         )
-        weight = task.layout.views(method.start(task, Rng(0)))["2.weight"]
+        weight = task.layout.split_rows(method.draw_first_model(task, Rng(0)))["2.weight"]
         assert float(weight.std()) * math.sqrt(scale) == pytest.approx(
             math.sqrt(2 / 300), rel=0.0125
         )
@@ -339,7 +342,7 @@ def test_an_update_at_the_barycenter_is_the_gain_times_the_mean():
         )
         update[0, slot.start : slot.stop] = moved
     # 15 weights, 3 biases
-    assert simplex_layers.composed_last_layer(layout, update).tolist() == [[6.0] * 18]
+    assert simplex_layers.compose_last_layer(layout, update).tolist() == [[6.0] * 18]
 
 
 def test_composed_models_no_longer_depend_on_their_position():
@@ -348,7 +351,7 @@ def test_composed_models_no_longer_depend_on_their_position():
         layout, row = drawn(factory, 3)
         x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
         alpha = torch.tensor([0.6, 0.3, 0.1]).double()
-        fixed = simplex_layers.compose(layout, row[None], alpha[None, None])[0]
+        fixed = simplex_layers.compose_endpoints(layout, row[None], alpha[None, None])[0]
         expected = outputs(layout, row, alpha, x)
         torch.testing.assert_close(
             outputs(layout, fixed, torch.tensor([0.0, 0.0, 1.0]).double(), x), expected
@@ -360,7 +363,7 @@ def test_predictions_can_be_averaged_over_draws():
     layout, row = drawn(simplex_layers.simplex_head(sequential, 4, ensemble=True), 4)
     alpha = torch.from_numpy(Rng(3).generator("alpha").dirichlet([1] * 4, 2))
     x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
-    served = simplex_layers.compose(layout, row[None], alpha[None])[0]
+    served = simplex_layers.compose_endpoints(layout, row[None], alpha[None])[0]
     single = [outputs(layout, row, a, x, training=True).softmax(1) for a in alpha]
     ours = outputs(layout, served, torch.full((4,), 0.25).double(), x).exp()
     torch.testing.assert_close(ours, torch.stack(single).mean(0))
@@ -399,7 +402,7 @@ def test_regions_fit_groups_that_one_model_cannot():
     loss, fit = {}, {}
     for kind, loop in runs.items():
         served, info = loop.method.served(
-            loop._context(14, torch.arange(12), torch.arange(12)), loop.state
+            loop._make_round(14, torch.arange(12), torch.arange(12)), loop.state
         )
         loss[kind] = float(loop.task.evaluate(served)["loss"].mean())
         fit[kind] = float(loop.task.loss(served, "train").mean())
@@ -477,7 +480,9 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     message = Message(
         shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12)
     )
-    merged = method.merge(ServerContext(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
+    merged = method.merge(
+        ServerContext(1, Rng(0).at_round(1), loop.task.layout, 12), shared, message
+    )
     slots = simplex_layers.endpoint_slots(loop.task.layout)
     columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
     torch.testing.assert_close(merged.centers, simplex.gradient_points(-noise[:, columns], 2))
@@ -492,7 +497,9 @@ def test_who_sent_no_update_keeps_the_whole_simplex():
     shared, ids = loop.state.shared, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 11])
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(10, loop.task.layout.size)))
     message = Message(shared.models + noise, {"samples": torch.ones(10, dtype=torch.float64)}, ids)
-    merged = method.merge(ServerContext(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
+    merged = method.merge(
+        ServerContext(1, Rng(0).at_round(1), loop.task.layout, 12), shared, message
+    )
     assert merged.radius.tolist() == [0.1 if client in ids else 2.0 for client in range(12)]
     assert merged.centers[[4, 10]].tolist() == [[0.5, 0.5]] * 2
     assert not (merged.centers[ids] == 0.5).any()
@@ -517,7 +524,7 @@ def test_personal_simplexes():
     before, after = (follow(method, label_skewed(), rounds=rounds) for rounds in (2, 3))
     assert torch.equal(before.state.shared.models, after.state.shared.models)
     assert not before.state.memory.started.any()
-    rnd = before._context(1, torch.arange(12), torch.arange(12))
+    rnd = before._make_round(1, torch.arange(12), torch.arange(12))
     assert torch.equal(
         method.served(rnd, before.state)[0],
         SosicFl(endpoints=2, regions=2).served(rnd, before.state)[0],
@@ -533,20 +540,22 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         method = SosicFlPlus(endpoints=2, regions=2, radius=0.0, personal_region=region)
         loop = follow(method, label_skewed(), rounds=1)
         everybody = torch.arange(12)
-        rnd = loop._context(1, everybody, everybody)
+        rnd = loop._make_round(1, everybody, everybody)
         _, offer = method.ask(
             rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
         )
-        own = offer.field("center")[:, 0]
+        own = offer.field_by_slot("center")[:, 0]
         expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
         assert not torch.allclose(own, torch.full_like(own, 0.5))
-        drawn = method.draw(rnd, method._personal(offer), "alpha.personal", 200)
+        drawn = method.draw_points(rnd, method._personal_offer(offer), "alpha.personal", 200)
         if region == "own":
             torch.testing.assert_close(drawn, own[:, None].expand_as(drawn))  # radius 0
         else:
             assert (drawn.min(1).values < 0.1).all(), "points from all over the simplex"
         served = method.served(rnd, loop.state)[0]
-        views = simplex_layers.compose(loop.task.layout, loop.state.memory.model, expected[:, None])
+        views = simplex_layers.compose_endpoints(
+            loop.task.layout, loop.state.memory.model, expected[:, None]
+        )
         torch.testing.assert_close(served, views)
 
 
@@ -556,7 +565,9 @@ def test_engines_agree_on_simplex_models():
         results = []
         for engine in ("loop", "vmap"):
             settings = testing.tiny_settings(engine=engine, rounds=2)
-            results.append(testing.follow(method, model=mlp, settings=settings).state.shared.models)
+            results.append(
+                testing.run_method(method, model=mlp, settings=settings).state.shared.models
+            )
         torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
@@ -617,11 +628,11 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
             endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute"
         )
         loop = follow(method, label_skewed(), rounds=0)
-        rnd = loop._context(0, torch.arange(12), torch.arange(12))
+        rnd = loop._make_round(0, torch.arange(12), torch.arange(12))
         _, offer = method.ask(
             rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
         )
-        found = method.draw(rnd, offer, "alpha", 5)
+        found = method.draw_points(rnd, offer, "alpha", 5)
         centers = loop.state.shared.centers[loop.state.shared.region].numpy()
         for client in range(12):
             stream, center = rnd.rng.generator("alpha", client), centers[client]
@@ -643,8 +654,8 @@ def placed(**options: Any) -> tuple[list[int], Tensor]:
     """The regions of four clients with COUNTS, and their centers."""
     method = SosicFl(endpoints=3, **options)
     loop = follow(method, testing.tiny_federation(num_clients=4), rounds=0)
-    context = ServerContext(-1, Rng(0).at(-1), loop.task.layout, 4)
-    shared = method._by_labels(context, dataclasses.replace(loop.state.shared, counts=COUNTS))
+    context = ServerContext(-1, Rng(0).at_round(-1), loop.task.layout, 4)
+    shared = method._group_by_labels(context, dataclasses.replace(loop.state.shared, counts=COUNTS))
     return shared.region.tolist(), shared.centers
 
 
@@ -669,7 +680,7 @@ def test_a_center_is_a_member_or_the_mean():
 @pytest.mark.option("SimplexMethod.topics", "lda", "classes")
 def test_clients_are_mixtures_of_topics_or_of_classes():
     """Four regions for four clients: the centers are the clients' points, by scikit-learn or by division."""
-    seed = int(Rng(0).at(-1).generator("regions").integers(1 << 31))
+    seed = int(Rng(0).at_round(-1).generator("regions").integers(1 << 31))
     model = LatentDirichletAllocation(3, learning_method="online", random_state=seed)
     points = {
         "lda": torch.from_numpy(model.fit_transform(COUNTS.numpy())),
@@ -687,15 +698,20 @@ def test_a_mixture_is_drawn_for_each_batch_or_each_sample():
     for per_sample in (False, True):
         method = SosicFl(endpoints=2, regions=1, warmup_rounds=9, per_sample=per_sample)
         loop = follow(method, federation, local=SGD, rounds=1)
-        start = method.start(loop.task, Rng(3))
+        start = method.draw_first_model(loop.task, Rng(3))
         endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
         returned = []
         for client in range(6):
             first = (
-                Rng(3).at(0).generator("alpha", client).uniform(0.0, 1.0, 20 if per_sample else 1)
+                Rng(3)
+                .at_round(0)
+                .generator("alpha", client)
+                .uniform(0.0, 1.0, 20 if per_sample else 1)
             )
             alpha = torch.from_numpy(np.stack([first, 1 - first], axis=1)).expand(20, 2)[:12]
-            order = torch.from_numpy(Rng(3).at(0).generator("batches", client).permutation(12))
+            order = torch.from_numpy(
+                Rng(3).at_round(0).generator("batches", client).permutation(12)
+            )
             x, y = federation.x[client, order], federation.y[client, order]
             w, b = endpoints.clone().requires_grad_(), bias.clone().requires_grad_()
             outputs = torch.einsum("nm,mij,nj->ni", alpha, w, x) + alpha @ b
@@ -713,8 +729,8 @@ def test_endpoints_start_by_xaviers_law_or_as_the_model_draws_its_head():
     for start in ("xavier", "model"):
         method = SosicFl(endpoints=10, regions=2, endpoint_start=start)
         task = task_of(method, lambda: nn.Linear(4, 3))
-        views = task.layout.views(method.start(task, Rng(1)))
-        own = [task.layout.views(row) for row in task.fresh(Rng(1), 10)]
+        views = task.layout.split_rows(method.draw_first_model(task, Rng(1)))
+        own = [task.layout.split_rows(row) for row in task.fresh(Rng(1), 10)]
         weights, biases = (
             torch.stack([one[name][m] for m, one in enumerate(own)]) for name in ("weight", "bias")
         )

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.exchange.base import Message, read
+from coterie.exchange.base import Message, make_inbox
 from coterie.functional import aggregation, selection, similarity
 from coterie.rng import Rng
 
@@ -32,11 +32,13 @@ def test_mixing_weights_are_a_distribution_over_what_arrived(seed, clients, peer
     mask = torch.from_numpy(stream(seed).random((clients, peers)) < 0.6)
     values = draw(seed + 1, clients, peers)
     if kind == "avg":
-        weights, own = aggregation.fedavg(values.abs() + 1, draw(seed, clients).abs() + 0.1, mask)
+        weights, own = aggregation.fedavg_weights(
+            values.abs() + 1, draw(seed, clients).abs() + 0.1, mask
+        )
     elif kind == "sim":
-        weights, own = aggregation.fedsim(values, mask)
+        weights, own = aggregation.fedsim_weights(values, mask)
     else:
-        weights, own = aggregation.fedsim_prior(values.abs(), mask)
+        weights, own = aggregation.fedsim_prior_weights(values.abs(), mask)
     torch.testing.assert_close(weights.sum(1) + own, torch.ones(clients).double())
     assert bool((weights >= 0).all())
     assert bool((own > 0).all())
@@ -49,8 +51,8 @@ def test_the_order_of_the_slots_does_not_matter(seed, peers):
     """Invariant 28: permuting M_i permutes the weights."""
     order = torch.from_numpy(stream(seed).permutation(peers))
     s, mask = draw(seed, 2, peers), torch.ones(2, peers, dtype=torch.bool)
-    weights, own = aggregation.fedsim(s, mask)
-    moved, same = aggregation.fedsim(s[:, order], mask)
+    weights, own = aggregation.fedsim_weights(s, mask)
+    moved, same = aggregation.fedsim_weights(s[:, order], mask)
     torch.testing.assert_close(moved, weights[:, order])
     torch.testing.assert_close(same, own)
 
@@ -61,17 +63,17 @@ def test_mix_is_the_product_with_the_mixing_matrix(seed, clients, params):
     """Invariant 2: merged = A W against a dense matrix; with equal models nothing changes."""
     w = draw(seed, clients, params)
     ids = torch.arange(clients)
-    peers = selection.uniform(
-        Rng(seed).gumbel("peers", ids, clients), 3, selection.others(ids, clients)
+    peers = selection.sample_uniformly(
+        Rng(seed).gumbel("peers", ids, clients), 3, selection.mask_of_others(ids, clients)
     )
-    inbox = read(Message(w, ids=ids), ids, peers, clients)
-    weights, own = aggregation.fedavg(
+    inbox = make_inbox(Message(w, ids=ids), ids, peers, clients)
+    weights, own = aggregation.fedavg_weights(
         draw(seed, *peers.shape).abs() + 1, torch.ones(clients).double(), inbox.mask
     )
     matrix = torch.diag(own).scatter_add(1, peers, weights)
     torch.testing.assert_close(inbox.mix(weights, own=w, own_weight=own), matrix @ w)
     same = w[:1].expand_as(w)
-    inbox = read(Message(same, ids=ids), ids, peers, clients)
+    inbox = make_inbox(Message(same, ids=ids), ids, peers, clients)
     torch.testing.assert_close(inbox.mix(weights, own=same, own_weight=own), same)
 
 
@@ -86,7 +88,7 @@ def test_probabilities_are_a_distribution_over_the_others(seed, population, tau,
     """Rows sum to 1 (0 for a client that is alone), are finite, and nobody draws itself."""
     ids = torch.arange(population)
     considered = torch.from_numpy(stream(seed).random((population, population)) < 0.5)
-    p = selection.probabilities(
+    p = selection.selection_probabilities(
         draw(seed, population, population), tau, considered, ids, floor=floor
     )
     assert bool((p >= 0).all())
@@ -101,9 +103,9 @@ def test_relabeling_the_clients_relabels_the_choice(seed, population, count):
     ids = torch.arange(population)
     order = torch.from_numpy(stream(seed).permutation(population))
     noise = draw(seed, population, population)
-    allowed = selection.others(ids, population)
-    before = selection.sample(torch.zeros_like(noise), noise, count, allowed)
-    after = selection.sample(torch.zeros_like(noise), noise[order][:, order], count, allowed)
+    allowed = selection.mask_of_others(ids, population)
+    before = selection.sample_peers(torch.zeros_like(noise), noise, count, allowed)
+    after = selection.sample_peers(torch.zeros_like(noise), noise[order][:, order], count, allowed)
     assert torch.equal(order[after], before[order])
 
 
@@ -117,4 +119,4 @@ def test_similarities_agree_with_the_textbook(seed, pairs, params):
     cos = torch.nn.functional.cosine_similarity(own[:, None], table[index], dim=2)
     torch.testing.assert_close(similarity.cosine(own, table, index, mask), cos)
     gap = (own[:, None] - table[index]).norm(dim=2)
-    torch.testing.assert_close(similarity.distance(own, table, index, mask), gap)
+    torch.testing.assert_close(similarity.l2_distances(own, table, index, mask), gap)

@@ -21,12 +21,12 @@ import coterie
 from coterie._util.settings import (
     Configurable,
     Importable,
-    dumps,
-    parse,
-    plain,
-    required,
-    settable,
-    words,
+    describe_hint,
+    parse_settings,
+    required_fields,
+    settable_fields,
+    to_plain,
+    to_toml,
 )
 from coterie.data.shifts import SHIFTS
 from coterie.errors import ConfigError
@@ -59,13 +59,16 @@ def classes() -> list[type[Any]]:
         rest += inner
         found += [cls for cls in inner if not getattr(cls, "__abstractmethods__", ())]
     return sorted(
-        {cls for cls in found if cls.__module__.startswith("coterie.") and settable(cls)}, key=str
+        {cls for cls in found if cls.__module__.startswith("coterie.") and settable_fields(cls)},
+        key=str,
     )
 
 
 def base(cls: type[Any], *leave: str) -> dict[str, Any]:
     """Return a table of a class that is fine but for the fields left out."""
-    names = {*required(cls), *({"concentration_total"} & set(settable(cls)))} - {*leave}
+    names = {*required_fields(cls), *({"concentration_total"} & set(settable_fields(cls)))} - {
+        *leave
+    }
     return {name: NEEDED[name] for name in names if name in NEEDED}
 
 
@@ -137,26 +140,28 @@ def refusal(make: Any) -> str:
 @pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
 def test_what_a_field_does_not_declare_is_refused_in_the_same_words_everywhere(cls):
     kind = getattr(cls, "kind", None)
-    owner = kind if isinstance(kind, str) and "kind" not in settable(cls) else cls.__name__
-    for name, hint in settable(cls).items():
+    owner = kind if isinstance(kind, str) and "kind" not in settable_fields(cls) else cls.__name__
+    for name, hint in settable_fields(cls).items():
         wrong = [value for value in [*WRONG, *beyond(hint)] if not fits(value, hint)]
         assert wrong, f"{name} accepts everything: it declares nothing"
         # made of other settings: nothing that a table could hold
-        if required(cls) - {*base(cls, name), name}:
+        if required_fields(cls) - {*base(cls, name), name}:
             continue
         for value in wrong:
             table = {**base(cls, name), name: value}
-            said = f"{name} is {value!r}; expected {words(hint)}"
+            said = f"{name} is {value!r}; expected {describe_hint(hint)}"
             assert refusal(lambda table=table: cls(**table)) == f"{owner}: {said}"
             if not isinstance(value, np.generic):
-                read = tomllib.loads(dumps(table))
-                assert refusal(lambda read=read: parse(cls, read, "here")) == f"here: {said}"
+                read = tomllib.loads(to_toml(table))
+                assert (
+                    refusal(lambda read=read: parse_settings(cls, read, "here")) == f"here: {said}"
+                )
 
 
 def test_every_method_and_shift_and_table_of_a_file_is_among_them():
     names = {cls.__name__ for cls in classes()}
-    assert names >= {method.__name__ for method in METHODS.values() if settable(method)}
-    assert names >= {shift.__name__ for shift in SHIFTS.values() if settable(shift)}
+    assert names >= {method.__name__ for method in METHODS.values() if settable_fields(method)}
+    assert names >= {shift.__name__ for shift in SHIFTS.values() if settable_fields(shift)}
     assert names >= {
         "Settings",
         "LocalTraining",
@@ -193,9 +198,9 @@ def test_every_method_and_shift_and_table_of_a_file_is_among_them():
     ],
 )
 def test_a_study_file_says_where_it_stands(where, text, said):
-    assert refusal(lambda: config.loads(f"data={{dataset='digits'}}\n{text}")).startswith(
-        f"{where}: {said}"
-    )
+    assert refusal(
+        lambda: config.parse_study_text(f"data={{dataset='digits'}}\n{text}")
+    ).startswith(f"{where}: {said}")
 
 
 @settings(max_examples=10)
@@ -232,4 +237,7 @@ def test_a_preset_can_be_changed_and_what_is_given_stays(first, second, names, l
     assert after == wanted
     assert all(getattr(after, name) == value for name, value in fields.items())
     assert replace(after, preset=first) == FedGwc(preset=first, **fields)
-    assert parse(FedGwc, {k: v for k, v in plain(after).items() if k != "kind"}, "x") == wanted
+    assert (
+        parse_settings(FedGwc, {k: v for k, v in to_plain(after).items() if k != "kind"}, "x")
+        == wanted
+    )

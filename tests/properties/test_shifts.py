@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data._partition import Wish, allocate
+from coterie.data._partition import SampleRequest, allocate_samples
 from coterie.data.build import DataConfig, build_from_sources
 from coterie.data.federation import Federation
 from coterie.data.source import Samples, Source
@@ -83,8 +83,8 @@ def test_sizes_are_kept_and_no_sample_serves_two_clients(first, second, seed):
     # two that choose classes may ask for the impossible
     shift = [*first, *second] if one_of_classes else first
     federation = build(shift, seed)
-    assert federation.counts("train").tolist() == [9] * 8
-    assert federation.counts("validation").tolist() == [3] * 8
+    assert federation.count_samples("train").tolist() == [9] * 8
+    assert federation.count_samples("validation").tolist() == [3] * 8
     together = np.concatenate(own(federation))
     assert len(np.unique(together)) == len(together) == 96
 
@@ -100,8 +100,8 @@ def test_quantity_shifts_keep_the_total_and_the_minimum(kind, concentration, min
     assert sum(sizes) == 96
     assert min(sizes) >= minimum
     assert len(np.unique(np.concatenate(own(federation)))) == 96
-    assert int(federation.counts("train").min()) >= 1
-    assert int(federation.counts("validation").min()) >= 1
+    assert int(federation.count_samples("train").min()) >= 1
+    assert int(federation.count_samples("validation").min()) >= 1
 
 
 @few
@@ -145,7 +145,7 @@ def test_the_truth_has_the_clusters_asked_for(sizes, seed):
 @few
 @given(seeds, seeds)
 def test_fingerprints_tell_seeds_apart(first, second):
-    same = build([], first).fingerprint() == build([], second).fingerprint()
+    same = build([], first).compute_fingerprint() == build([], second).compute_fingerprint()
     assert same == (first == second)
 
 
@@ -161,9 +161,9 @@ def test_an_allocation_ends_and_serves_exactly_or_says_that_it_cannot(data, seed
     drawn = data.draw(
         st.lists(st.tuples(st.integers(0, 5), group, mixture), min_size=1, max_size=5)
     )
-    wishes = [Wish(*wish) for wish in drawn]
+    wishes = [SampleRequest(*wish) for wish in drawn]
     try:
-        parts = allocate(wishes, labels, np.random.Generator(np.random.Philox(seed)))
+        parts = allocate_samples(wishes, labels, np.random.Generator(np.random.Philox(seed)))
     except DataError:
         assert not possible(wishes, labels)
         return
@@ -174,7 +174,7 @@ def test_an_allocation_ends_and_serves_exactly_or_says_that_it_cannot(data, seed
         assert wish.labels is None or set(labels[part]) <= set(wish.labels)
 
 
-def possible(wishes: list[Wish], labels: np.ndarray) -> bool:
+def possible(wishes: list[SampleRequest], labels: np.ndarray) -> bool:
     """Hall's condition, by trying every set of classes: what wants only these must fit in these."""
     for chosen in range(1 << 4):
         classes = {label for label in range(4) if chosen >> label & 1}

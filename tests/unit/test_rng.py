@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from coterie.rng import EVERYONE, Rng
-from coterie.testing.methods import _Relabeled
+from coterie.testing.methods import _RelabeledRng
 
 
 def test_streams_differ_in_every_part_of_their_key():
@@ -10,7 +10,7 @@ def test_streams_differ_in_every_part_of_their_key():
     draws = [
         stream.random()
         for stream in (
-            rng.generator("a", 0), rng.generator("a", 1), rng.generator("b", 0), rng.at(0).generator("a", 0),
+            rng.generator("a", 0), rng.generator("a", 1), rng.generator("b", 0), rng.at_round(0).generator("a", 0),
             Rng(2).generator("a", 0), rng.generator("a", EVERYONE),
         )
     ]  # fmt: skip
@@ -18,11 +18,13 @@ def test_streams_differ_in_every_part_of_their_key():
 
 
 def test_what_a_client_draws_does_not_depend_on_who_is_hosted_beside_it():
-    rng = Rng(3).at(5)
+    rng = Rng(3).at_round(5)
     whole = rng.gumbel("peers", torch.arange(10), 10)
     part = rng.gumbel("peers", torch.tensor([7, 2]), 10)
     assert torch.equal(part, whole[[7, 2]])
-    assert torch.equal(rng.keys("k", torch.tensor([4])), rng.keys("k", torch.arange(6))[4:5])
+    assert torch.equal(
+        rng.draw_keys("k", torch.tensor([4])), rng.draw_keys("k", torch.arange(6))[4:5]
+    )
     assert torch.equal(
         rng.uniform("u", torch.tensor([4]), 3), rng.uniform("u", torch.arange(6), 3)[4:5]
     )
@@ -36,16 +38,16 @@ def test_gumbel_draws_have_the_mean_and_variance_of_the_standard_gumbel_law():
 
 def test_foreign_code_draws_reproducibly_and_leaves_the_global_generator_alone():
     before = torch.random.get_rng_state()
-    with Rng(0).torch_globals("x"):
+    with Rng(0).temporary_torch_seed("x"):
         first = torch.rand(3)
-    with Rng(0).torch_globals("x"):
+    with Rng(0).temporary_torch_seed("x"):
         second = torch.rand(3)
     assert torch.equal(first, second)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_relabeled_streams_give_the_new_client_the_draws_of_the_old_one():
-    relabeled = _Relabeled(3, 0, (2, 0, 1))
+    relabeled = _RelabeledRng(3, 0, (2, 0, 1))
     plain = Rng(3, 0).gumbel("peers", torch.arange(3), 3)
     moved = relabeled.gumbel("peers", torch.arange(3), 3)
     assert moved[0, 1] == plain[2, 0]
@@ -63,6 +65,6 @@ def test_gumbel_draws_are_numpys():
 
 def test_every_client_has_keys_and_draws_of_its_own():
     """Shared ones would give two clients the same dropout masks, crops, noise or random peers."""
-    rng, ids = Rng(5).at(2), torch.arange(50)
-    assert len(rng.keys("dropout", ids).unique()) == len(ids)
+    rng, ids = Rng(5).at_round(2), torch.arange(50)
+    assert len(rng.draw_keys("dropout", ids).unique()) == len(ids)
     assert len(rng.uniform("peers", ids, 3).flatten().unique()) == 3 * len(ids)

@@ -27,7 +27,7 @@ _mine: dict[tuple[str, int], int] = {}
 
 
 @contextmanager
-def claimed(folder: Path, wait: float = 1.0) -> Iterator[None]:
+def claim_folder(folder: Path, wait: float = 1.0) -> Iterator[None]:
     """Claim a folder for the block; a thread that has the claim already may claim it again.
 
     Args:
@@ -40,7 +40,7 @@ def claimed(folder: Path, wait: float = 1.0) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = str(folder.resolve()), threading.get_ident()
-    with _locked(folder, wait) if key not in _mine else _nothing():
+    with _lock_folder(folder, wait) if key not in _mine else _nothing():
         _mine[key] = _mine.get(key, 0) + 1
         try:
             yield
@@ -50,7 +50,7 @@ def claimed(folder: Path, wait: float = 1.0) -> Iterator[None]:
                 del _mine[key]
 
 
-def in_use(folder: Path) -> str:
+def find_owner(folder: Path) -> str:
     """Return who has claimed a folder, as a text such as "process 17 on host since 10:31"; "" when nobody has."""
     if not (folder / LOCK).exists():
         return ""
@@ -58,7 +58,7 @@ def in_use(folder: Path) -> str:
     try:
         lock.acquire()
     except Timeout:
-        return _owner(folder)
+        return _load_owner(folder)
     except OSError:  # no locks here, or no right to write
         return ""
     lock.release()
@@ -71,13 +71,13 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path, wait: float) -> Iterator[None]:
+def _lock_folder(folder: Path, wait: float) -> Iterator[None]:
     lock = FileLock(folder / LOCK, timeout=wait)
     try:
         lock.acquire()
     except Timeout:
         raise FolderInUse(
-            f"{folder} is in use by {_owner(folder)}; wait for it, or stop it first"
+            f"{folder} is in use by {_load_owner(folder)}; wait for it, or stop it first"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -96,7 +96,7 @@ def _locked(folder: Path, wait: float) -> Iterator[None]:
         lock.release()
 
 
-def _owner(folder: Path) -> str:
+def _load_owner(folder: Path) -> str:
     try:
         found = json.loads((folder / OWNER).read_text("utf-8"))
         return f"process {found['process']} on {found['host']} since {found['since']}"

@@ -4,7 +4,7 @@ import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs what an extra adds, however Coterie itself was installed.
 
     It names the packages of the extra, not `coterie[EXTRA]`: pip would look for that in an index,

@@ -29,7 +29,7 @@ class Described(ABC):
         return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
 
 
-def spread(values: Any) -> str:
+def format_range(values: Any) -> str:
     """Say numbers in a word or two: the one there is, or the least and the largest.
 
     Example:

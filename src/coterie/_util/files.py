@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which replaces `path` when the block ends without an error.
 
     Readers find the old or the new file, also after a crash at any moment.
@@ -36,8 +36,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file atomically; see `replacing`."""
-    with replacing(path) as temporary:
+    """Write a file atomically; see `replace_atomically`."""
+    with replace_atomically(path) as temporary:
         temporary.write_bytes(data)
 
 

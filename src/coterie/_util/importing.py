@@ -5,12 +5,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from coterie.errors import ConfigError, unknown
+from coterie.errors import ConfigError, describe_unknown
 
 T = TypeVar("T")
 
 
-def imported(path: str, what: str, package: str = "") -> Any:
+def import_object(path: str, what: str, package: str = "") -> Any:
     """Return what an import path names. Its module is imported, which runs the code in it.
 
     Args:
@@ -40,10 +40,8 @@ def imported(path: str, what: str, package: str = "") -> Any:
     return found
 
 
-def imported_class(
-    path: str, what: str, base: type[T], known_as: str, package: str = ""
-) -> type[T]:
-    """Return the class that an import path names, which can be made and has a `kind`; see `imported`.
+def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:
+    """Return the class that an import path names, which can be made and has a `kind`; see `import_object`.
 
     Args:
         path: "package.module:Name".
@@ -55,7 +53,7 @@ def imported_class(
     Raises:
         ConfigError: when there is none, or it lacks something.
     """
-    found = imported(path, what, package)
+    found = import_object(path, what, package)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{what} is {found!r}; expected a subclass of {known_as}")
     if inspect.isabstract(found) or not hasattr(found, "kind"):
@@ -66,19 +64,19 @@ def imported_class(
     return found
 
 
-def imported_function(path: str, what: str) -> Any:
-    """Return the function that an import path names; see `imported`.
+def import_function(path: str, what: str) -> Any:
+    """Return the function that an import path names; see `import_object`.
 
     Raises:
         ConfigError: when there is none.
     """
-    found = imported(path, what)
+    found = import_object(path, what)
     if not callable(found) or isinstance(found, type):
         raise ConfigError(f"{what} is {found!r}; expected a function")
     return found
 
 
-def kind_of(
+def parse_kind(
     given: str | Mapping[str, Any] | Callable[..., Any],
     known: Mapping[str, Any],
     what: str,
@@ -103,7 +101,7 @@ def kind_of(
         ('dice', {'smooth': 1})
     """
     if not isinstance(given, str | Mapping):
-        given = path_of(given, where)
+        given = find_import_path(given, where)
     rest = {"kind": given} if isinstance(given, str) else dict(given)
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):
@@ -112,11 +110,11 @@ def kind_of(
             f"{where}: kind is {found}; valid: {', '.join(sorted(known))}; or package.module:name"
         )
     if kind not in known and ":" not in kind:
-        raise ConfigError(f"{where}: {unknown(what, kind, known)}; or package.module:name")
+        raise ConfigError(f"{where}: {describe_unknown(what, kind, known)}; or package.module:name")
     return kind, rest
 
 
-def path_of(found: Any, what: str) -> str:
+def find_import_path(found: Any, what: str) -> str:
     """Return the import path under which a function or class is found again, by another process too.
 
     Raises:
@@ -129,7 +127,7 @@ def path_of(found: Any, what: str) -> str:
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
     path = f"{module}:{name}"
     reachable = module is not None and name is not None and "<" not in name
-    if not reachable or imported(path, what) is not found:
+    if not reachable or import_object(path, what) is not found:
         raise ConfigError(
             f"{what} is {found!r}; expected one that is defined at the top of a module, with a name"
         )

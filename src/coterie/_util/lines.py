@@ -7,7 +7,7 @@ from pathlib import Path
 _TAIL = 1 << 20
 
 
-class Lines:
+class LineFile:
     """A file of lines, open for appending; its owner sees to it that one thread at a time appends.
 
     Args:
@@ -25,10 +25,10 @@ class Lines:
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return os.fstat(self._open).st_size
+        return os.fstat(self._open_handle).st_size
 
     @property
-    def _open(self) -> int:
+    def _open_handle(self) -> int:
         if self._handle is None:
             raise ValueError(f"{self.path} is closed")
         return self._handle
@@ -42,7 +42,7 @@ class Lines:
         Raises:
             OSError: from the system, such as for a full disk; the file is then as it was before.
         """
-        handle, data, before = self._open, memoryview(line + b"\n"), self.size
+        handle, data, before = self._open_handle, memoryview(line + b"\n"), self.size
         try:
             while data:
                 data = data[os.write(handle, data) :]
@@ -55,14 +55,14 @@ class Lines:
     def sync(self) -> None:
         """Wait until everything is on the disk."""
         try:
-            os.fsync(self._open)
+            os.fsync(self._open_handle)
         except OSError as error:
             error.filename = str(self.path)
             raise
 
-    def cut(self) -> bytes:
+    def trim_partial_line(self) -> bytes:
         """Remove what is no whole line at the end, as a kill or a power cut leaves it, and return it."""
-        handle, size = self._open, self.size
+        handle, size = self._open_handle, self.size
         start = max(0, size - _TAIL)
         found = os.pread(handle, size - start, start)
         if start and b"\n" not in found:

@@ -3,7 +3,7 @@
 HOST = "127.0.0.1"
 
 
-def ours(host: str, port: int) -> bool:
+def is_local_request(host: str, port: int) -> bool:
     """Return whether a request names this machine as its host.
 
     A page of another site can bind its own name to 127.0.0.1 (DNS rebinding) and then read what is

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from coterie._util.files import replacing, write_atomically
+from coterie._util.files import replace_atomically, write_atomically
 
 FILE = "B2SUMS"
 Content = bytes | Callable[[Path], None]
@@ -28,7 +28,7 @@ def replace_files(
 ) -> None:
     """Replace files of a folder, and list their digests in its manifest.
 
-    One process at a time may do so: its caller has claimed the folder (`claims.claimed`).
+    One process at a time may do so: its caller has claimed the folder (`claims.claim_folder`).
 
     Args:
         folder: an existing folder.
@@ -40,40 +40,42 @@ def replace_files(
         OSError: from the system; every file is then the old or the new one, and the manifest knows
             both.
     """
-    before = _read(folder)
-    kept = {name: older for name, older in (rotate or {}).items() if not fault(folder, name)}
+    before = _load_manifest(folder)
+    kept = {
+        name: older for name, older in (rotate or {}).items() if not describe_fault(folder, name)
+    }
     with ExitStack() as files:
         fresh: _Digests = {}
         # the last to be opened is the first in place
         for name, content in reversed(list(contents.items())):
-            temporary = files.enter_context(replacing(folder / name))
+            temporary = files.enter_context(replace_atomically(folder / name))
             temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
-            fresh[name] = frozenset({_digest(temporary)})
+            fresh[name] = frozenset({_compute_digest(temporary)})
         fresh |= {older: before[name] for name, older in kept.items()}
         nothing: frozenset[str] = frozenset()
-        _write(
+        _write_manifest(
             folder,
             before | {name: before.get(name, nothing) | digests for name, digests in fresh.items()},
         )
         for name, older in kept.items():
             os.replace(folder / name, folder / older)
-    _write(folder, before | fresh)
+    _write_manifest(folder, before | fresh)
 
 
-def fault(folder: Path, name: str) -> str:
+def describe_fault(folder: Path, name: str) -> str:
     """Say what is wrong with a file: that it is missing, is not listed, or is not what was written; "" if it is whole.
 
     The manifest of a folder without one lists nothing.
     """
-    listed = _read(folder)
+    listed = _load_manifest(folder)
     while True:
         try:
-            found = _digest(folder / name)
+            found = _compute_digest(folder / name)
         except FileNotFoundError:
             found = ""
         if found in listed.get(name, ()):
             return ""
-        read, listed = listed, _read(folder)
+        read, listed = listed, _load_manifest(folder)
         if read == listed:  # else another process may have replaced the file
             break
     if not found:
@@ -83,19 +85,21 @@ def fault(folder: Path, name: str) -> str:
     return f"{name} is damaged: it is not what {FILE} lists"
 
 
-def digests(folder: Path) -> dict[str, str]:
+def load_digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file that the manifest of a folder lists; nobody may be writing there."""
     return {
-        name: next(iter(found)) for name, found in sorted(_read(folder).items()) if len(found) == 1
+        name: next(iter(found))
+        for name, found in sorted(_load_manifest(folder).items())
+        if len(found) == 1
     }
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
-def _read(folder: Path) -> _Digests:
+def _load_manifest(folder: Path) -> _Digests:
     """The digests of each file; there are two while it is being replaced."""
     try:
         text = (folder / FILE).read_bytes().decode(errors="replace")
@@ -108,6 +112,6 @@ def _read(folder: Path) -> _Digests:
     return out
 
 
-def _write(folder: Path, listed: _Digests) -> None:
+def _write_manifest(folder: Path, listed: _Digests) -> None:
     lines = [f"{digest}  {name}\n" for name in sorted(listed) for digest in sorted(listed[name])]
     write_atomically(folder / FILE, "".join(lines).encode())

@@ -4,17 +4,17 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 
 
-def called(names: Mapping[int, str], client: int) -> str:
+def format_client(names: Mapping[int, str], client: int) -> str:
     """Return how people call a client: by its name, else "client 7".
 
     Example:
         >>> called({0: "Oslo"}, 0), called({}, 7)
         ('Oslo', 'client 7')
     """
-    return one_line(names[client]) if client in names else f"client {client}"
+    return to_one_line(names[client]) if client in names else f"client {client}"
 
 
-def few(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
+def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
     """Return the first of some clients, by their names where they have any, else by their ids.
 
     Example:
@@ -23,23 +23,23 @@ def few(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
     """
     ids = list(clients)
     told = [
-        short(called(names, client), 40) if client in names else str(client)
+        shorten_text(format_client(names, client), 40) if client in names else str(client)
         for client in ids[:most]
     ]
     return ", ".join([*told, *(["..."] if len(ids) > most else [])])
 
 
-def short(text: str, most: int = 24) -> str:
+def shorten_text(text: str, most: int = 24) -> str:
     """Return a text that is cut with an ellipsis where it has more than so many characters.
 
     Example:
         >>> short("St. Olavs hospital, Trondheim", 10)
         'St. Olavs…'
     """
-    line = one_line(text)
+    line = to_one_line(text)
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Return a text without line breaks and other control characters, of which terminals make something else."""
     return " ".join("".join(" " if unicodedata.category(c) == "Cc" else c for c in text).split())

@@ -21,24 +21,24 @@ CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
 
 
 @lru_cache(maxsize=1)
-def code() -> dict[str, Any]:
+def describe_code() -> dict[str, Any]:
     """Return the commit of the code that this process runs, and whether files of it differ from that commit.
 
     Returns:
         `commit` and `dirty`; both None where the package does not run from its own repository.
     """
     # a repository around it is not its own
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if _run_git("ls-files", "--error-unmatch", "__init__.py") is None:
         return {"commit": None, "dirty": None}
-    top = _git("rev-parse", "--show-toplevel") or str(PACKAGE)
-    changed = _git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
+    top = _run_git("rev-parse", "--show-toplevel") or str(PACKAGE)
+    changed = _run_git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _run_git("rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
     }
 
 
-def _git(*words: str) -> str | None:
+def _run_git(*words: str) -> str | None:
     """Return what git says of the package's folder, which it leaves as it is; None when it fails or is not there."""
     command = ["git", "--no-optional-locks", "-C", str(PACKAGE), *words]
     try:
@@ -48,7 +48,7 @@ def _git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def command() -> str:
+def format_command() -> str:
     """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
     script = Path(sys.argv[0] or "python")
     # python -m PACKAGE; a worker process does not know its name, but where it is
@@ -67,8 +67,8 @@ def command() -> str:
     return shlex.join([*first, *sys.argv[1:]])
 
 
-def hardware() -> dict[str, Any]:
-    """Return the kind of machine: `processor`, `vectors`, `cores`, `machine` and `system`.
+def describe_hardware() -> dict[str, Any]:
+    """Return the kind of machine: `processor`, `vectors`, `cores`, `describe_machine` and `system`.
 
     Processors of one name may have different vector instructions (`vectors`, as torch calls them),
     which add in another order.
@@ -87,7 +87,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def packages(*names: str) -> dict[str, str]:
+def get_versions(*names: str) -> dict[str, str]:
     """Return the installed versions of some packages; "unknown" where there is none."""
     found = {}
     for name in names:
@@ -98,12 +98,16 @@ def packages(*names: str) -> dict[str, str]:
     return found
 
 
-def machine(*more: str) -> dict[str, Any]:
+def describe_machine(*more: str) -> dict[str, Any]:
     """Return the machine, and the versions of Python, torch, numpy and of `more` packages, in one flat mapping."""
-    return {**hardware(), "python": platform.python_version(), **packages("torch", "numpy", *more)}
+    return {
+        **describe_hardware(),
+        "python": platform.python_version(),
+        **get_versions("torch", "numpy", *more),
+    }
 
 
-def head(
+def make_origin(
     speaks_of: Sequence[str],
     *,
     config: Mapping[str, Any],
@@ -117,13 +121,13 @@ def head(
             "methods/dac.py".
         config: the settings.
         seeds: of all random streams.
-        where: the machine; see `machine`.
+        where: the machine; see `describe_machine`.
     """
     return {
-        **code(),
-        "version": packages("coterie")["coterie"],
+        **describe_code(),
+        "version": get_versions("coterie")["coterie"],
         "made": datetime.now(UTC).date().isoformat(),
-        "command": command(),
+        "command": format_command(),
         "config": dict(config),
         "seeds": list(seeds),
         "machine": dict(where),
@@ -131,7 +135,7 @@ def head(
     }
 
 
-def keep(
+def write_results(
     path: Path,
     results: Sequence[Mapping[str, Any]],
     speaks_of: Sequence[str],
@@ -149,13 +153,15 @@ def keep(
         speaks_of: the parts of the package that are measured, as paths below it.
         settings: what the command was given, defaults included.
         seeds: of all random streams.
-        where: the machine; what `machine` says when None.
+        where: the machine; what `describe_machine` says when None.
         more: further entries.
     """
     config = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
     }
-    first = head(speaks_of, config=config, seeds=seeds, where=machine() if where is None else where)
+    first = make_origin(
+        speaks_of, config=config, seeds=seeds, where=describe_machine() if where is None else where
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
         path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode()

@@ -3,7 +3,7 @@
 Matrices of a whole population are created in every round. Linux allocates memory in pages of 4 KiB,
 with a page fault at each first write, and a virtual machine may have to ask its host as well: for
 gigabytes that takes seconds. Here such memory is allocated in large pages, and during a run
-(`kept`) the memory of a freed tensor is kept for the next tensor of the same size. Where a system
+(`reuse_pages`) the memory of a freed tensor is kept for the next tensor of the same size. Where a system
 has no such pages, tensors are PyTorch's own. No value depends on it.
 """
 
@@ -28,7 +28,7 @@ _LEAST = 1 << 22  # bytes from which on it pays
 _MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}
 
 
-class _Store:
+class _PageStore:
     """Blocks of memory without a tensor, kept for reuse during a run."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class _Store:
         except IndexError:
             pass
         try:
-            return _fresh(size)
+            return _map_block(size)
         except OSError:  # no memory is left: give back what waits, and try once more
             self.free.clear()
-            return _fresh(size)
+            return _map_block(size)
 
     def give(self, size: int, block: mmap.mmap) -> None:
         """Keep the block of a freed tensor, or release it."""
@@ -53,17 +53,17 @@ class _Store:
             self.free[size].append(block)
 
 
-_STORE = _Store()
+_STORE = _PageStore()
 
 
-def _fresh(size: int) -> mmap.mmap:
+def _map_block(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def reuse_pages() -> Iterator[None]:
     """Keep the memory of this module's freed tensors for new ones, and release it at the end."""
     with _STORE.lock:
         _STORE.users += 1
@@ -100,7 +100,7 @@ def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
 
 
 @cache
-def settle() -> None:
+def keep_small_blocks() -> None:
     """Let the C library keep the memory of freed tensors below 64 MiB for the next ones, in this process from now on.
 
     Without this it gives the activations of each training step back to the system and takes fresh

@@ -21,8 +21,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from coterie._util.importing import path_of
-from coterie.errors import ConfigError, unknown
+from coterie._util.importing import find_import_path
+from coterie.errors import ConfigError, describe_unknown
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Importable:
     """Marks a text that names a function of the user's, which is imported when it is needed and not before."""
 
 
-OwnFunction = Annotated[str | Callable[..., Any], Importable()]
+CustomFunction = Annotated[str | Callable[..., Any], Importable()]
 """A function by its import path, "package.module:name"; one that is given itself is kept as its path."""
 
 _IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
@@ -74,11 +74,11 @@ class Configurable:
     def __post_init__(self) -> None:
         cls = type(self)
         try:
-            for name, hint in settable(cls).items():
-                object.__setattr__(self, name, _accepted(name, getattr(self, name), hint))
+            for name, hint in settable_fields(cls).items():
+                object.__setattr__(self, name, _check_value(name, getattr(self, name), hint))
             self.check()
         except ConfigError as error:
-            raise ConfigError(f"{_owner(cls)}: {error}") from None
+            raise ConfigError(f"{_owner_name(cls)}: {error}") from None
 
     def check(self) -> None:
         """Check the rules that concern several fields.
@@ -103,7 +103,7 @@ class WithPresets(Configurable):
     def __new__(cls, *args: Any, **kwargs: Any):
         made = object.__new__(cls)
         if args or kwargs:
-            names = [*list(settable(cls))[: len(args)], *kwargs]
+            names = [*list(settable_fields(cls))[: len(args)], *kwargs]
             # `replace` passes what it changes, then what it keeps: `given` and then the fields
             if "given" in kwargs:
                 names = names[: names.index("given")]
@@ -113,11 +113,11 @@ class WithPresets(Configurable):
     def __post_init__(self, given: frozenset[str]) -> None:
         object.__setattr__(self, "given", given.union(self.__dict__.pop("_named", ())))
         preset = self.presets.get(str(getattr(self, "preset")), {})  # noqa: B009 (a subclass has it)
-        for name in self.follows():
+        for name in self.preset_fields():
             object.__setattr__(self, name, preset.get(name, getattr(type(self), name)))
         super().__post_init__()
 
-    def follows(self) -> set[str]:
+    def preset_fields(self) -> set[str]:
         """Return the fields that follow the preset."""
         return {
             name
@@ -128,7 +128,7 @@ class WithPresets(Configurable):
 
 
 @functools.cache
-def settable(cls: type[Any]) -> dict[str, Any]:
+def settable_fields(cls: type[Any]) -> dict[str, Any]:
     """Return what can be set on a dataclass: its fields by name, with their annotations."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -136,13 +136,13 @@ def settable(cls: type[Any]) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(cls) if item.init}
 
 
-def brief(value: Configurable) -> str:
+def format_brief(value: Configurable) -> str:
     """Write an instance with the fields that differ from their defaults."""
     said = [item for item in fields(value) if getattr(value, item.name) != item.default]  # type: ignore[arg-type]
     return f"{type(value).__name__}({', '.join(f'{item.name}={getattr(value, item.name)!r}' for item in said)})"
 
 
-def required(cls: type[Any]) -> set[str]:
+def required_fields(cls: type[Any]) -> set[str]:
     """Return the fields of a dataclass that have no default."""
     return {
         f.name
@@ -151,7 +151,7 @@ def required(cls: type[Any]) -> set[str]:
     }
 
 
-def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
+def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
     """Make a `Configurable` from a table of settings.
 
     Args:
@@ -163,35 +163,35 @@ def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
         ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that
             does not fit.
     """
-    known = settable(cls)
+    known = settable_fields(cls)
     for key in table:
         if key not in known:
-            raise ConfigError(f"{where}: {unknown('key', str(key), known)}")
+            raise ConfigError(f"{where}: {describe_unknown('key', str(key), known)}")
     for name, hint in known.items():
-        if name in required(cls) and name not in table:
-            raise ConfigError(f"{where}: {name} is missing; expected {words(hint)}")
+        if name in required_fields(cls) and name not in table:
+            raise ConfigError(f"{where}: {name} is missing; expected {describe_hint(hint)}")
     try:
         return cls(**table)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {str(error).removeprefix(f'{_owner(cls)}: ')}") from None
+        raise ConfigError(f"{where}: {str(error).removeprefix(f'{_owner_name(cls)}: ')}") from None
 
 
-def _owner(cls: type[Any]) -> str:
+def _owner_name(cls: type[Any]) -> str:
     """How messages call a class: by its kind where it has one that is not itself a setting."""
     kind = getattr(cls, "kind", None)
-    return kind if isinstance(kind, str) and "kind" not in settable(cls) else cls.__name__
+    return kind if isinstance(kind, str) and "kind" not in settable_fields(cls) else cls.__name__
 
 
-def _accepted(name: str, found: Any, hint: Any) -> Any:
+def _check_value(name: str, found: Any, hint: Any) -> Any:
     """Return a value as it is kept, or refuse it."""
-    fits, value = _fit(found, hint)
+    fits, value = _fit_value(found, hint)
     if not fits:
         large = any(
             isinstance(one, int) and abs(one) >= _LARGEST
             for one in (found if _is_list(found) else [found])
         )
         raise ConfigError(
-            f"{name} is {found!r}; expected {words(hint)}{' and below 2^63' if large else ''}"
+            f"{name} is {found!r}; expected {describe_hint(hint)}{' and below 2^63' if large else ''}"
         )
     return value
 
@@ -200,20 +200,20 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
-def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
+def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
     """Whether a value fits an annotation, and the value to keep."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
     if is_importable(hint):
         if callable(value):
-            return True, path_of(value, "the function")
+            return True, find_import_path(value, "the function")
         return isinstance(value, str) and bool(_IMPORT_PATH.fullmatch(value)), value
     if origin is Annotated:
-        fits, value = _fit(value, inner[0])
+        fits, value = _fit_value(value, inner[0])
         return fits and all(_BOUNDS[type(bound)][0](value, bound) for bound in inner[1:]), value
     if origin in (types.UnionType, typing.Union):
-        options = [_fit(value, option) for option in inner]
+        options = [_fit_value(value, option) for option in inner]
         return next((option for option in options if option[0]), (False, value))
     if hint is type(None):
         return value is None or (isinstance(value, str) and value == NONE), None
@@ -232,7 +232,7 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     if origin is not None and issubclass(origin, Sequence):
         if not _is_list(value):
             return False, value
-        items = [_fit(item, inner[0]) for item in value]
+        items = [_fit_value(item, inner[0]) for item in value]
         return all(fits for fits, _ in items), tuple(item for _, item in items)
     return isinstance(value, hint), value
 
@@ -242,9 +242,13 @@ def is_importable(hint: Any) -> bool:
     return typing.get_origin(hint) is Annotated and Importable() in typing.get_args(hint)[1:]
 
 
-def own_functions(value: Configurable) -> dict[str, str]:
+def custom_functions(value: Configurable) -> dict[str, str]:
     """Return the import paths of the user's functions among some settings, by the name of the setting."""
-    hints = {name: hint for name, hint in settable(type(value)).items() if _may_be_importable(hint)}
+    hints = {
+        name: hint
+        for name, hint in settable_fields(type(value)).items()
+        if _may_be_importable(hint)
+    }
     found = {name: getattr(value, name) for name in hints}
     return {
         name: path
@@ -258,7 +262,7 @@ def _may_be_importable(hint: Any) -> bool:
     return is_importable(hint) or (union and any(map(is_importable, typing.get_args(hint))))
 
 
-def words(hint: Any, *, many: bool = False) -> str:
+def describe_hint(hint: Any, *, many: bool = False) -> str:
     """Say an annotation in words; `many`: as the items of a list.
 
     Example:
@@ -270,9 +274,9 @@ def words(hint: Any, *, many: bool = False) -> str:
         return "import paths" if many else "an import path (package.module:name)"
     if origin is Annotated:
         size = any(isinstance(bound, MinLen) for bound in inner)
-        return f"{words(inner[0], many=many)}, {'each ' if many and not size else ''}{_range(inner[1:])}"
+        return f"{describe_hint(inner[0], many=many)}, {'each ' if many and not size else ''}{_describe_range(inner[1:])}"
     if origin in (types.UnionType, typing.Union):
-        options = [words(option, many=many) for option in inner]
+        options = [describe_hint(option, many=many) for option in inner]
         return (", or " if any(", " in option for option in options) else " or ").join(options)
     if origin is Literal:
         *most, last = map(repr, inner)
@@ -282,7 +286,7 @@ def words(hint: Any, *, many: bool = False) -> str:
     if origin is not None and issubclass(origin, Mapping):
         return "tables" if many else "a table"
     if origin is not None and issubclass(origin, Sequence):
-        return f"{'lists' if many else 'a list'} of {words(inner[0], many=True)}"
+        return f"{'lists' if many else 'a list'} of {describe_hint(inner[0], many=True)}"
     if hint is bool:
         return "true or false"
     if hint is type(None):
@@ -290,14 +294,14 @@ def words(hint: Any, *, many: bool = False) -> str:
     return _WORDS.get(hint, (hint.__name__, hint.__name__))[many]
 
 
-def _range(bounds: Sequence[Any]) -> str:
+def _describe_range(bounds: Sequence[Any]) -> str:
     if [type(bound) for bound in bounds] == [Ge, Le]:
         return f"from {bounds[0].ge} to {bounds[1].le}"
     return " and ".join(_BOUNDS[type(bound)][1].format(bound) for bound in bounds)
 
 
-def plain(value: Any, *, decided: bool = True) -> Any:
-    """Return plain values: the inverse of `parse`. Settings that are None are left out.
+def to_plain(value: Any, *, decided: bool = True) -> Any:
+    """Return plain values: the inverse of `parse_settings`. Settings that are None are left out.
 
     Args:
         value: settings, or values of them.
@@ -315,26 +319,26 @@ def plain(value: Any, *, decided: bool = True) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
-        left_out = value.follows() if isinstance(value, WithPresets) and not decided else ()
+        left_out = value.preset_fields() if isinstance(value, WithPresets) and not decided else ()
         every = {
             f.name: getattr(value, f.name)
             for f in fields(value)
             if f.init and f.name not in left_out
         }
         own = {
-            name: plain(found, decided=decided)
+            name: to_plain(found, decided=decided)
             for name, found in every.items()
             if found is not None
         }
         return {"kind": kind, **own} if isinstance(kind, str) and "kind" not in own else own
     if isinstance(value, Mapping):
-        return {str(k): plain(v, decided=decided) for k, v in value.items() if v is not None}
+        return {str(k): to_plain(v, decided=decided) for k, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
-        return [plain(v, decided=decided) for v in value]
+        return [to_plain(v, decided=decided) for v in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def dumps(data: Mapping[str, Any]) -> str:
+def to_toml(data: Mapping[str, Any]) -> str:
     """Write a table of plain values as TOML.
 
     Example:
@@ -347,12 +351,22 @@ def dumps(data: Mapping[str, Any]) -> str:
         [[methods]]
         kind = "dac"
     """
-    lines = [f"{_key(k)} = {_inline(v)}" for k, v in data.items() if not _is_section(v)]
+    lines = [
+        f"{_format_key(k)} = {_format_value(v)}" for k, v in data.items() if not _is_section(v)
+    ]
     for key, value in data.items():
         if _is_section(value):
             for part in [value] if isinstance(value, Mapping) else value:
-                head = f"[{_key(key)}]" if isinstance(value, Mapping) else f"[[{_key(key)}]]"
-                lines += ["", head, *(f"{_key(k)} = {_inline(v)}" for k, v in part.items())]
+                head = (
+                    f"[{_format_key(key)}]"
+                    if isinstance(value, Mapping)
+                    else f"[[{_format_key(key)}]]"
+                )
+                lines += [
+                    "",
+                    head,
+                    *(f"{_format_key(k)} = {_format_value(v)}" for k, v in part.items()),
+                ]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -362,25 +376,31 @@ def _is_section(value: Any) -> bool:
     )
 
 
-def _key(key: str) -> str:
-    return key if key.replace("-", "").replace("_", "").isalnum() and key.isascii() else _text(key)
+def _format_key(key: str) -> str:
+    return (
+        key
+        if key.replace("-", "").replace("_", "").isalnum() and key.isascii()
+        else _quote_text(key)
+    )
 
 
-def _inline(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return (
-            "{ " + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + " }"
+            "{ "
+            + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items())
+            + " }"
             if value
             else "{}"
         )
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_inline(v) for v in value) + "]"
+        return "[" + ", ".join(_format_value(v) for v in value) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
-    return _text(str(value))
+    return _quote_text(str(value))
 
 
-def _text(value: str) -> str:
+def _quote_text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The command that attacks the published models of a study: audit-privacy. `app` registers it with `add`."""
+"""The command that attacks the published models of a study: audit-privacy. `app` registers it with `add_commands`."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 
-def add(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add the command to the command line."""
     app.command("audit-privacy")(audit_privacy)
 
@@ -69,35 +69,39 @@ def audit_privacy(
     from coterie._util.files import write_atomically
     from coterie.engine.privacy import DPSGD
     from coterie.studies import config, leakage
-    from coterie.studies.run import stored
+    from coterie.studies.run import load_stored_study
 
     folder = Path(study).is_dir()
     chosen = (
-        config.parse(config.table(stored(study, to_run=True)[0]), set_ or ()) if folder else None
+        config.parse_study(
+            config.make_study_table(load_stored_study(study, to_run=True)[0]), set_ or ()
+        )
+        if folder
+        else None
     )
     chosen = chosen or config.load(study, set_ or ())
     private = None if noise is None else DPSGD(clip, noise, delta)
 
-    def told(text: str) -> None:
+    def report_progress(text: str) -> None:
         if not quiet:
             typer.echo(text, err=True)
 
     found = []
-    for one in leakage.audit(
-        chosen, shadows=shadows, private=private, data_dir=data_dir, told=told
+    for one in leakage.audit_study(
+        chosen, shadows=shadows, private=private, data_dir=data_dir, notify=report_progress
     ):
         found.append(one)
-    content = {"study": chosen.name, "shadows": shadows, "attacks": leakage.as_table(found)}
+    content = {"study": chosen.name, "shadows": shadows, "attacks": leakage.make_table(found)}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     if out is not None:
         write_atomically(out, f"{text}\n".encode())
     if json_:
         typer.echo(text)
     else:
-        _show(found)
+        _print_attacks(found)
 
 
-def _show(attacks: Sequence[Any]) -> None:
+def _print_attacks(attacks: Sequence[Any]) -> None:
     """Print a table of attacks."""
     from rich.console import Console
     from rich.table import Table

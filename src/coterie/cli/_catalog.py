@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from coterie._util.settings import required, settable, words
+from coterie._util.settings import describe_hint, required_fields, settable_fields
 
 REQUIRED = "required"
 """The default of what must be given."""
@@ -36,7 +36,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodEntry:
     """A method in words.
 
     Args:
@@ -54,44 +54,46 @@ class Entry:
     references: tuple[str, ...]
 
 
-def entry(kind: str, cls: type[Any]) -> Entry:
+def describe_method(kind: str, cls: type[Any]) -> MethodEntry:
     """Return a method in words.
 
     Args:
         kind: the name under which it is found.
         cls: its class.
     """
-    return Entry(kind, cls.summary, description(cls), tuple(parameters(cls)), cls.references)
+    return MethodEntry(
+        kind, cls.summary, parse_description(cls), tuple(list_parameters(cls)), cls.references
+    )
 
 
-def methods() -> dict[str, Entry]:
+def load_methods() -> dict[str, MethodEntry]:
     """Return the built-in methods in words, by name."""
     found = {}
-    for kind, one in _stored()["methods"].items():
+    for kind, one in _load_catalog()["methods"].items():
         given = tuple(Parameter(**parameter) for parameter in one["parameters"])
-        found[kind] = Entry(
+        found[kind] = MethodEntry(
             kind, one["summary"], one["description"], given, tuple(one["references"])
         )
     return found
 
 
-def studies() -> dict[str, tuple[str, str]]:
+def load_studies() -> dict[str, tuple[str, str]]:
     """Return the size and the description of each built-in study, by name."""
-    return {name: (size, text) for name, (size, text) in _stored()["studies"].items()}
+    return {name: (size, text) for name, (size, text) in _load_catalog()["studies"].items()}
 
 
 @cache
-def _stored() -> dict[str, Any]:
+def _load_catalog() -> dict[str, Any]:
     return json.loads(resources.files("coterie.cli").joinpath("catalog.json").read_text("utf-8"))
 
 
-def written() -> str:
+def build_catalog() -> str:
     """Return the text of catalog.json, from the classes and files themselves."""
     from coterie.methods import METHODS
     from coterie.studies import config
 
-    entries = {kind: asdict(entry(kind, cls)) for kind, cls in METHODS.items()}
-    loaded = {name: config.load(name) for name in config.builtin()}
+    entries = {kind: asdict(describe_method(kind, cls)) for kind, cls in METHODS.items()}
+    loaded = {name: config.load(name) for name in config.find_builtin_studies()}
     sizes = {
         name: (
             f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds",
@@ -102,11 +104,11 @@ def written() -> str:
     return json.dumps({"methods": entries, "studies": sizes}, indent=1, ensure_ascii=False) + "\n"
 
 
-def parameters(cls: type[Any]) -> list[Parameter]:
+def list_parameters(cls: type[Any]) -> list[Parameter]:
     """Return the fields of a dataclass with their defaults and the texts of its docstring's Args section."""
-    texts, must = {}, required(cls)
+    texts, must = {}, required_fields(cls)
     for base in reversed(cls.__mro__):
-        texts |= arguments(inspect.cleandoc(base.__doc__ or ""))
+        texts |= parse_arguments(inspect.cleandoc(base.__doc__ or ""))
     defaults = {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(cls)
@@ -114,15 +116,15 @@ def parameters(cls: type[Any]) -> list[Parameter]:
     return [
         Parameter(
             name,
-            words(hint),
-            REQUIRED if name in must else _said(defaults[name]),
+            describe_hint(hint),
+            REQUIRED if name in must else _format_default(defaults[name]),
             texts.get(name, ""),
         )
-        for name, hint in settable(cls).items()
+        for name, hint in settable_fields(cls).items()
     ]
 
 
-def arguments(doc: str) -> dict[str, str]:
+def parse_arguments(doc: str) -> dict[str, str]:
     r"""Return the entries of the Args section of a Google-style docstring.
 
     Example:
@@ -142,13 +144,13 @@ def arguments(doc: str) -> dict[str, str]:
     return entries
 
 
-def _said(value: Any) -> str:
+def _format_default(value: Any) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def description(cls: type[Any]) -> str:
+def parse_description(cls: type[Any]) -> str:
     """Return the text of a class's docstring before its sections."""
     doc = inspect.getdoc(cls) or ""
     return re.split(r"^\w+:\n", doc, maxsplit=1, flags=re.MULTILINE)[0].strip()

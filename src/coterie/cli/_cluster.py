@@ -41,7 +41,7 @@ MANY = 1_000_000
 
 
 @dataclass(frozen=True)
-class Where:
+class RunLocation:
     """Where runs are computed, as the command line says it.
 
     Args:
@@ -58,7 +58,7 @@ class Where:
     blocks: int | None = None
 
     @property
-    def words(self) -> list[str]:
+    def option_words(self) -> list[str]:
         """The options, to be given again; nothing for this machine."""
         more = [] if self.blocks is None else ["--blocks", str(self.blocks)]
         more += [] if self.gpus is None else ["--gpus", f"{self.gpus:g}"]
@@ -66,7 +66,7 @@ class Where:
         return ["--on", self.on, *more] if self.on != "local" else more
 
     @contextmanager
-    def fan_out(self, device: str, workers: int | None) -> Iterator[tuple[Any, int]]:
+    def open_executor(self, device: str, workers: int | None) -> Iterator[tuple[Any, int]]:
         """Be connected to what does the runs, for the block.
 
         Args:
@@ -81,7 +81,7 @@ class Where:
         """
         from coterie.cluster import place
 
-        found = place.read(
+        found = place.parse_place(
             "ray:local" if self.on == "local" and self.blocks is not None else self.on
         )
         if self.blocks is not None:
@@ -91,15 +91,15 @@ class Where:
                 )
             from coterie.cluster import actors
 
-            with actors.blocks_on(found, self.blocks, cpus=self.cpus, gpus=self.gpus) as over:
+            with actors.open_ray_blocks(found, self.blocks, cpus=self.cpus, gpus=self.gpus) as over:
                 yield over, 1
             return
         if found.kind == "local":
             if self.cpus > 1 or self.gpus is not None:
                 raise ConfigError("--cpus and --gpus are of runs on a cluster; give --on too")
-            from coterie.simulation.workers import enough
+            from coterie.simulation.workers import default_workers
 
-            yield None, workers or enough(device)
+            yield None, workers or default_workers(device)
             return
         gpus = (1.0 if device.startswith("cuda") else 0.0) if self.gpus is None else self.gpus
         if found.kind == "slurm":
@@ -113,21 +113,21 @@ class Where:
             yield over, workers or MANY
 
 
-def add(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("status")(status)
+    app.command("status")(show_status)
 
 
-def examine(on: str) -> int:
+def check_cluster(on: str) -> int:
     """Say what differs on the machines of a cluster from this one; return the exit status."""
     from coterie.cluster import doctor
 
-    machines, own = _machines(on), doctor.here()
-    wrong = doctor.differences(machines, own, doctor.REFUSED)
+    machines, own = _examine_machines(on), doctor.here()
+    wrong = doctor.describe_differences(machines, own, doctor.REFUSED)
     for line in wrong:
         typer.echo(f"WRONG  {line}")
     rest = [key for key in doctor.NAMES if key not in doctor.REFUSED]
-    unequal = doctor.differences(machines, own, rest)
+    unequal = doctor.describe_differences(machines, own, rest)
     for line in unequal:
         typer.echo(f"other  {line}")
     count = f"{len(machines)} machine{'s' * (len(machines) != 1)}"
@@ -142,11 +142,11 @@ def examine(on: str) -> int:
     return int(bool(wrong))
 
 
-def _machines(on: str) -> Any:
+def _examine_machines(on: str) -> Any:
     """The machines of a place: all of a Ray cluster; of Slurm one of the partition, whichever is free first."""
     from coterie.cluster import doctor, place
 
-    found = place.read(on)
+    found = place.parse_place(on)
     if found.kind == "local":
         raise ConfigError(
             "--on local is this machine, which has nothing to differ from; expected ray:auto, ..."
@@ -154,13 +154,13 @@ def _machines(on: str) -> Any:
     if found.kind == "slurm":
         from coterie.cluster import slurm
 
-        facts = slurm.asked(found, doctor.probe())
+        facts = slurm.run_question(found, doctor.make_probe())
         return [doctor.Machine(facts["host"], facts)]
-    with place.connect(found):
-        return doctor.look_at_all()
+    with place.connect_ray(found):
+        return doctor.look_at_machines()
 
 
-def status(
+def show_status(
     folder: Annotated[
         Path, typer.Argument(metavar="STUDY", help="Folder of a study, wherever its runs are made.")
     ],
@@ -175,8 +175,8 @@ def status(
     """
     from coterie.cluster import status as state
 
-    found = state.look(folder)
-    for line in state.lines(found):
+    found = state.load_statuses(folder)
+    for line in state.format_statuses(found):
         typer.echo(line)
     if not all(one.state == "done" for one in found):
         typer.echo(f"Continue with: {shlex.join(['coterie', 'resume', str(folder)])}")

@@ -1,4 +1,4 @@
-"""The commands compare, analyze and tune. `app` registers them with `add`."""
+"""The commands compare, analyze and tune. `app` registers them with `add_commands`."""
 
 import json
 from enum import StrEnum
@@ -14,21 +14,21 @@ from coterie.cli import _cluster
 from coterie.errors import ConfigError
 
 
-class Format(StrEnum):
+class TableFormat(StrEnum):
     """How tables for papers and pages are written."""
 
     latex = "latex"
     markdown = "markdown"
 
 
-def add(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command("compare")(compare)
-    app.command("analyze")(analyze)
-    app.command("tune")(tune)
+    app.command("compare")(compare_studies)
+    app.command("analyze")(analyze_run)
+    app.command("tune")(tune_study)
 
 
-def compare(
+def compare_studies(
     folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")
     ],
@@ -77,7 +77,7 @@ def compare(
         ),
     ] = None,
     format_: Annotated[
-        Format | None,
+        TableFormat | None,
         typer.Option("--format", help="Print tables for a paper or a page, with intervals."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
@@ -100,27 +100,32 @@ def compare(
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
     from coterie.results import conditions
-    from coterie.results.equal_bytes import at_equal_bytes
+    from coterie.results.equal_bytes import rank_at_equal_bytes
 
     notes: list[str] = []
     missing: list[str] = []
     if paper:
-        found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
-        shown = [table for one in found for table in _tables.against_paper(one)]
+        found = [comparing.compare_with_paper(comparing.load_result(folder)) for folder in folders]
+        shown = [table for one in found for table in _tables.build_paper_tables(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
         missing = [note for one in found for note in one.missing]
     elif equal_bytes or at_bytes is not None:
         found = [
-            at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes)
+            rank_at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes)
             for folder in folders
         ]
-        shown = [_tables.equal_bytes(one) for one in found]
-        missing = [note for one in found for note in one.notes()]
+        shown = [_tables.build_equal_bytes_table(one) for one in found]
+        missing = [note for one in found for note in one.describe_coverage()]
     else:
-        results, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
-        missing = [*missing, *(line for folder in folders for line in _joined(folder))]
-        tried = conditions.tried(tuned) if tuned is not None else None
-        found = comparing.in_pairs(
+        results, missing = comparing.restrict_to_common_seeds(
+            [comparing.load_result(folder) for folder in folders]
+        )
+        missing = [
+            *missing,
+            *(line for folder in folders for line in _describe_new_clients(folder)),
+        ]
+        tried = conditions.count_tried_settings(tuned) if tuned is not None else None
+        found = comparing.compare_in_pairs(
             results,
             metric=metric,
             baseline=baseline,
@@ -128,31 +133,31 @@ def compare(
             share=test_share,
             tried=tried,
         )
-        shown = _tables.side_by_side(results, metric) if format_ is None else []
+        shown = _tables.build_side_by_side(results, metric) if format_ is None else []
         for one in found:
-            shown += _tables.of_study(one, whole=format_ is not None)
+            shown += _tables.build_study_tables(one, whole=format_ is not None)
             notes += [note for note in one.verdicts if format_ is None]
     if json_:
         typer.echo(
-            json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False)
+            json.dumps([comparing.to_json(one) for one in found], indent=1, ensure_ascii=False)
         )
         return
     if format_ is not None:
         for note in missing:
             typer.echo(f"note: {note}", err=True)
-        write = {"latex": _tables.latex, "markdown": _tables.markdown}[format_.value]
+        write = {"latex": _tables.format_latex, "markdown": _tables.format_markdown}[format_.value]
         typer.echo("\n".join(write(table) for table in shown), nl=False)
         return
     console = Console()
     for note in missing:
         console.print(note, markup=False, highlight=False, style="yellow")
     for table in shown:
-        _print(console, table)
+        _print_table(console, table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
 
-def _print(console: Console, shown: Any) -> None:
+def _print_table(console: Console, shown: Any) -> None:
     console.print(shown.title, style="italic", markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(shown.head):
@@ -171,7 +176,7 @@ def _print(console: Console, shown: Any) -> None:
     console.print()
 
 
-def analyze(
+def analyze_run(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")
     ],
@@ -199,32 +204,35 @@ def analyze(
         for name, one in analyses.ANALYSES.items():
             typer.echo(f"{name:<14}{one.text}")
         return
-    options = analyses.Options(
-        points, _numbers("--clients", clients, int), _numbers("--betas", betas, float)
+    options = analyses.AnalysisOptions(
+        points, _parse_numbers("--clients", clients, int), _parse_numbers("--betas", betas, float)
     )
-    for path in analyses.analyze(folder, what, options, data_dir=data_dir):
+    for path in analyses.analyze_runs(folder, what, options, data_dir=data_dir):
         typer.echo(f"Table: {path}")
 
 
-def _joined(folder: Path) -> list[str]:
+def _describe_new_clients(folder: Path) -> list[str]:
     """What a study says of clients that joined at the end; nothing where none did."""
     from coterie.functional.metrics import REGISTRY
-    from coterie.results.summary import summarize, told_of_new_clients
-    from coterie.studies.run import stored
+    from coterie.results.summary import describe_new_clients, summarize_study
+    from coterie.studies.run import load_stored_study
 
-    study, out = stored(folder)
+    study, out = load_stored_study(folder)
     if all(entry.settings.new_clients is None for entry in study.methods):
         return []
-    content = summarize(out / study.name)
+    content = summarize_study(out / study.name)
     names = [row["metric"] for row in content["rows"]]
     return (
-        [f"{study.name}: {line}" for line in told_of_new_clients(content, REGISTRY.main(names))]
+        [
+            f"{study.name}: {line}"
+            for line in describe_new_clients(content, REGISTRY.choose_main(names))
+        ]
         if names
         else []
     )
 
 
-def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
+def _parse_numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
     """Read numbers separated by commas."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
@@ -232,7 +240,7 @@ def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
         raise ConfigError(f"{name} is {text!r}; expected numbers separated by commas") from error
 
 
-def tune(
+def tune_study(
     study: Annotated[
         str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")
     ],
@@ -287,10 +295,10 @@ def tune(
 
     chosen = config.load(study, set_ or ())
     axes: dict[str, list[Any]] = (
-        tuning.read_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
+        tuning.parse_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
     )
     if seeds is not None:
-        axes["seeds"] = list(config.load(study, [f"seeds={config.read_seeds(seeds)}"]).seeds)
+        axes["seeds"] = list(config.load(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
     elif "seeds" in chosen.tune:
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
     if not set(axes) - {"seeds"}:
@@ -299,17 +307,20 @@ def tune(
         )
     console = Console(stderr=True)
 
-    def show(trial: tuning.Trial) -> None:
+    def show_trial(trial: tuning.Trial) -> None:
         values = ", ".join(f"{key} = {value}" for key, value in trial.point)
         text = f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} {trial.value:.5g}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with _cluster.Where(on, cpus, gpus).fan_out(chosen.settings.device, workers) as (over, crew):
-        tuned = tuning.tune(
-            chosen, axes, data_dir=data_dir, workers=crew, widenings=widenings, observer=None if quiet else show,
+    with _cluster.RunLocation(on, cpus, gpus).open_executor(chosen.settings.device, workers) as (
+        over,
+        crew,
+    ):
+        tuned = tuning.tune_study(
+            chosen, axes, data_dir=data_dir, workers=crew, widenings=widenings, observer=None if quiet else show_trial,
             over=over,
         )  # fmt: skip
-    path = tuning.write(tuned, out)
+    path = tuning.write_result(tuned, out)
     for one in tuned.choices:
         values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"
         edge = f"; still at the edge: {', '.join(one.at_edge)}" if one.at_edge else ""

@@ -24,12 +24,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from coterie._util.names import few
+from coterie._util.names import format_clients
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results import pairs
-from coterie.results.coverage import notes, rounds_left_out
+from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.pairs import Pair
-from coterie.results.summary import MEANS, told_of_new_clients
+from coterie.results.summary import MEANS, describe_new_clients
 from coterie.results.tables import SAME, SAME_OF_ROW, STAR
 from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
@@ -41,7 +41,7 @@ Observer = Callable[[Step | Note], None]
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 
 
-def lively(console: Console) -> bool:
+def is_live_terminal(console: Console) -> bool:
     """Whether a live line can be drawn: on a terminal with colors and a cursor.
 
     Not in a pipe, with TERM = "dumb", NO_COLOR or CI set, or in an old Windows console.
@@ -56,7 +56,9 @@ def lively(console: Console) -> bool:
 
 
 @contextmanager
-def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> Iterator[Observer]:
+def show_progress(
+    studies: Sequence[StudyConfig], console: Console, quiet: bool
+) -> Iterator[Observer]:
     """Show the progress of a study's runs.
 
     Args:
@@ -69,14 +71,14 @@ def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> I
     """
     if quiet:
         yield lambda step: None
-    elif lively(console):
-        with _live(studies, console) as observer:
-            yield _telling(console, observer)
+    elif is_live_terminal(console):
+        with _show_bars(studies, console) as observer:
+            yield _announce_engine(console, observer)
     else:
-        yield _telling(console, _lines(console))
+        yield _announce_engine(console, _make_line_observer(console))
 
 
-def _telling(console: Console, observer: Observer) -> Observer:
+def _announce_engine(console: Console, observer: Observer) -> Observer:
     """Tell which engine trains, once for each that does, before the rounds."""
     told: set[str] = set()
 
@@ -90,7 +92,7 @@ def _telling(console: Console, observer: Observer) -> Observer:
 
 
 @contextmanager
-def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer]:
+def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer]:
     columns = (
         TextColumn("{task.description:<14.14}"),
         BarColumn(bar_width=24),
@@ -103,7 +105,7 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
         latest: dict[tuple[str, int], int] = {}
         for entry in studies[0].methods:
             rounds = sum(
-                (study.scaled(entry.label).settings.rounds + 1) * len(study.seeds)
+                (study.scale_method(entry.label).settings.rounds + 1) * len(study.seeds)
                 for study in studies
             )
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
@@ -111,32 +113,32 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
         def observe(step: Step | Note) -> None:
             """A run that is resumed starts late, and stops early when all its clients have: both count as done."""
             if isinstance(step, Note):
-                bars.console.print(_line(step), highlight=False, markup=False)
+                bars.console.print(_format_note(step), highlight=False, markup=False)
                 bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
                 return
             before = latest.get((step.label, step.seed), -2)
             advance = step.round - before if step.round > before else step.round + 2
             latest[step.label, step.seed] = step.round
-            bars.update(tasks[step.label], advance=advance, value=_quality(step))
+            bars.update(tasks[step.label], advance=advance, value=_format_score(step))
 
         yield observe
 
 
-def _lines(console: Console, every: float = SECONDS) -> Observer:
+def _make_line_observer(console: Console, every: float = SECONDS) -> Observer:
     """A line for each run that has come to its end, and otherwise one every few seconds."""
     started = shown = time.monotonic()
 
     def observe(step: Step | Note) -> None:
         nonlocal shown
         if isinstance(step, Note):
-            console.print(_line(step), highlight=False, markup=False)
+            console.print(_format_note(step), highlight=False, markup=False)
             return
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - shown >= every:
             shown = now
             parts = (
                 f"{step.label}, seed {step.seed}: round {number}/{step.rounds}",
-                _quality(step),
+                _format_score(step),
             )
             text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
@@ -144,40 +146,40 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
     return observe
 
 
-def _line(note: Note) -> str:
+def _format_note(note: Note) -> str:
     return f"{note.label}, seed {note.seed}: {note.text} ..."
 
 
-def _quality(step: Step) -> str:
+def _format_score(step: Step) -> str:
     """The validation metric or loss, if this round was evaluated."""
     if not np.isnan(step.score):
         metric = REGISTRY[step.metric]
         title = "acc." if metric == ACCURACY else metric.short
-        return f"val. {title} {metric.show(step.score, brief=True)} {metric.unit}".rstrip()
+        return f"val. {title} {metric.format_value(step.score, brief=True)} {metric.unit}".rstrip()
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
-def results(study: Study, console: Console) -> None:
+def print_results(study: Study, console: Console) -> None:
     """Print the tables of a study: test results, and the gains over training alone; before them, what is missing."""
-    for note in notes(study.summary):
+    for note in describe_coverage(study.summary):
         console.print(note, markup=False, highlight=False, style="yellow")
     if study.summary["rows"]:
         names = list(dict.fromkeys(row["metric"] for row in study.summary["rows"]))
-        known = metrics_of(study)
-        metric = known[known.main(names)]
+        known = collect_study_metrics(study)
+        metric = known[known.choose_main(names)]
         labels = [entry.label for entry in study.config.methods]
         rows = [row for row in study.summary["rows"] if row["metric"] == metric.name]
-        compared = pairs.read(study.summary)
-        console.print(_table_of(rows, metric, labels, console.width, compared))
-        if said := pairs.standing(study.summary["rows"], compared, metric):
+        compared = pairs.parse_pairs(study.summary)
+        console.print(_build_results_table(rows, metric, labels, console.width, compared))
+        if said := pairs.describe_leaders(study.summary["rows"], compared, metric):
             console.print(said, markup=False, highlight=False)
         gains = study.gains()
         if gains["rows"]:
-            console.print(_gain_table(gains, known[gains["metric"]], labels))
-        for line in told_of_new_clients(study.summary, metric.name):
+            console.print(_build_gain_table(gains, known[gains["metric"]], labels))
+        for line in describe_new_clients(study.summary, metric.name):
             console.print(f"\n{line}", markup=False, highlight=False)
     for job, clients in study.diverged.items():
-        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
+        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {format_clients(study.names, clients)}"
         console.print(lost, highlight=False, markup=False, style="bold red")
     if study.config.scale != 1:
         console.print(
@@ -185,17 +187,21 @@ def results(study: Study, console: Console) -> None:
         )
 
 
-def metrics_of(study: Study) -> Metrics:
+def collect_study_metrics(study: Study) -> Metrics:
     """Return the metrics that are built in, and those that the study's methods declared."""
-    return REGISTRY.with_stored(study.summary.get("metrics") or {})
+    return REGISTRY.add_stored(study.summary.get("metrics") or {})
 
 
-def number(metric: Metric, value: float, *, signed: bool = False) -> str:
+def format_number(metric: Metric, value: float, *, signed: bool = False) -> str:
     """Return a value in the unit of its heading."""
-    return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else DIVERGED.title
+    return (
+        metric.format_value(value, brief=True, signed=signed)
+        if np.isfinite(value)
+        else DIVERGED.title
+    )
 
 
-def _table_of(
+def _build_results_table(
     rows: Sequence[Mapping[str, Any]],
     metric: Metric,
     labels: Sequence[str],
@@ -211,16 +217,19 @@ def _table_of(
     labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
     seeds = max(count.values())
     cells = {
-        (row["label"], row["cluster"]): (_number(row["mean"]), _number(row["std"])) for row in rows
+        (row["label"], row["cluster"]): (_nan_if_none(row["mean"]), _nan_if_none(row["std"]))
+        for row in rows
     }
-    leading = {cluster: pairs.leaders(rows, compared, metric, cluster) for cluster in clusters}
+    leading = {cluster: pairs.find_leaders(rows, compared, metric, cluster) for cluster in clusters}
     starred = any(len(first) > 1 for first in leading.values())
 
-    def cell(label: str, cluster: str) -> str:
+    def format_cell(label: str, cluster: str) -> str:
         if (label, cluster) not in cells:
             return "-"
         mean, std = cells[label, cluster]
-        text = number(metric, mean) + (f" ±{number(metric, std)}" if count[label] > 1 else "")
+        text = format_number(metric, mean) + (
+            f" ±{format_number(metric, std)}" if count[label] > 1 else ""
+        )
         if leading[cluster] == [label]:
             return f"[bold]{text}[/bold]" + " " * starred
         return text + (STAR if label in leading[cluster] else " ") * starred
@@ -245,9 +254,9 @@ def _table_of(
         table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
         values = (
-            [str(count[line]), *(cell(line, head) for head in heads)]
+            [str(count[line]), *(format_cell(line, head) for head in heads)]
             if across
-            else [cell(h, line) for h in heads]
+            else [format_cell(h, line) for h in heads]
         )
         table.add_row(MEANS.get(line, line), *values)
     # a title of the table itself would wrap at the table's width
@@ -258,12 +267,12 @@ def _table_of(
     )
 
 
-def _number(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     """Return a value of a summary, in which None stands for one that is not finite."""
     return np.nan if value is None else value
 
 
-def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) -> Group:
+def _build_gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) -> Group:
     by_label = {row["label"]: row for row in gains["rows"]}
     title = f"\nGain over {gains['baseline']} of each client, {metric.heading()}: above 0 is better"
     if any(row.get("mean_low") is not None for row in gains["rows"]):
@@ -274,52 +283,54 @@ def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) ->
         table.add_column(head, justify="right")
     for label in dict.fromkeys([*(label for label in labels if label in by_label), *by_label]):
         row = by_label[label]
-        mean, worst = (_between(metric, row, name) for name in ("mean", "worst_tenth"))
+        mean, worst = (_format_gain(metric, row, name) for name in ("mean", "worst_tenth"))
         table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
 
 
-def _between(metric: Metric, row: Mapping[str, Any], name: str) -> str:
+def _format_gain(metric: Metric, row: Mapping[str, Any], name: str) -> str:
     """A gain with the ends of its interval, where it has one."""
-    text = number(metric, row[name], signed=True)
+    text = format_number(metric, row[name], signed=True)
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
     return (
         text
         if low is None or high is None
-        else f"{text} ({number(metric, low)} to {number(metric, high)})"
+        else f"{text} ({format_number(metric, low)} to {format_number(metric, high)})"
     )
 
 
-def rounds(study: Study, console: Console) -> None:
+def print_round_results(study: Study, console: Console) -> None:
     """Print further metrics, and where a method has a server time to accuracy and total participation.
 
     Args:
         study: the study.
         console: where to write.
     """
-    known = metrics_of(study)
-    further(study.summary["rows"], console, known)
+    known = collect_study_metrics(study)
+    print_further_metrics(study.summary["rows"], console, known)
     for row in study.summary.get("undefined", ()):
         console.print(f"{row['label']}: {row['reason']}", markup=False, highlight=False)
-    for text in rounds_left_out(study.summary):
+    for text in describe_skipped_rounds(study.summary):
         console.print(text, markup=False, highlight=False)
     if not study.server:
         return
     timed = study.summary.get("time_to_accuracy", ())
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
-        console.print(_times(timed))
+        console.print(_build_times_table(timed))
         for text in dict.fromkeys(
             f"{row['label']}: {row['reason']}" for row in timed if row["reason"]
         ):
             console.print(text, markup=False, highlight=False)
     console.print("\nTotal participation, client-rounds of training a run", style="italic")
-    console.print(_participation(study.summary.get("participation", ())))
+    console.print(_format_participation(study.summary.get("participation", ())))
 
 
-def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY) -> None:
+def print_further_metrics(
+    rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY
+) -> None:
     """Print the final metrics beside the main one: means over clients and seeds; "-" where a method has none."""
-    main = known.main(row["metric"] for row in rows) if rows else ""
+    main = known.choose_main(row["metric"] for row in rows) if rows else ""
     shown = {name: one for name, one in known.items() if one.shown == "further" and name != main}
     chosen = [row for row in rows if row["cluster"] == "all" and row["metric"] in shown]
     names = [name for name in shown if any(row["metric"] == name for row in chosen)]
@@ -339,17 +350,24 @@ def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics 
             table.add_row(
                 label,
                 str(own[0]["seeds"]),
-                *(_cell(shown[name], cells[name]) if name in cells else "-" for name in part),
+                *(
+                    _format_cell(shown[name], cells[name]) if name in cells else "-"
+                    for name in part
+                ),
             )
         console.print("\nFurther metrics" if not first else "", style="italic")
         console.print(table)
 
 
-def _cell(metric: Metric, value: float | None) -> str:
-    return "undefined" if value is None or math.isnan(value) else metric.show(value, brief=True)
+def _format_cell(metric: Metric, value: float | None) -> str:
+    return (
+        "undefined"
+        if value is None or math.isnan(value)
+        else metric.format_value(value, brief=True)
+    )
 
 
-def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _build_times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", overflow="fold")
     for head in ("baseline", "metric", "round", "times sooner", "reached"):
@@ -368,7 +386,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _participation(rows: Sequence[Mapping[str, Any]]) -> str:
+def _format_participation(rows: Sequence[Mapping[str, Any]]) -> str:
     totals: dict[str, list[int]] = {}
     for row in rows:
         totals.setdefault(row["label"], []).append(row["client_rounds"])

@@ -1,4 +1,4 @@
-"""The command that takes trained models home. `app` registers it with `add`."""
+"""The command that takes trained models home. `app` registers it with `add_commands`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from coterie.errors import ConfigError, CoterieError, require, unknown
+from coterie.errors import ConfigError, CoterieError, describe_unknown, require
 
 
-def add(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("export")(export)
+    app.command("export")(export_models)
 
 
-def export(
+def export_models(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, a study, or a node.")
     ],
@@ -58,9 +58,9 @@ def export(
     from coterie.simulation.models import Which, load_models
 
     if format_ not in FORMATS:
-        raise ConfigError(unknown("--format", format_, FORMATS))
+        raise ConfigError(describe_unknown("--format", format_, FORMATS))
     require(which in get_args(Which), "--which", which, "evaluated, best_val or final")
-    run = _run_folder(folder, method, seed)
+    run = _find_run_folder(folder, method, seed)
     models = load_models(run, model=model)
     clients = [client] if client is not None else list(models.clients)
     require(not (all_ and client is not None), "--all", True, "to be given without --client")
@@ -69,10 +69,10 @@ def export(
         raise ConfigError(
             f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all"
         )
-    _write(
+    _write_models(
         models,
         clients,
-        _files(models, clients, out, all_, FORMATS[format_]),
+        _choose_files(models, clients, out, all_, FORMATS[format_]),
         format_,
         which,
         run,
@@ -80,7 +80,7 @@ def export(
     )
 
 
-def _write(
+def _write_models(
     models: Any,
     clients: Sequence[str | int],
     files: Sequence[Path],
@@ -90,7 +90,7 @@ def _write(
     force: bool,
 ) -> None:
     """Write every file, or none where one of them is in the way."""
-    from coterie.results.export import export as write
+    from coterie.results.export import export_model as write
 
     there = [path for path in files if path.exists()]
     if there and not force:
@@ -100,15 +100,23 @@ def _write(
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
     for name, path in zip(clients, files, strict=True):
-        write(models, name, path, format=format_, which=which, study=_study(run), force=force)  # type: ignore[arg-type]
+        write(
+            models,
+            name,
+            path,
+            format=format_,  # type: ignore[arg-type]
+            which=which,  # type: ignore[arg-type]
+            study=_find_study_name(run),
+            force=force,
+        )
         typer.echo(f"{models.name_of(name)}: {path}")
 
 
-def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
+def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
     """The folder of the one run that is meant."""
     from coterie.simulation import checkpoint, models
 
-    if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.exists(folder):
+    if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.has_run(folder):
         return folder
     found = {
         (path.parent.parent.name, path.parent.name): path.parent
@@ -118,7 +126,7 @@ def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
         return folder  # which says what is missing
     labels = sorted({label for label, _ in found})
     if method is not None and method not in labels:
-        raise ConfigError(unknown("method", method, labels))
+        raise ConfigError(describe_unknown("method", method, labels))
     kept = {key: path for key, path in found.items() if method in (None, key[0])}
     kept = {key: path for key, path in kept.items() if seed is None or key[1] == f"seed-{seed}"}
     if len(kept) != 1:
@@ -131,28 +139,28 @@ def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
     return next(iter(kept.values()))
 
 
-def _study(run: Path) -> str:
+def _find_study_name(run: Path) -> str:
     """The name of the study of a run; "" for one outside a study."""
-    from coterie.studies.run import stored
+    from coterie.studies.run import load_stored_study
 
     try:
-        return stored(run)[0].name
+        return load_stored_study(run)[0].name
     except CoterieError:
         return ""
 
 
-def _files(
+def _choose_files(
     models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str
 ) -> list[Path]:
     """The file of each client: as it was asked for, or of the client's name."""
     if out is not None and not all_:
-        return [out / f"{_file_name(clients[0])}{ending}" if out.is_dir() else out]
+        return [out / f"{_make_file_name(clients[0])}{ending}" if out.is_dir() else out]
     folder, taken = (out or Path("models")) if all_ else Path(), set()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out is {folder}, a file; expected a folder with --all")
     files = []
     for client in clients:
-        name = _file_name(client)
+        name = _make_file_name(client)
         if name.casefold() in taken:  # two names that differ in signs that no file has, or in case
             name = f"{name}-{models.recipe.ids[models.place(client)]}"
         taken.add(name.casefold())
@@ -160,7 +168,7 @@ def _files(
     return files
 
 
-def _file_name(client: str | int) -> str:
+def _make_file_name(client: str | int) -> str:
     """A name of a file for a client."""
     text = str(client)
     if text.isdecimal():

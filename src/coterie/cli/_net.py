@@ -1,4 +1,4 @@
-"""The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`. Heavy imports are inside them."""
+"""The commands for nodes on real machines: `coterie net ...`, `run_node`, `run_doctor`, `start_nodes`. Heavy imports are inside them."""
 
 import importlib.util
 import sys
@@ -29,24 +29,24 @@ Insecure = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add these commands to the program's."""
     app.add_typer(net, name="net")
-    app.command("node")(node)
-    app.command("doctor")(doctor)
-    app.command("up")(up)
+    app.command("node")(run_node)
+    app.command("doctor")(run_doctor)
+    app.command("up")(start_nodes)
 
 
-def _need() -> None:
+def _check_packages() -> None:
     for package in ("cryptography", "zenoh"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{package} is not installed; real peers need it: {extras.install('net')}"
+                f"{package} is not installed; real peers need it: {extras.install_command('net')}"
             )
 
 
 @net.command("init")
-def init(
+def create_authority(
     folder: Folder,
     run: Annotated[str, typer.Option(help="The run's id: a-z, 0-9 and -.")],
     members: Annotated[
@@ -65,7 +65,7 @@ def init(
 
       coterie net init organizer --run three-hospitals
     """
-    _need()
+    _check_packages()
     from coterie.net import identity
 
     identity.make_authority(folder, run, days=days)
@@ -73,14 +73,14 @@ def init(
         name, _, address = text.partition("=")
         request = identity.make_request(folder, name, address)
         identity.sign_request(folder, request, name, address)
-        _note_member(folder, name, address)
+        _record_member(folder, name, address)
     typer.echo(
         f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub"
     )
 
 
 @net.command("join")
-def join(
+def create_member_key(
     name: Annotated[str, typer.Argument(help="This member's name: a-z, 0-9 and -.")],
     address: Annotated[str, typer.Argument(help="host:port at which the other members reach it.")],
     folder: Annotated[Path, typer.Option(help="Folder for the key and the request.")] = Path("."),
@@ -91,7 +91,7 @@ def join(
 
       coterie net join north 192.0.2.7:7447
     """
-    _need()
+    _check_packages()
     from coterie.net import identity
 
     request = identity.make_request(folder, name, address)
@@ -99,7 +99,7 @@ def join(
 
 
 @net.command("sign")
-def sign(
+def sign_member(
     folder: Folder,
     request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
     address: Annotated[
@@ -122,7 +122,7 @@ def sign(
 
       coterie net sign organizer north.csr 192.0.2.7:7447 --name north
     """
-    _need()
+    _check_packages()
     from coterie.net import identity, setup
 
     if not name and not sys.stdin.isatty():
@@ -132,14 +132,14 @@ def sign(
     name = name or typer.prompt("The member's name, as agreed with it")
     setup.check_member(folder, name)
     certificate = identity.sign_request(folder, request, name, address, days=days)
-    _note_member(folder, name, address)
+    _record_member(folder, name, address)
     typer.echo(
         f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint {identity.fingerprint(certificate)}"
     )
 
 
 @net.command("remove")
-def remove(
+def remove_member(
     folder: Folder, name: Annotated[str, typer.Argument(help="The member to remove.")]
 ) -> None:
     """Remove a member: write and sign the next version of the roster without it.
@@ -151,15 +151,15 @@ def remove(
 
       coterie net remove organizer north
     """
-    _need()
+    _check_packages()
     from coterie.net import setup
 
-    made = setup.remove(folder, name)
+    made = setup.remove_member(folder, name)
     typer.echo(f"{folder / 'roster.toml'}, version {made.version}, is without {name}: {_SEND}")
 
 
 @net.command("rekey")
-def rekey(
+def rekey_member(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The member.")],
     request: Annotated[Path, typer.Argument(help="The request for its new key, NAME.csr.")],
@@ -174,16 +174,16 @@ def rekey(
 
       coterie net rekey organizer north north.csr
     """
-    _need()
+    _check_packages()
     from coterie.net import setup
 
-    made = setup.rekey(folder, name, request, days=days)
+    made = setup.rekey_member(folder, name, request, days=days)
     typer.echo(f"send {folder / 'members' / (name + '.pem')} to {name}")
     typer.echo(f"{folder / 'roster.toml'}, version {made.version}, has its new key: {_SEND}")
 
 
 @net.command("roster")
-def roster(
+def write_roster(
     folder: Annotated[
         Path,
         typer.Argument(
@@ -217,7 +217,7 @@ def roster(
       coterie net roster organizer --study study.toml --features 1,8,8 --classes 10
       coterie net roster roster.toml --check --node node.toml
     """
-    _need()
+    _check_packages()
     from coterie.net import setup
 
     if check:
@@ -243,7 +243,7 @@ def roster(
 
 
 @net.command("audit")
-def audit(
+def audit_logs(
     logs: Annotated[
         list[Path],
         typer.Argument(
@@ -270,49 +270,49 @@ def audit(
       coterie net audit runs/north
       coterie net audit north.log south.log --roster roster.toml --organizer organizer.pub
     """
-    _need()
+    _check_packages()
     from itertools import combinations
 
     from coterie.net import auditor
     from coterie.net import roster as rosters
 
     given = [rosters.load(path, organizer) for path in roster_ or ()]
-    reports = [auditor.check(path, given) for path in logs]
+    reports = [auditor.check_log(path, given) for path in logs]
     for report in reports:
-        _audited(report)
+        _print_audit(report)
     contradictions = 0
     for a, b in combinations(reports, 2):
         if a.run != b.run or a.node == b.node:
-            _wrapped(
+            _print_wrapped(
                 f"{a.path} and {b.path} are not compared: they are not of two members of one run"
             )
-        elif found := auditor.compare(a, b):
+        elif found := auditor.compare_logs(a, b):
             contradictions += len(found)
             for text in found:
-                _wrapped(f"WRONG  {text}")
+                _print_wrapped(f"WRONG  {text}")
         else:
-            lost = auditor.lost(a, b)
+            lost = auditor.count_lost(a, b)
             rest = (
                 f"; {lost} messages that one of them sent, the other did not receive"
                 if lost
                 else ""
             )
-            _wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
+            _print_wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
     if contradictions or any(report.problems for report in reports):
         raise typer.Exit(1)
 
 
-def _audited(report: Any) -> None:
+def _print_audit(report: Any) -> None:
     """Print what was found in a log."""
     from datetime import UTC, datetime
 
     from rich.console import Console
     from rich.table import Table
 
-    def when(seconds: float) -> str:
+    def format_time(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
-    def amount(of: Mapping[Any, Any], size: int) -> str:
+    def format_amount(of: Mapping[Any, Any], size: int) -> str:
         unit, by = next(
             (u, b)
             for u, b in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -320,19 +320,21 @@ def _audited(report: Any) -> None:
         )
         return f"{len(of)} ({size / by:.3g} {unit})" if of else "0"
 
-    def counts(found: Mapping[str, int]) -> str:
+    def format_counts(found: Mapping[str, int]) -> str:
         return ", ".join(f"{times} {reason}" for reason, times in sorted(found.items())) or "0"
 
-    _wrapped(f"{report.node or '?'} in run {report.run or '?'}: {report.path}")
-    _wrapped(
-        f"{report.lines} lines, {when(report.first)} to {when(report.last)} UTC; {report.heads} signatures",
+    _print_wrapped(f"{report.node or '?'} in run {report.run or '?'}: {report.path}")
+    _print_wrapped(
+        f"{report.lines} lines, {format_time(report.first)} to {format_time(report.last)} UTC; {report.heads} signatures",
         "  ",
     )
     if report.begins:
-        _wrapped(f"begins with line {report.begins} of its chain; those before are not here", "  ")
+        _print_wrapped(
+            f"begins with line {report.begins} of its chain; those before are not here", "  "
+        )
     rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
-    _wrapped(f"starts: {report.starts}{rest}", "  ")
+    _print_wrapped(f"starts: {report.starts}{rest}", "  ")
     versions, known = (
         ", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed))
     )
@@ -341,33 +343,36 @@ def _audited(report: Any) -> None:
         if known
         else "keys are on the log's word: see --roster"
     )
-    _wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
-    _wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
-    _wrapped(f"last line: {report.head[0]}, {report.head[1]}", "  ")
+    _print_wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
+    _print_wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
+    _print_wrapped(f"last line: {report.head[0]}, {report.head[1]}", "  ")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("  member", "sent", "received", "declined", "missing", "refused"):
         table.add_column(head, overflow="fold")
     for name, of in sorted(report.traffic.items()):
-        sent, received = amount(of.sent, of.sent_bytes), amount(of.received, of.received_bytes)
+        sent, received = (
+            format_amount(of.sent, of.sent_bytes),
+            format_amount(of.received, of.received_bytes),
+        )
         table.add_row(
             f"  {name or 'unknown'}",
             sent,
             received,
-            counts(of.declined),
-            counts(of.missing),
-            counts(of.refused),
+            format_counts(of.declined),
+            format_counts(of.missing),
+            format_counts(of.refused),
         )
     if report.traffic:
         Console(width=80, highlight=False).print(table)
     if report.problems:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        _wrapped(f"WRONG  {report.problems[0]}{more}")
+        _print_wrapped(f"WRONG  {report.problems[0]}{more}")
     else:
         rest = f"; not signed yet: the last {report.unsigned}" if report.unsigned else ""
-        _wrapped(f"ok     the chain is whole, and signed by {report.node}{rest}")
+        _print_wrapped(f"ok     the chain is whole, and signed by {report.node}{rest}")
 
 
-def _wrapped(text: str, indent: str = "") -> None:
+def _print_wrapped(text: str, indent: str = "") -> None:
     """Print a text in lines of at most 80 columns, where its words are no longer."""
     later = indent + "       "
     typer.echo(
@@ -383,7 +388,7 @@ def _wrapped(text: str, indent: str = "") -> None:
 
 
 @net.command("demo")
-def demo(
+def run_demo(
     clients: Annotated[int, typer.Option(min=3, max=20, help="The number of nodes.")] = 8,
     rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,
     port: Annotated[int, typer.Option(help="The first port on 127.0.0.1.")] = 21700,
@@ -397,34 +402,34 @@ def demo(
 
       coterie net demo
     """
-    _need()
+    _check_packages()
     from coterie.net import fleet
-    from coterie.studies.run import read_study
+    from coterie.studies.run import load_study_results
 
     place = folder or Path(tempfile.mkdtemp(prefix="coterie-demo-"))
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} is not empty; choose another folder")
     place.mkdir(parents=True, exist_ok=True)
-    top = fleet.demo(
+    top = fleet.run_demo(
         place,
         clients=clients,
         rounds=rounds,
         port=port,
         say=lambda text: typer.echo(text, err=True),
     )
-    _results(read_study(top))
+    _print_results(load_study_results(top))
     typer.echo(f"Runs: {top}")
 
 
-def _results(study: Any) -> None:
+def _print_results(study: Any) -> None:
     from rich.console import Console
 
     from coterie.cli import _display
 
-    _display.results(study, Console())
+    _display.print_results(study, Console())
 
 
-def node(
+def run_node(
     file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
     role: Annotated[
         str | None, typer.Option(help="server, on the member with the server role.")
@@ -437,15 +442,15 @@ def node(
 
       coterie node node.toml
     """
-    _need()
+    _check_packages()
     from coterie.net import process
 
     if role not in (None, "peer", "server"):
         raise ConfigError(f"--role is {role!r}; expected peer or server")
-    raise typer.Exit(process.run(file, role=role, insecure=insecure))
+    raise typer.Exit(process.run_node(file, role=role, insecure=insecure))
 
 
-def doctor(
+def run_doctor(
     file: Annotated[
         Path | None, typer.Argument(metavar="[NODE.toml]", help="The node file.")
     ] = None,
@@ -486,28 +491,30 @@ def doctor(
             "doctor takes one of a node file, --model and --on; see `coterie doctor --help`"
         )
     if on is not None:
-        raise typer.Exit(_cluster.examine(on))
+        raise typer.Exit(_cluster.check_cluster(on))
     if model is not None:
-        typer.echo(f"{model}: {_engine(model, features, outputs, batch_size, samples)}")
+        typer.echo(f"{model}: {_describe_engine(model, features, outputs, batch_size, samples)}")
         return
     assert file is not None
-    _need()
+    _check_packages()
     from coterie.net import doctor as examiner
     from coterie.net import nodefile
 
-    def say(text: str, good: bool) -> None:
+    def report_check(text: str, good: bool) -> None:
         typer.echo(f"{'ok   ' if good else 'WRONG'}  {text}")
 
-    if not examiner.examine(nodefile.load(file), say, insecure=insecure):
+    if not examiner.check_node(nodefile.load(file), report_check, insecure=insecure):
         raise typer.Exit(1)
 
 
-def _engine(model: str, features: str, outputs: int, batch_size: int, samples: float) -> str:
+def _describe_engine(
+    model: str, features: str, outputs: int, batch_size: int, samples: float
+) -> str:
     """Say which engine trains a model by itself, and why."""
     import torch
 
     from coterie import engine
-    from coterie.models.layout import Layout, source, template
+    from coterie.models.layout import Layout, make_template, resolve_model
 
     sizes = features.split(",")
     if not all(size.strip().isdigit() and int(size) for size in sizes):
@@ -515,17 +522,17 @@ def _engine(model: str, features: str, outputs: int, batch_size: int, samples: f
             f"--features is {features!r}; expected the shape of one input, as 3,32,32"
         )
     shape = tuple(map(int, sizes))
-    layout = Layout(template(source(model, shape, outputs)))
+    layout = Layout(make_template(resolve_model(model, shape, outputs)))
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason says the same
-        found = engine.make(
+        found = engine.make_engine(
             "auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size
         )
     return found.reason
 
 
-def up(
+def start_nodes(
     roster_file: Annotated[Path, typer.Argument(metavar="ROSTER.toml", help="The signed roster.")],
     nodes: Annotated[
         Path | None,
@@ -541,7 +548,7 @@ def up(
 
       coterie up roster.toml --nodes nodes
     """
-    _need()
+    _check_packages()
     from coterie.net import fleet
     from coterie.net import roster as rosters
 
@@ -568,7 +575,7 @@ def up(
     )
 
 
-def _note_member(folder: Path, name: str, address: str) -> None:
+def _record_member(folder: Path, name: str, address: str) -> None:
     from coterie.net import setup
 
-    setup.note_member(folder, name, address)
+    setup.add_member(folder, name, address)

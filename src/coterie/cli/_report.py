@@ -1,4 +1,4 @@
-"""The commands that show stored runs: report, watch, plot, track. `app` registers them with `add`."""
+"""The commands that show stored runs: report, watch, plot, track. `app` registers them with `add_commands`."""
 
 import webbrowser
 from pathlib import Path
@@ -12,15 +12,15 @@ Folders = Annotated[
 ]
 
 
-def add(app: typer.Typer) -> None:
+def add_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command("report")(report)
-    app.command("watch")(watch)
-    app.command("plot")(plot)
-    app.command("track")(track)
+    app.command("report")(write_reports)
+    app.command("watch")(watch_folder)
+    app.command("plot")(plot_figure)
+    app.command("track")(track_runs)
 
 
-def report(
+def write_reports(
     runs: Folders,
     out: Annotated[
         Path | None,
@@ -39,12 +39,12 @@ def report(
       coterie report runs/rotated-digits --out page.html
       coterie report runs/rotated-digits runs/cooler --out both.html
     """
-    from coterie.report.page import write_with_notes
+    from coterie.report.page import write_report_with_notes
     from coterie.report.studies import write_studies
 
     paths = []
     for folder in runs:
-        path, notes = write_with_notes(folder, out if len(runs) == 1 else None)
+        path, notes = write_report_with_notes(folder, out if len(runs) == 1 else None)
         for note in notes:
             typer.echo(f"note: {note}", err=True)
         typer.echo(f"Report: {path}")
@@ -53,7 +53,7 @@ def report(
         typer.echo(f"Studies: {write_studies(runs, paths, out)}")
 
 
-def watch(
+def watch_folder(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")
     ],
@@ -68,9 +68,9 @@ def watch(
 
       coterie watch runs/rotated-digits --open
     """
-    from coterie.report.watch import Watch
+    from coterie.report.watch import WatchServer
 
-    with Watch(folder, port=port) as page:
+    with WatchServer(folder, port=port) as page:
         state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
         typer.echo(f"Following {folder}{state}; Ctrl-C ends it\n{page.address}")
         if open_:
@@ -81,7 +81,7 @@ def watch(
             typer.echo("ended", err=True)
 
 
-def plot(
+def plot_figure(
     runs: Folders,
     figure: Annotated[
         str,
@@ -140,7 +140,7 @@ def plot(
     typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")
 
 
-def track(
+def track_runs(
     runs: Folders,
     to: Annotated[
         str, typer.Option("--to", help="tensorboard, mlflow or wandb (offline); each is an extra.")
@@ -155,12 +155,12 @@ def track(
 
       coterie track runs/rotated-digits --to tensorboard && tensorboard --logdir tracking
     """
-    from coterie.report.trackers import export, opener
-    from coterie.results.coverage import incomplete
-    from coterie.results.summary import find_runs, studies_in
+    from coterie.report.trackers import export_runs, make_opener
+    from coterie.results.coverage import describe_incomplete_runs
+    from coterie.results.summary import group_by_study, load_runs
 
-    found, problems = find_runs(runs)
-    for _, _, content in studies_in(runs, found, problems):
-        for note in incomplete(content):
+    found, problems = load_runs(runs)
+    for _, _, content in group_by_study(runs, found, problems):
+        for note in describe_incomplete_runs(content):
             typer.echo(f"note: {content['study']}: {note}", err=True)
-    typer.echo(f"{export(found, opener(to, out))} runs written to {out}")
+    typer.echo(f"{export_runs(found, make_opener(to, out))} runs written to {out}")

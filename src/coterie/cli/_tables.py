@@ -6,47 +6,63 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
-from coterie.papers.compare import Comparison, InPairs, Line, Ordering, Result, ranked
+from coterie.papers.compare import (
+    ComparedNumber,
+    Ordering,
+    PairComparison,
+    PaperComparison,
+    StudyResult,
+    ranking_metric,
+)
 from coterie.results.equal_bytes import EqualBytes
-from coterie.results.pairs import leaders
+from coterie.results.pairs import find_leaders
 from coterie.results.summary import MEANS
-from coterie.results.tables import BEST, SAME, STAR, TextTable, latex, markdown, means, of_pairs
+from coterie.results.tables import (
+    BEST,
+    SAME,
+    STAR,
+    TextTable,
+    build_means_table,
+    build_pairs_table,
+    format_latex,
+    format_markdown,
+)
 
 __all__ = [
     "TextTable",
-    "against_paper",
-    "equal_bytes",
-    "latex",
-    "markdown",
-    "of_study",
-    "side_by_side",
+    "build_equal_bytes_table",
+    "build_paper_tables",
+    "build_side_by_side",
+    "build_study_tables",
+    "format_latex",
+    "format_markdown",
 ]
 
 
-def against_paper(comparison: Comparison) -> list[TextTable]:
+def build_paper_tables(comparison: PaperComparison) -> list[TextTable]:
     """Return the numbers beside the paper's, the chain of roles, and the clear pairs."""
     title, chosen = (
         f"{comparison.study} beside the paper",
         [line for line in comparison.lines if line.chosen],
     )
     own = [line for line in comparison.lines if not line.chosen and not line.predicted]
-    tables = [_numbers(comparison, own, title)]
+    tables = [_build_numbers_table(comparison, own, title)]
     if chosen:
         tables.append(
-            _numbers(
+            _build_numbers_table(
                 comparison,
                 chosen,
                 f"{comparison.study}: rows chosen here, beside the published ones",
             )
         )
     if ledger := [line for line in comparison.lines if line.predicted]:
-        tables.append(costs(comparison.study, ledger))
+        tables.append(build_cost_table(comparison.study, ledger))
     head = ("better", "worse", "paper", "here", "kept")
     if comparison.chain:
-        rows = [_ordering(one, comparison) for one in comparison.chain]
+        rows = [_format_ordering(one, comparison) for one in comparison.chain]
         tables.append(TextTable("Orderings of the paper", head, rows))
     if comparison.pairs:
-        broken = [_ordering(one, comparison) for one in comparison.pairs if not one.kept]
+        broken = [_format_ordering(one, comparison) for one in comparison.pairs if not one.kept]
         kept = len(comparison.pairs) - len(broken)
         said = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
         if broken:
@@ -60,7 +76,7 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
     return tables
 
 
-def costs(study: str, lines: Sequence[Line]) -> TextTable:
+def build_cost_table(study: str, lines: Sequence[ComparedNumber]) -> TextTable:
     """Return what the ledger predicts of costs, beside what a paper prints."""
     rows = [
         (
@@ -81,7 +97,9 @@ def costs(study: str, lines: Sequence[Line]) -> TextTable:
     return TextTable(f"{study}: costs beside the paper, in models", head, rows, foot)
 
 
-def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextTable:
+def _build_numbers_table(
+    comparison: PaperComparison, lines: Sequence[ComparedNumber], title: str
+) -> TextTable:
     names = list(dict.fromkeys(line.metric for line in lines))
     several = len({*names} - {STD_OVER_CLUSTERS.name}) > 1
     rows = [
@@ -91,10 +109,10 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
             MEANS.get(line.cluster, line.cluster)
             if line.metric != STD_OVER_CLUSTERS.name
             else STD_OVER_CLUSTERS.title,
-            _spread(REGISTRY[line.metric], line.ours, line.std),
+            _format_spread(REGISTRY[line.metric], line.ours, line.std),
             str(line.seeds),
-            _spread(REGISTRY[line.metric], line.paper, line.paper_std),
-            _signed(line),
+            _format_spread(REGISTRY[line.metric], line.paper, line.paper_std),
+            _format_signed(line),
             {True: "yes", False: "no", None: "cannot be told"}[line.within],
         )
         for line in lines
@@ -113,7 +131,9 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
         foot += " Where the paper prints no deviation, ours stands for it, pooled over the clusters of the row."
     if comparison.scale != 1:
         foot += f" Rounds scaled by {comparison.scale:g}."
-    unit = "" if several or not rows else f" ({REGISTRY[REGISTRY.main(names)].heading('test')})"
+    unit = (
+        "" if several or not rows else f" ({REGISTRY[REGISTRY.choose_main(names)].heading('test')})"
+    )
     head = (
         "method",
         *(["metric"] if several else []),
@@ -127,33 +147,36 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
     return TextTable(f"{title}{unit}", head, rows, foot)
 
 
-def _number(metric: Metric, value: float) -> str:
+def _format_number(metric: Metric, value: float) -> str:
     if not math.isfinite(value):
         return "–"
     value *= metric.scale
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def _spread(metric: Metric, mean: float, std: float | None) -> str:
-    return _number(metric, mean) + (
-        "" if std is None or not math.isfinite(std) else f" ± {_number(metric, std)}"
+def _format_spread(metric: Metric, mean: float, std: float | None) -> str:
+    return _format_number(metric, mean) + (
+        "" if std is None or not math.isfinite(std) else f" ± {_format_number(metric, std)}"
     )
 
 
-def _signed(line: Line) -> str:
-    text = _number(REGISTRY[line.metric], line.difference)
+def _format_signed(line: ComparedNumber) -> str:
+    text = _format_number(REGISTRY[line.metric], line.difference)
     return text if line.difference < 0 else f"+{text}"
 
 
-def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
-    metric = REGISTRY[str(ranked(comparison.lines))]
+def _format_ordering(one: Ordering, comparison: PaperComparison) -> tuple[str, ...]:
+    metric = REGISTRY[str(ranking_metric(comparison.lines))]
     paper, ours = (
-        " / ".join(_number(metric, value) for value in pair) for pair in (one.paper, one.ours)
+        " / ".join(_format_number(metric, value) for value in pair)
+        for pair in (one.paper, one.ours)
     )
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
 
-def side_by_side(results: Sequence[Result], metric: str | None = None) -> list[TextTable]:
+def build_side_by_side(
+    results: Sequence[StudyResult], metric: str | None = None
+) -> list[TextTable]:
     """Return the methods of several studies beside each other, means over clients: a table for each metric.
 
     Args:
@@ -161,20 +184,22 @@ def side_by_side(results: Sequence[Result], metric: str | None = None) -> list[T
         metric: this one alone.
     """
     known = results[0].known
-    main = known[metric or results[0].metric]
+    main = known[metric or results[0].main_metric]
     further = [
         one for one in known.values() if one.shown == "further" and one != main and metric is None
     ]
     there = {row["metric"] for result in results for row in result.rows}
-    return [_side_by_side(results, one) for one in (main, *further) if one.name in there]
+    return [_build_side_by_side(results, one) for one in (main, *further) if one.name in there]
 
 
-def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
-    labels = list(dict.fromkeys(label for result in results for label in result.labels))
-    leading = [leaders(result.rows, result.pairs, metric, "all") for result in results]
+def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextTable:
+    labels = list(dict.fromkeys(label for result in results for label in result.method_labels))
+    leading = [find_leaders(result.rows, result.pairs, metric, "all") for result in results]
     rows, strong = [], set()
     for i, label in enumerate(labels):
-        cells = [_cell(metric, result.value(label, "all", metric.name)) for result in results]
+        cells = [
+            _format_cell(metric, result.find_row(label, "all", metric.name)) for result in results
+        ]
         for j, first in enumerate(leading):
             if label in first and len(first) > 1:
                 cells[j] = (cells[j][0] + STAR, cells[j][1])
@@ -192,7 +217,7 @@ def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
     )
 
 
-def of_study(one: InPairs, *, whole: bool) -> list[TextTable]:
+def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:
     """Return the pairs of a study's methods.
 
     Args:
@@ -203,18 +228,20 @@ def of_study(one: InPairs, *, whole: bool) -> list[TextTable]:
     tables = []
     if whole:
         title = f"{one.result.study.name}: {one.metric.heading('test')}, 95 % intervals over n seeds in brackets"
-        tables = [means(one.result.rows, one.result.pairs, one.metric, title, MEANS)]
-    return [*tables, *([of_pairs(one.pairs, one.metric)] if one.pairs else [])]
+        tables = [build_means_table(one.result.rows, one.result.pairs, one.metric, title, MEANS)]
+    return [*tables, *([build_pairs_table(one.pairs, one.metric)] if one.pairs else [])]
 
 
-def _cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, str]:
+def _format_cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, str]:
     """A mean with its deviation, and over how many seeds; a single seed has no deviation."""
     if row is None or row["mean"] is None:
         return "", ""
-    return _spread(metric, row["mean"], row["std"] if row["seeds"] > 1 else None), str(row["seeds"])
+    return _format_spread(metric, row["mean"], row["std"] if row["seeds"] > 1 else None), str(
+        row["seeds"]
+    )
 
 
-def equal_bytes(ranking: EqualBytes) -> TextTable:
+def build_equal_bytes_table(ranking: EqualBytes) -> TextTable:
     """Return a ranking at equal bytes."""
     metric = REGISTRY[ranking.metric]
     rows = [
@@ -222,7 +249,7 @@ def equal_bytes(ranking: EqualBytes) -> TextTable:
             row.label,
             f"{row.rounds:.0f}",
             f"{row.used / 1e6:.2f}",
-            _spread(metric, row.value, row.std),
+            _format_spread(metric, row.value, row.std),
             str(row.seeds),
         )
         for row in ranking.rows

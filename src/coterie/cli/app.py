@@ -24,8 +24,8 @@ from rich.table import Table
 
 from coterie import __version__
 from coterie.cli import _audit, _cluster, _compare, _export, _report
-from coterie.cli._net import register
-from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, unknown
+from coterie.cli._net import add_commands
+from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, describe_unknown
 
 app = typer.Typer(
     name="coterie",
@@ -80,7 +80,7 @@ Gpus = _cluster.Gpus
 Blocks = _cluster.Blocks
 
 
-def _version(asked: bool) -> bool:
+def _show_version(asked: bool) -> bool:
     if asked:
         typer.echo(f"coterie {__version__}")
         raise typer.Exit
@@ -88,11 +88,11 @@ def _version(asked: bool) -> bool:
 
 
 @app.callback()
-def _root(
+def _set_up(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version and stop."
+            "--version", callback=_show_version, is_eager=True, help="Show the version and stop."
         ),
     ] = False,
 ) -> None:
@@ -108,7 +108,7 @@ def _root(
 
 
 @app.command("run")
-def run(
+def run_study(
     study: StudyName = "rotated-digits",
     set_: Set = None,
     seeds: Seeds = None,
@@ -149,7 +149,7 @@ def run(
 
     changes = list(set_ or ())
     if seeds is not None:
-        changes.append(f"seeds={config.read_seeds(seeds)}")
+        changes.append(f"seeds={config.parse_seeds(seeds)}")
     if engine is not None:
         changes.append(f"engine={json.dumps(engine)}")
     if scale is not None:
@@ -157,8 +157,8 @@ def run(
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
     chosen = config.load(study, changes)
-    where = _cluster.Where(on, cpus, gpus, blocks)
-    _run(
+    where = _cluster.RunLocation(on, cpus, gpus, blocks)
+    _run_and_show(
         chosen,
         out,
         data_dir,
@@ -172,7 +172,7 @@ def run(
 
 
 @app.command("resume")
-def resume(
+def resume_study(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")
     ],
@@ -191,11 +191,11 @@ def resume(
 
       coterie resume runs/rotated-digits
     """
-    from coterie.studies.run import stored
+    from coterie.studies.run import load_stored_study
 
-    study, out = stored(folder, to_run=True)
-    where = _cluster.Where(on, cpus, gpus, blocks)
-    _run(
+    study, out = load_stored_study(folder, to_run=True)
+    where = _cluster.RunLocation(on, cpus, gpus, blocks)
+    _run_and_show(
         study,
         out,
         data_dir,
@@ -209,7 +209,7 @@ def resume(
 
 
 @app.command("methods")
-def methods(
+def list_methods(
     name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None,
 ) -> None:
     """List the methods with their parameters, defaults and papers; with a name, describe one.
@@ -221,11 +221,11 @@ def methods(
     """
     from coterie.cli import _catalog
 
-    console, known = Console(soft_wrap=False), _catalog.methods()
+    console, known = Console(soft_wrap=False), _catalog.load_methods()
     if name is None:
-        for kind in sorted({*known, *_offered(known)}):
+        for kind in sorted({*known, *_find_plugin_methods(known)}):
             try:
-                method = known[kind] if kind in known else _found(kind)
+                method = known[kind] if kind in known else _describe_plugin_method(kind)
             except (
                 ConfigError
             ) as error:  # of another package: the rest of the list is wanted all the same
@@ -239,7 +239,7 @@ def methods(
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
-    method = known[name] if name in known else _found(name)
+    method = known[name] if name in known else _describe_plugin_method(name)
     paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", method.description)
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -252,7 +252,7 @@ def methods(
         console.print(f"\n{escape(reference)}", highlight=False)
 
 
-def _offered(known: Container[str]) -> set[str]:
+def _find_plugin_methods(known: Container[str]) -> set[str]:
     """The methods that installed packages offer, which are imported only if there are any."""
     from importlib.metadata import entry_points
 
@@ -261,16 +261,16 @@ def _offered(known: Container[str]) -> set[str]:
     }
 
 
-def _found(kind: str) -> Any:
+def _describe_plugin_method(kind: str) -> Any:
     """A method that is not built in, in words."""
     from coterie.cli import _catalog
     from coterie.methods import registry
 
-    return _catalog.entry(kind, registry.find(kind))
+    return _catalog.describe_method(kind, registry.find_method(kind))
 
 
 @app.command("studies")
-def studies(
+def list_studies(
     name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="With all it extends and every default.")
@@ -286,27 +286,27 @@ def studies(
     from coterie.studies import named
 
     if name is not None:
-        found = named.builtin(bases=not resolved)
+        found = named.find_builtin_studies(bases=not resolved)
         if name not in found:
-            raise ConfigError(unknown("study", name, found))
+            raise ConfigError(describe_unknown("study", name, found))
         typer.echo(
-            _resolved(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False
+            _resolve_study(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False
         )
         return
     console = Console()
-    for title, (size, description) in _catalog.studies().items():
+    for title, (size, description) in _catalog.load_studies().items():
         console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)
         console.print(f"    {escape(description)}", highlight=False)
 
 
-def _resolved(name: str) -> str:
+def _resolve_study(name: str) -> str:
     from coterie.studies import config
 
-    return config.dumps(config.load(name))
+    return config.format_study(config.load(name))
 
 
 @app.command("list")
-def list_(
+def list_runs(
     folder: Annotated[
         Path | None, typer.Argument(help="The folder to search; by default that of --out.")
     ] = None,
@@ -314,16 +314,16 @@ def list_(
 ) -> None:
     """List the studies in a folder with the state of their runs: finished, unfinished, damaged or missing."""
     from coterie.results import coverage
-    from coterie.studies.run import found_studies, stored, study_standings
+    from coterie.studies.run import find_studies, list_standings, load_stored_study
 
     console = Console()
     out = folder or out
-    known = found_studies(out)
+    known = find_studies(out)
     if not known:
         console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
     for place in known:
         try:
-            study, runs = stored(place)[0], study_standings(place)
+            study, runs = load_stored_study(place)[0], list_standings(place)
         except CoterieError as error:  # the others are wanted all the same
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
             continue
@@ -331,39 +331,39 @@ def list_(
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
         for line in (
             f"{place}  {study.name}: {state}",
-            *(f"  {text}" for text in coverage.lines(runs)),
+            *(f"  {text}" for text in coverage.format_statuses(runs)),
         ):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("show")
-def show(
+def show_results(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")
     ],
     json_: AsJson = False,
 ) -> None:
     """Print the results of a stored study."""
-    from coterie.studies.sweep import read_sweep
+    from coterie.studies.sweep import load_sweep_results
 
-    _show(read_sweep(folder), json_)
-
-
-_report.add(app)
-_compare.add(app)
-_export.add(app)
-_audit.add(app)
-_cluster.add(app)
+    _print_studies(load_sweep_results(folder), json_)
 
 
-def _run(
-    study: Any, out: Path, data_dir: Path | None, workers: int | None, where: _cluster.Where, *, overwrite: bool,
+_report.add_commands(app)
+_compare.add_commands(app)
+_export.add_commands(app)
+_audit.add_commands(app)
+_cluster.add_commands(app)
+
+
+def _run_and_show(
+    study: Any, out: Path, data_dir: Path | None, workers: int | None, where: _cluster.RunLocation, *, overwrite: bool,
     resume: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
-    from coterie.studies.sweep import expand, run_sweep
+    from coterie.studies.sweep import expand_sweep, run_sweep
 
     console = Console(stderr=True)
     again = [
@@ -373,9 +373,9 @@ def _run(
         *(["--data-dir", str(data_dir)] if data_dir else []),
     ]
     with (
-        _resumable(out / study.name, shlex.join([*again, *where.words])),
-        where.fan_out(study.settings.device, workers) as (over, crew),
-        _display.progress(expand(study), console, quiet) as observer,
+        _explain_interruption(out / study.name, shlex.join([*again, *where.option_words])),
+        where.open_executor(study.settings.device, workers) as (over, crew),
+        _display.show_progress(expand_sweep(study), console, quiet) as observer,
     ):
         done = run_sweep(
             study,
@@ -389,7 +389,7 @@ def _run(
             over=over,
         )
     reports = [write_report(one.folder) for one in done]
-    _show(done, as_json)
+    _print_studies(done, as_json)
     for one in done:
         for job, who in one.elsewhere.items():
             console.print(
@@ -400,23 +400,23 @@ def _run(
             typer.echo(f"Runs:   {one.folder}\nReport: {report}")
 
 
-def _show(studies: Sequence[Any], as_json: bool) -> None:
+def _print_studies(studies: Sequence[Any], as_json: bool) -> None:
     from coterie.cli import _display
-    from coterie.studies.sweep import joined
+    from coterie.studies.sweep import join_summaries
 
     if as_json:
-        typer.echo(json.dumps(joined(studies), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(join_summaries(studies), indent=1, ensure_ascii=False))
         return
     for study in studies:
         if len(studies) > 1:
             typer.echo(f"{study.config.name}\n")
         console = Console()
-        _display.results(study, console)
-        _display.rounds(study, console)
+        _display.print_results(study, console)
+        _display.print_round_results(study, console)
 
 
 @contextmanager
-def _resumable(folder: Path, command: str) -> Iterator[None]:
+def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
     """Print the command that continues a study when it is interrupted, or the disk is full."""
     from coterie.studies.run import CONFIG
 
@@ -430,39 +430,39 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         typer.echo(f"\n{text}", err=True)
         raise
     except Exception as error:
-        full = DiskFull.is_said_by(error)
+        full = DiskFull.matches(error)
         if not full and (not isinstance(error, OSError) or isinstance(error, CoterieError)):
             raise
-        if not (folder / CONFIG).exists() or OutOfMemory.is_said_by(error):
+        if not (folder / CONFIG).exists() or OutOfMemory.matches(error):
             raise
         kind = DiskFull if full else ConfigError
         raise kind(
-            f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}"
+            f"cannot write: {_describe_os_error(error)}; when that is fixed, continue with: {command}"
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _describe_os_error(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return error.strerror + (f": {error.filename}" if error.filename else "")
 
 
-def _end(error: Exception) -> NoReturn:
+def _exit_with_error(error: Exception) -> NoReturn:
     """End with one line and the status of an error; an error that nobody expects is raised again."""
     status, text = 2, str(error)
-    if DiskFull.is_said_by(error):
+    if DiskFull.matches(error):
         status = NO_ROOM
         text = (
             text
             if isinstance(error, DiskFull)
-            else f"cannot write: {_reason(error)}; when there is room, start again"
+            else f"cannot write: {_describe_os_error(error)}; when there is room, start again"
         )
     elif isinstance(error, CoterieError):
         pass
-    elif OutOfMemory.is_said_by(error):
+    elif OutOfMemory.matches(error):
         text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
     elif isinstance(error, OSError):
-        text = _reason(error)
+        text = _describe_os_error(error)
     else:
         raise error
     try:
@@ -472,17 +472,17 @@ def _end(error: Exception) -> NoReturn:
     sys.exit(status)
 
 
-def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
     return f"note: {message}\n"
 
 
-register(app)
+add_commands(app)
 
 
 def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
-    warnings.formatwarning = _one_line_warning
+    warnings.formatwarning = _format_warning
     # names may have letters that a terminal's encoding lacks
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -495,5 +495,5 @@ def main() -> NoReturn:
             typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
     except Exception as error:
-        _end(error)
+        _exit_with_error(error)
     sys.exit(status if isinstance(status, int) else 0)

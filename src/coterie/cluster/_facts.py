@@ -14,7 +14,7 @@ from pathlib import Path
 def facts() -> dict[str, str]:
     """Return the facts of this machine by name, "" where there is none; see `doctor.NAMES`."""
 
-    def said(*words: str) -> str:
+    def run_command(*words: str) -> str:
         try:
             return subprocess.run(
                 words, capture_output=True, text=True, timeout=60, check=False
@@ -22,7 +22,7 @@ def facts() -> dict[str, str]:
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
-    def short(text: str | bytes) -> str:
+    def hash_short(text: str | bytes) -> str:
         return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
 
     found: dict[str, str] = dict.fromkeys(
@@ -39,7 +39,9 @@ def facts() -> dict[str, str]:
 
         folder = Path(spec.origin).parent
         found["coterie"] = coterie.__version__
-        found["code"] = short(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+        found["code"] = hash_short(
+            b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+        )
     if found["torch"]:
         import torch
 
@@ -52,8 +54,10 @@ def facts() -> dict[str, str]:
     compiler = next(filter(None, compilers), None)
     if compiler is not None:
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-        found["compiler"] = said(compiler, "--version").partition("\n")[0]
-        found["features"] = short(said(compiler, native, "-dM", "-E", "-x", "c++", os.devnull))
+        found["compiler"] = run_command(compiler, "--version").partition("\n")[0]
+        found["features"] = hash_short(
+            run_command(compiler, native, "-dM", "-E", "-x", "c++", os.devnull)
+        )
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

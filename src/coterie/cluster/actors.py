@@ -19,21 +19,28 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie.cluster import doctor, folders, packing, place
-from coterie.cluster.blocks import Block, BlockDied, Given, MachineGone, Start, simulate_in_blocks
-from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
+from coterie.cluster.blocks import (
+    Block,
+    BlockDied,
+    BlockSpec,
+    MachineGone,
+    StartBlocks,
+    simulate_in_blocks,
+)
+from coterie.cluster.exchange import Address, BlockInterrupted, BlockLinks, BlockPart, Postbox
 from coterie.cluster.packing import Packed
-from coterie.cluster.place import Place, connect
+from coterie.cluster.place import Place, connect_ray
 from coterie.engine import use_threads
 from coterie.errors import CoterieError, require
 from coterie.exchange.base import Message
-from coterie.simulation.run import Plan
-from coterie.simulation.workers import Emit, FanOut, one_thread
+from coterie.simulation.run import RunPlan
+from coterie.simulation.workers import Emit, FanOut, use_one_thread
 
 _TURN = 2.0
 """Seconds after which a wait for blocks looks whether all machines are there."""
 
 
-def packed(part: Part) -> Any:
+def encode_part(part: BlockPart) -> Any:
     """Return what a block tells as arrays, which Ray carries without a copy."""
     if part is None:
         return None
@@ -47,8 +54,8 @@ def packed(part: Part) -> Any:
     )
 
 
-def unpacked(part: Any) -> Part:
-    """Invert `packed`; what was carried cannot be written to."""
+def decode_part(part: Any) -> BlockPart:
+    """Invert `encode_part`; what was carried cannot be written to."""
     if part is None:
         return None
     if isinstance(part, np.ndarray):
@@ -61,7 +68,7 @@ def unpacked(part: Any) -> Part:
     )
 
 
-class Host:
+class BlockActor:
     """A block in a process of its own; the class of the actors.
 
     Args:
@@ -76,16 +83,18 @@ class Host:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._modules = ExitStack()
         if carried:
-            packing.unfold(carried, self._modules.enter_context(folders.temporary()))
-        self._given: Given = packing.unpack(given)
+            packing.install_modules(
+                carried, self._modules.enter_context(folders.temporary_folder())
+            )
+        self._given: BlockSpec = packing.unpack(given)
         self._block: Block | None = None
         self._postbox = Postbox(int(self._given.owner.max()) + 1)
-        self._store = pages.kept()
+        self._store = pages.reuse_pages()
         self._store.__enter__()
 
     def receive(self, address: Address, sender: int, part: Any) -> None:
         """Take what another block says."""
-        self._postbox.put(address, sender, unpacked(part))
+        self._postbox.put(address, sender, decode_part(part))
 
     def place(self) -> tuple[str, int]:
         """Return the machine of this process, as Ray names it, and its number there."""
@@ -95,27 +104,27 @@ class Host:
 
     def meet(self, hosts: Sequence[Any]) -> tuple[Any, list[Warning | str]]:
         """Make the block, which tells these others."""
-        sends = [partial(_send, host) for host in hosts]
+        sends = [partial(_send_part, host) for host in hosts]
 
-        def make() -> None:
-            self._block = Block(self._given, Links(self._given.number, sends, self._postbox))
+        def make_block() -> None:
+            self._block = Block(self._given, BlockLinks(self._given.number, sends, self._postbox))
             del self._given
 
-        return _told(make)
+        return _call_with_warnings(make_block)
 
     def call(self, name: str, *arguments: Any) -> tuple[Any, list[Warning | str]]:
         """Call a function of the block."""
-        return _told(partial(getattr(self._block, name), *arguments))
+        return _call_with_warnings(partial(getattr(self._block, name), *arguments))
 
 
-def _send(host: Any, address: Address, sender: int, part: Part) -> None:
+def _send_part(host: Any, address: Address, sender: int, part: BlockPart) -> None:
     # Sent again where the connection breaks and the block lives: nobody would say that it did not
     # come.
     post = host.receive.options(concurrency_group="post", num_returns=0, max_task_retries=-1)
-    post.remote(address, sender, packed(part))
+    post.remote(address, sender, encode_part(part))
 
 
-def _told(work: Any) -> tuple[Any, list[Warning | str]]:
+def _call_with_warnings(work: Any) -> tuple[Any, list[Warning | str]]:
     """Return what a function returns or what it raises that is expected, and its warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -127,7 +136,7 @@ def _told(work: Any) -> tuple[Any, list[Warning | str]]:
     return found, [one.message for one in said]
 
 
-class Actors:
+class BlockActors:
     """Blocks that have been started as actors.
 
     Args:
@@ -139,18 +148,18 @@ class Actors:
     def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
         self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
         # the driver has warned already
-        self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)
+        self.wait_for([host.meet.remote(list(hosts)) for host in hosts], show=False)
         self._fewer = lambda: False  # all have a place: Ray says when one dies
 
-    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Call a function of every block; see `blocks.Crew`."""
+    def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function of every block; see `blocks.BlockCrew`."""
         calls = [
             host.call.remote(name, *(one[row] for one in arguments))
             for row, host in enumerate(self.hosts)
         ]
-        return self.wait(calls)
+        return self.wait_for(calls)
 
-    def wait(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
+    def wait_for(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
         """Return what calls of all blocks return.
 
         Raises:
@@ -178,7 +187,7 @@ class Actors:
                     last = str(error).strip().splitlines()[-1][:400]
                     raise CoterieError(f"{who} cannot be made: {last}") from error
                 raise BlockDied(f"{who} has died ({' '.join(str(error).split())[:160]})") from None
-            if isinstance(result, Exception) and not isinstance(result, Interrupted):
+            if isinstance(result, Exception) and not isinstance(result, BlockInterrupted):
                 raise result
             found[ready[0]] = result
             for text in said if show else ():
@@ -188,7 +197,7 @@ class Actors:
         return [found[call] for call in calls]
 
 
-def share(machines: Sequence[float], blocks: int, most: float) -> float:
+def divide_resource(machines: Sequence[float], blocks: int, most: float) -> float:
     """Return how much of a resource each block can have, so that all find a place at the same time.
 
     Args:
@@ -213,8 +222,10 @@ def share(machines: Sequence[float], blocks: int, most: float) -> float:
 
 
 @contextmanager
-def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -> Iterator[Actors]:
-    """Start blocks as actors of the Ray to which this process is connected; see `blocks.Start`.
+def start_actors(
+    given: Iterable[BlockSpec], *, cpus: int = 1, gpus: float | None = None
+) -> Iterator[BlockActors]:
+    """Start blocks as actors of the Ray to which this process is connected; see `blocks.StartBlocks`.
 
     Args:
         given: what each is made of.
@@ -227,18 +238,20 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
     refs, device, carried = list[Any](), "cpu", dict[str, bytes]()
     for one in given:
         device = one.plan.settings.device
-        carried = carried or packing.modules(_modules_of(one.plan))
+        carried = carried or packing.modules(_find_modules(one.plan))
         refs.append(ray.put(packing.pack(one)))
 
-    def machines() -> list[Mapping[str, float]]:
+    def list_machines() -> list[Mapping[str, float]]:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    alive = machines()
+    alive = list_machines()
     options: dict[str, Any] = {
-        "num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))
+        "num_cpus": _round_resource(
+            divide_resource([one.get("CPU", 0) for one in alive], len(refs), cpus)
+        )
     }
     if gpus is None and device.startswith("cuda"):
-        gpus = _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
+        gpus = _round_resource(divide_resource([one.get("GPU", 0) for one in alive], len(refs), 1))
     if gpus:
         options["num_gpus"] = gpus
     options |= {
@@ -246,30 +259,34 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
         "max_restarts": 0,
         "scheduling_strategy": "SPREAD",
     }
-    actor: Any = ray.remote(**options)(Host)
+    actor: Any = ray.remote(**options)(BlockActor)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]
     del refs
     try:
-        yield Actors(hosts, lambda: len(machines()) < len(alive))
+        yield BlockActors(hosts, lambda: len(list_machines()) < len(alive))
     finally:
         if ray.is_initialized():
             for host in hosts:
                 ray.kill(host)
 
 
-def _modules_of(plan: Plan) -> set[str]:
+def _find_modules(plan: RunPlan) -> set[str]:
     """The modules that the method, the model and the settings of a run come from."""
     parts = [
         dataclasses.asdict(plan.method),
         dataclasses.asdict(plan.settings),
         {"model": plan.model},
     ]
-    names = set[str]().union(*map(packing.named_in, parts))
-    return names | packing.behind(plan.method) | packing.behind(plan.model)
+    names = set[str]().union(*map(packing.find_named_modules, parts))
+    return (
+        names
+        | packing.find_defining_modules(plan.method)
+        | packing.find_defining_modules(plan.model)
+    )
 
 
 @contextmanager
-def blocks_on(
+def open_ray_blocks(
     where: Place | str, blocks: int, *, cpus: int = 1, gpus: float | None = None, **started: Any
 ) -> Iterator["BlockRuns"]:
     """Be connected to a Ray cluster for the block; give what does a study's runs there, each in blocks.
@@ -281,16 +298,16 @@ def blocks_on(
         where: a place of Ray, or a value of `--on`.
         blocks: of each run.
         cpus: processors of a block.
-        gpus: GPUs of a block; see `start`.
+        gpus: GPUs of a block; see `start_actors`.
         started: further arguments of `ray.init` for "ray:local".
 
     Raises:
         ConfigError: when nobody answers, or a machine has another Coterie or torch.
     """
     require(blocks >= 1, "blocks", blocks, "1 or more")
-    with connect(place.read(where) if isinstance(where, str) else where, **started):
-        doctor.require_equal(doctor.look_at_all())
-        yield BlockRuns(blocks, partial(start, cpus=cpus, gpus=gpus))
+    with connect_ray(place.parse_place(where) if isinstance(where, str) else where, **started):
+        doctor.check_equal_software(doctor.look_at_machines())
+        yield BlockRuns(blocks, partial(start_actors, cpus=cpus, gpus=gpus))
 
 
 @dataclass(frozen=True)
@@ -304,7 +321,7 @@ class BlockRuns(FanOut):
     """
 
     blocks: int
-    start: Start
+    start: StartBlocks
     far: bool = False
 
     def __call__(
@@ -321,11 +338,11 @@ class BlockRuns(FanOut):
         hosted = replace(
             work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start)
         )
-        with one_thread():
+        with use_one_thread():
             for job in jobs:
                 yield job, hosted(job, emit)
 
 
-def _rounded(amount: float) -> float:
+def _round_resource(amount: float) -> float:
     """Return what Ray can count: whole numbers, and parts of one by ten thousandths."""
     return int(amount) if amount >= 1 else int(amount * 10_000) / 10_000

@@ -24,8 +24,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Postbox, merged_snapshots
-from coterie.cluster.told import Entry, Told, merged
+from coterie.cluster.exchange import (
+    BlockExchange,
+    BlockInterrupted,
+    BlockLinks,
+    Postbox,
+    merge_snapshots,
+)
+from coterie.cluster.told import BlockRecord, RecordCall, merge_calls
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, CoterieError, require
@@ -38,7 +44,7 @@ from coterie.rng import Rng
 from coterie.simulation import attackers, checkpoint
 from coterie.simulation.loop import Loop, Tracker
 from coterie.simulation.record import Record
-from coterie.simulation.run import Note, Observer, Plan, Run, check_memory, make_task, simulate
+from coterie.simulation.run import Note, Observer, Run, RunPlan, check_memory, make_task, simulate
 from coterie.simulation.settings import Settings
 
 _TRIES = 3
@@ -57,7 +63,7 @@ class MachineGone(BlockDied):
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockSpec:
     """What a block is made of.
 
     Args:
@@ -68,13 +74,13 @@ class Given:
     """
 
     number: int
-    plan: Plan
+    plan: RunPlan
     owner: Int[Tensor, " population"]
     pool: Federation | None = None
 
 
 @dataclass(frozen=True)
-class Stepped:
+class RoundReport:
     """What a block reports of a round.
 
     Args:
@@ -85,7 +91,7 @@ class Stepped:
         sent: bytes told to other blocks.
     """
 
-    entries: list[Entry]
+    entries: list[RecordCall]
     samples: int
     seconds: float
     stopped: bool
@@ -93,17 +99,17 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinalReport:
     """What a block reports of the final evaluation: that of a round, its models, and what metrics of the run need."""
 
-    last: Stepped
+    last: RoundReport
     params: Tensor
     label: Tensor | None
     tested: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Kept:
+class BlockState:
     """Everything that a later round of a block's clients depends on."""
 
     state: State
@@ -116,30 +122,32 @@ class Kept:
 class BlockLoop(Loop):
     """The run's loop for the clients of a block."""
 
-    told: Told
+    recorder: BlockRecord
 
-    def __init__(self, given: Given, links: Links) -> None:
+    def __init__(self, given: BlockSpec, links: BlockLinks) -> None:
         plan, self._final = given.plan, (None, {})
         task = make_task(plan.federation, plan.method, plan.model, plan.settings, pool=given.pool)
         check_memory(task, plan.federation, plan.method, plan.settings)
         inner = BlockExchange(links, task.ids, given.owner, server=plan.method.server)
-        door = attackers.door(inner, plan.attacked, task, plan.seed)
-        self.told = Told(task.population)
-        super().__init__(task, plan.method, door, plan.settings, Rng(plan.seed), self.told)
+        door = attackers.wrap_exchange(inner, plan.attack_groups, task, plan.seed)
+        self.recorder = BlockRecord(task.population)
+        super().__init__(task, plan.method, door, plan.settings, Rng(plan.seed), self.recorder)
 
     @property
-    def concludes(self) -> bool:
+    def computes_run_metrics(self) -> bool:
         """Metrics of the whole run are computed by the driver, from what is known of all blocks."""
         return True
 
-    def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _compute_run_metrics(
+        self, label: Tensor | None, tested: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         self._final = label, tested
         return {}
 
-    def _explain(self, values: Mapping[str, Tensor]) -> None:
-        self.told.add_undefined(self.task.ids, values)
+    def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
+        self.recorder.add_undefined(self.task.ids, values)
 
-    def outcome(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+    def final_results(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the found clusters, where they are known, and the metrics of the final test."""
         label, tested = self._final
         return None if label is None else label.cpu(), {
@@ -155,53 +163,55 @@ class Block:
         links: to the other blocks.
     """
 
-    def __init__(self, given: Given, links: Links) -> None:
+    def __init__(self, given: BlockSpec, links: BlockLinks) -> None:
         self.loop, self.links = BlockLoop(given, links), links
         self._told = (0, 0.0, 0)
 
-    def step(self, index: int) -> Stepped:
+    def step(self, index: int) -> RoundReport:
         """Do the warm-up or a round."""
         self.loop.next_round = index
-        self.loop.step()
-        return self._stepped()
+        self.loop.run_next_round()
+        return self._make_report()
 
-    def _stepped(self) -> Stepped:
+    def _make_report(self) -> RoundReport:
         loop, before = self.loop, self._told
         self._told = now = loop.train_samples, loop.task.train_seconds, self.links.sent
         samples, seconds, sent = now[0] - before[0], now[1] - before[1], now[2] - before[2]
-        return Stepped(loop.told.taken(), samples, seconds, bool(loop.tracker.stopped.all()), sent)
+        return RoundReport(
+            loop.recorder.take_calls(), samples, seconds, bool(loop.tracker.stopped.all()), sent
+        )
 
-    def kept(self) -> Kept:
+    def kept(self) -> BlockState:
         """Return what a checkpoint needs."""
         loop = self.loop
         snapshot = getattr(loop.exchange, "snapshot")()  # noqa: B009
         tracker = map_tensors(loop.tracker, lambda t: t.cpu())
-        return Kept(
-            _moved(loop.state, "cpu"),
+        return BlockState(
+            _move_state(loop.state, "cpu"),
             tracker,
             loop.validation,
             loop.task.spent.snapshot(),
             snapshot,
         )
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: BlockState) -> None:
         """Go on from the state of a checkpoint."""
         loop = self.loop
-        loop.state, loop.tracker = _moved(kept.state, loop.task.device), kept.tracker
+        loop.state, loop.tracker = _move_state(kept.state, loop.task.device), kept.tracker
         if len(kept.tracker.best):
             loop.tracker = replace(kept.tracker, best=kept.tracker.best.to(loop.task.device))
         loop.validation = dict(kept.validation)
         loop.task.spent.restore(kept.spent)
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
 
-    def final(self, last: int) -> Ended:
+    def final(self, last: int) -> FinalReport:
         """Do the final evaluation after a round."""
         self.loop.next_round = last + 1
-        params = self.loop.final()
-        return Ended(self._stepped(), params, *self.loop.outcome())
+        params = self.loop.evaluate_final()
+        return FinalReport(self._make_report(), params, *self.loop.final_results())
 
 
-def _moved(state: State, device: str) -> State:
+def _move_state(state: State, device: str) -> State:
     memory, shared, moments = (
         map_tensors(part, lambda t: t.to(device))
         for part in (state.memory, state.shared, state.moments)
@@ -213,10 +223,10 @@ def _moved(state: State, device: str) -> State:
 
 
 @runtime_checkable
-class Crew(Protocol):
+class BlockCrew(Protocol):
     """Blocks that have been started, wherever they are."""
 
-    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+    def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block at the same time, and return the results in the order of the blocks.
 
         Args:
@@ -229,42 +239,44 @@ class Crew(Protocol):
         ...
 
 
-Start = Callable[[Iterable[Given]], AbstractContextManager[Crew]]
+StartBlocks = Callable[[Iterable[BlockSpec]], AbstractContextManager[BlockCrew]]
 """Starts blocks, for as long as the context lasts."""
 
 
-class Threads:
+class ThreadBlocks:
     """Blocks in threads of this process: the same program without a cluster, for tests.
 
     Args:
         given: what each is made of.
     """
 
-    def __init__(self, given: Iterable[Given]) -> None:
+    def __init__(self, given: Iterable[BlockSpec]) -> None:
         given = list(given)
         self.boxes = [Postbox(len(given)) for _ in given]
         self._pool = ThreadPoolExecutor(len(given), "coterie-block")
         with warnings.catch_warnings():  # the driver has said it already
             warnings.simplefilter("ignore")
-            sends = [partial(_copied_into, box) for box in self.boxes]
+            sends = [partial(_deliver_copy, box) for box in self.boxes]
             self.blocks = [
-                Block(one, Links(one.number, sends, self.boxes[one.number])) for one in given
+                Block(one, BlockLinks(one.number, sends, self.boxes[one.number])) for one in given
             ]
 
-    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Call a function of every block; see `Crew`."""
+    def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function of every block; see `BlockCrew`."""
 
-        def call(number: int) -> Any:
+        def call_block(number: int) -> Any:
             try:
                 return getattr(self.blocks[number], name)(*(one[number] for one in arguments))
             except BaseException:
                 self.close()
                 raise
 
-        futures = [self._pool.submit(call, number) for number in range(len(self.blocks))]
+        futures = [self._pool.submit(call_block, number) for number in range(len(self.blocks))]
         errors = [error for one in futures if (error := one.exception()) is not None]
         if errors:
-            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
+            raise next(
+                (error for error in errors if not isinstance(error, BlockInterrupted)), errors[0]
+            )
         return [one.result() for one in futures]
 
     def close(self) -> None:
@@ -274,9 +286,9 @@ class Threads:
 
     @staticmethod
     @contextmanager
-    def start(given: Iterable[Given]) -> Iterator["Threads"]:
-        """Start blocks in threads; see `Start`."""
-        crew = Threads(given)
+    def start(given: Iterable[BlockSpec]) -> Iterator["ThreadBlocks"]:
+        """Start blocks in threads; see `StartBlocks`."""
+        crew = ThreadBlocks(given)
         try:
             yield crew
         finally:
@@ -284,7 +296,7 @@ class Threads:
             crew._pool.shutdown()
 
 
-def _copied_into(box: Postbox, address: Any, sender: int, part: Any) -> None:
+def _deliver_copy(box: Postbox, address: Any, sender: int, part: Any) -> None:
     """Tell a block of this process something that its sender may change later."""
     if isinstance(part, Message):
         fields = {name: value.clone() for name, value in part.fields.items()}
@@ -295,7 +307,7 @@ def _copied_into(box: Postbox, address: Any, sender: int, part: Any) -> None:
 # ---------------------------------------------------------------- the whole population
 
 
-class _Held(InMemory):
+class _StoredExchange(InMemory):
     """The exchange of the driver: nothing passes; it keeps what is stored of the blocks' exchanges."""
 
     def __init__(self, task: Task, attackers: Bool[Tensor, " population"] | None) -> None:
@@ -311,7 +323,7 @@ class _Held(InMemory):
         self.tensors = dict(tensors)
 
 
-class Whole(Loop):
+class DriverLoop(Loop):
     """The rounds of a population that is hosted in blocks.
 
     Its state is that of one client until it is gathered, so that the driver holds all models only
@@ -326,39 +338,43 @@ class Whole(Loop):
     """
 
     def __init__(
-        self, plan: Plan, task: Task, record: Record, crew: Crew, rows: Sequence[Tensor]
+        self, plan: RunPlan, task: Task, record: Record, crew: BlockCrew, rows: Sequence[Tensor]
     ) -> None:
-        self.crew, self.blocks = crew, rows
+        self.crew, self.block_rows = crew, rows
         self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
         self.sent = 0
         """Bytes that blocks told each other so far."""
-        self.held = _Held(task, attackers.members(plan.attacked, task.population))
-        super().__init__(task, plan.method, self.held, plan.settings, Rng(plan.seed), record)
+        self.stored_exchange = _StoredExchange(
+            task, attackers.make_attacker_mask(plan.attack_groups, task.population)
+        )
+        super().__init__(
+            task, plan.method, self.stored_exchange, plan.settings, Rng(plan.seed), record
+        )
 
-    def _first(self, task: Task) -> State:
-        return super()._first(task.rows(torch.arange(1)))
+    def _init_state(self, task: Task) -> State:
+        return super()._init_state(task.rows(torch.arange(1)))
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all rounds are done, or every client has stopped."""
         return self.next_round >= self.settings.rounds or (
             self.next_round >= 0 and self._all_stopped
         )
 
-    def step(self) -> None:
+    def run_next_round(self) -> None:
         """Let every block do the warm-up or one round."""
         if self._gathered:
             self._gathered, one = False, torch.arange(1)
             self.state, self.tracker = (
-                self.state.take(one),
+                self.state.select_rows(one),
                 map_tensors(self.tracker, lambda t: t[:1]),
             )
-        self._take(self.crew.each("step", [self.next_round] * len(self.blocks)))
+        self._merge_reports(self.crew.call_all("step", [self.next_round] * len(self.block_rows)))
         self.next_round += 1
 
-    def _take(self, found: Sequence[Stepped]) -> None:
+    def _merge_reports(self, found: Sequence[RoundReport]) -> None:
         """Put together what the blocks report."""
-        for entry in merged([one.entries for one in found]):
+        for entry in merge_calls([one.entries for one in found]):
             if entry.kind == "metrics":
                 self.record.add_metrics(
                     entry.round, entry.ids, entry.split, entry.model, entry.values
@@ -371,9 +387,9 @@ class Whole(Loop):
                     kept = {
                         name: value[seen]
                         for name, value in entry.values.items()
-                        if name in self.recorded
+                        if name in self.recorded_metrics
                     }
-                    self.reported |= {
+                    self.mean_reports |= {
                         name: float(value.double().nanmean()) for name, value in kept.items()
                     }
             elif entry.kind == "drop":
@@ -386,7 +402,7 @@ class Whole(Loop):
                     name: torch.isin(self.task.ids, entry.ids[lost])
                     for name, lost in entry.values.items()
                 }
-                self._explain(
+                self._note_undefined(
                     {
                         n: torch.zeros(number).masked_fill(lost, torch.nan)
                         for n, lost in gaps.items()
@@ -402,20 +418,20 @@ class Whole(Loop):
         """Seconds that the slowest block of each round spent in training, in all."""
         return self._train_seconds
 
-    def gather(self) -> None:
+    def gather_state(self) -> None:
         """Bring the state of all blocks here."""
         if self._gathered:
             return
-        found: list[Kept] = self.crew.each("kept")
+        found: list[BlockState] = self.crew.call_all("kept")
         states = [one.state for one in found]
         self.state = State(
             torch.cat([one.params for one in states]),
-            _stacked([one.memory for one in states]),
+            _concatenate_fields([one.memory for one in states]),
             states[0].shared,
-            _stacked([one.moments for one in states]),
-            _stacked([one.reputation for one in states]),
+            _concatenate_fields([one.moments for one in states]),
+            _concatenate_fields([one.reputation for one in states]),
         )
-        self.tracker = _stacked([one.tracker for one in found])
+        self.tracker = _concatenate_fields([one.tracker for one in found])
         self.validation = {
             name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
         }
@@ -423,48 +439,48 @@ class Whole(Loop):
         self.task.spent.restore(
             {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
         )
-        self.held.restore(merged_snapshots([one.exchange for one in found]))
+        self.stored_exchange.restore(merge_snapshots([one.exchange for one in found]))
         self._gathered = True
 
-    def scatter(self) -> None:
+    def scatter_state(self) -> None:
         """Pass the state on to the blocks."""
-        spent, kept = self.task.spent.snapshot(), list[Kept]()
-        for rows in self.blocks:
-            of_rows = partial(_rows_of, rows)
+        spent, kept = self.task.spent.snapshot(), list[BlockState]()
+        for rows in self.block_rows:
+            of_rows = partial(_select_rows, rows)
             mine = torch.isin(spent["client"], self.task.ids[rows]) if spent else rows
             kept.append(
-                Kept(
-                    self.state.take(rows),
+                BlockState(
+                    self.state.select_rows(rows),
                     map_tensors(self.tracker, of_rows),
                     {name: of_rows(value) for name, value in self.validation.items()},
                     {name: value[mine] for name, value in spent.items()},
-                    self.held.snapshot(),
+                    self.stored_exchange.snapshot(),
                 )
             )
         self._gathered, self._all_stopped = True, bool(self.tracker.stopped.all())
-        self.crew.each("restore", kept)
+        self.crew.call_all("restore", kept)
 
-    def final(self) -> Float[Tensor, "clients params"]:
+    def evaluate_final(self) -> Float[Tensor, "clients params"]:
         """Let every block evaluate its clients' chosen models, and return the models."""
-        self.gather()
+        self.gather_state()
         last = self.next_round - 1
-        found: list[Ended] = self.crew.each("final", [last] * len(self.blocks))
-        self._take([one.last for one in found])
+        found: list[FinalReport] = self.crew.call_all("final", [last] * len(self.block_rows))
+        self._merge_reports([one.last for one in found])
         labels = [one.label for one in found if one.label is not None]
         tested = {name: torch.cat([one.tested[name] for one in found]) for name in found[0].tested}
-        outcome = self._outcome(torch.cat(labels) if labels else None, tested)
+        outcome = self._compute_run_metrics(torch.cat(labels) if labels else None, tested)
         model = "best" if self.settings.evaluate == "best_val" else "current"
         self.record.add_metrics(last, self.task.ids[self.honest], "test", model, outcome)
-        self.evaluated = torch.cat([one.params for one in found]).to(self.task.device)
-        return self.evaluated
+        self.evaluated_models = torch.cat([one.params for one in found]).to(self.task.device)
+        return self.evaluated_models
 
 
-def _rows_of(rows: Tensor, value: Tensor) -> Tensor:
+def _select_rows(rows: Tensor, value: Tensor) -> Tensor:
     """Return some clients' rows; nothing of what is kept for nobody."""
     return value[rows] if len(value) else value
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
+def _concatenate_fields(parts: Sequence[Any]) -> Any:
     """Return the dataclasses of several blocks as one; None where they have none."""
     if parts[0] is None:
         return None
@@ -477,7 +493,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------- the run
 
 
-def split(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " _"]]:
+def partition_clients(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " _"]]:
     """Return the rows of each block: ranges of clients.
 
     Args:
@@ -499,7 +515,7 @@ def split(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " _"]]:
     return list(torch.arange(clients).split(list(blocks)))
 
 
-def check(method: Method, settings: Settings) -> None:
+def check_block_settings(method: Method, settings: Settings) -> None:
     """Refuse what needs all clients in one process.
 
     Raises:
@@ -509,7 +525,7 @@ def check(method: Method, settings: Settings) -> None:
         raise ConfigError(
             f"schedule is {settings.schedule!r}: clients act one after another, which blocks cannot; use 'synchronous'"
         )
-    looking = [str(attack.kind) for attack in settings.attacking if attack.looks]
+    looking = [str(attack.kind) for attack in settings.attack_list if attack.needs_honest_models]
     if looking and settings.patience is not None and not method.server:
         raise ConfigError(
             f"attack {looking[0]!r} looks at the honest models of all clients, which blocks do not gather when some "
@@ -517,13 +533,13 @@ def check(method: Method, settings: Settings) -> None:
         )
 
 
-def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
+def iterate_block_specs(plan: RunPlan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[BlockSpec]:
     """Yield what each block is made of, one after another: together they are as large as the federation."""
     federation = plan.federation
     owner = torch.empty(federation.population, dtype=torch.int32)
     for number, mine in enumerate(rows):
         owner[federation.ids[mine]] = number
-    pool = federation.pooled() if "pool" in plan.method.needs else None
+    pool = federation.pool_clients() if "pool" in plan.method.needs else None
     every_test = metrics.GLOBAL_ACCURACY.name in plan.settings.extra_metrics
     for number, mine in enumerate(rows):
         part = federation.host(federation.ids[mine])
@@ -534,7 +550,7 @@ def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
             )
         if federation.truth is not None and "truth" in plan.method.needs:
             part = replace(part, truth=Truth(federation.truth.cluster[mine], (), ()))
-        yield Given(number, replace(plan, federation=part), owner, pool)
+        yield BlockSpec(number, replace(plan, federation=part), owner, pool)
 
 
 def simulate_in_blocks(
@@ -543,7 +559,7 @@ def simulate_in_blocks(
     *,
     model: ModelSource,
     blocks: int | Sequence[int],
-    start: Start,
+    start: StartBlocks,
     settings: Settings | None = None,
     seed: int = 0,
     label: str | None = None,
@@ -563,7 +579,7 @@ def simulate_in_blocks(
         method: the method.
         model: what clients train.
         blocks: how many blocks, or the number of clients of each.
-        start: starts them: `Threads.start`, or `actors.start` on Ray.
+        start: starts them: `ThreadBlocks.start`, or `actors.start_actors` on Ray.
         settings: the settings of the run.
         seed: of the run.
         label: name of the method in results.
@@ -578,17 +594,17 @@ def simulate_in_blocks(
         BlockDied: when blocks die again and again.
     """
     settings = settings or Settings()
-    check(method, settings)
+    check_block_settings(method, settings)
     where, failed = None if folder is None else Path(folder), list[int | None]()
     while True:
         try:
-            with _hosting(blocks, start) as host:
+            with _host_in_blocks(blocks, start) as host:
                 return simulate(
                     federation, method, model=model, settings=settings, seed=seed, label=label, folder=where,
                     resume=resume, observer=observer, notes=notes, saved=saved, host=host,
                 )  # fmt: skip
         except BlockDied as died:
-            done = None if where is None else checkpoint.rounds_done(where)
+            done = None if where is None else checkpoint.count_stored_rounds(where)
             # that ends by itself: each time there is one less
             if not isinstance(died, MachineGone):
                 failed.append(done)
@@ -601,14 +617,20 @@ def simulate_in_blocks(
 
 
 @contextmanager
-def _hosting(
-    blocks: int | Sequence[int], start: Start
-) -> Iterator[Callable[[Plan, Task, Record], Whole]]:
+def _host_in_blocks(
+    blocks: int | Sequence[int], start: StartBlocks
+) -> Iterator[Callable[[RunPlan, Task, Record], DriverLoop]]:
     """Yield what hosts a run in blocks, which end with the context."""
     with ExitStack() as stack:
 
-        def host(plan: Plan, task: Task, record: Record) -> Whole:
-            rows = split(len(task), blocks)
-            return Whole(plan, task, record, stack.enter_context(start(given_of(plan, rows))), rows)
+        def make_driver(plan: RunPlan, task: Task, record: Record) -> DriverLoop:
+            rows = partition_clients(len(task), blocks)
+            return DriverLoop(
+                plan,
+                task,
+                record,
+                stack.enter_context(start(iterate_block_specs(plan, rows))),
+                rows,
+            )
 
-        yield host
+        yield make_driver

@@ -40,7 +40,7 @@ class Machine:
 
     Args:
         name: its host.
-        facts: what there is, by the keys of `NAMES`; "" where there is none. Empty where it did not
+        facts: what there is, by the keys of `SETTING_TITLES`; "" where there is none. Empty where it did not
             answer.
     """
 
@@ -48,7 +48,7 @@ class Machine:
     facts: Facts
 
 
-def probe() -> Callable[[], dict[str, str]]:
+def make_probe() -> Callable[[], dict[str, str]]:
     """Return a function that tells the facts of the machine that calls it.
 
     It needs nothing of this package there: what is not the same Coterie must be able to say so.
@@ -68,7 +68,7 @@ def here() -> Machine:
     return Machine("here", _facts.facts())
 
 
-def look_at_all() -> list[Machine]:
+def look_at_machines() -> list[Machine]:
     """Return the machines of the Ray cluster that this process is connected to: those with processors for tasks.
 
     Raises:
@@ -77,7 +77,7 @@ def look_at_all() -> list[Machine]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    facts = probe()
+    facts = make_probe()
     task = ray.remote(num_cpus=0, max_retries=0)(facts)
     asked = {}
     for node in ray.nodes():
@@ -101,7 +101,7 @@ def look_at_all() -> list[Machine]:
     return found
 
 
-def differences(
+def describe_differences(
     machines: Iterable[Machine], own: Machine, keys: Sequence[str] = tuple(NAMES)
 ) -> list[str]:
     """Say in which facts machines differ from this one, a line for each; machines that differ alike share it.
@@ -130,19 +130,19 @@ def differences(
     return out
 
 
-def require_equal(machines: Sequence[Machine], own: Machine | None = None) -> None:
+def check_equal_software(machines: Sequence[Machine], own: Machine | None = None) -> None:
     """Refuse machines on which runs would be others; warn where their bytes may differ.
 
     Raises:
         ConfigError: when one has another Coterie, torch or Python than this one.
     """
     own = here() if own is None else own
-    if wrong := differences(machines, own, REFUSED):
+    if wrong := describe_differences(machines, own, REFUSED):
         raise ConfigError(
             f"the cluster has other software ({'; '.join(wrong)}); install the same on all machines"
         )
     rest = [key for key in NAMES if key not in REFUSED]
-    if unequal := differences(machines, own, rest):
+    if unequal := describe_differences(machines, own, rest):
         warnings.warn(
             f"{'; '.join(unequal)}: results agree within the tolerance of an engine, but bytes may differ from those "
             "of this machine",
@@ -150,14 +150,14 @@ def require_equal(machines: Sequence[Machine], own: Machine | None = None) -> No
         )
 
 
-def require_same(wanted: Facts) -> None:
+def check_same_software(wanted: Facts) -> None:
     """Refuse this machine where it has other software than the one that asked, which has the facts `wanted`.
 
     Raises:
         ConfigError: when it has.
     """
     own = Machine(platform.node(), _facts.facts())
-    if wrong := differences(
+    if wrong := describe_differences(
         [own], Machine("here", wanted), [key for key in REFUSED if key in wanted]
     ):
         text = "; ".join(wrong).replace("this machine has", "the one that asked has")

@@ -24,22 +24,22 @@ from coterie.exchange.base import (
     Rule,
     check_peers,
     check_reply,
-    from_tensors,
-    read,
-    to_tensors,
+    make_inbox,
+    messages_from_tensors,
+    messages_to_tensors,
 )
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
 Address = tuple[int, int, str]
 """Round, number of the exchange in it, and which part of the exchange."""
-Part = Message | Tensor | None
+BlockPart = Message | Tensor | None
 """What a block tells another one: messages with ids, or the ids of clients."""
 Send = Callable[[Address, int, Any], None]
 """Tells a block something: the address, who says it, and what."""
 
 
-class Interrupted(CoterieError, RuntimeError):
+class BlockInterrupted(CoterieError, RuntimeError):
     """Raised in a block that waits for another one which has ended."""
 
 
@@ -77,7 +77,7 @@ class Postbox:
                 lambda: self._closed or len(self.parts.get(address, ())) == self.blocks
             )
             if self._closed:
-                raise Interrupted("another block of the population has ended")
+                raise BlockInterrupted("another block of the population has ended")
             found = self.parts.pop(address)
             self._collected.append(address)
         return [found[number] for number in range(self.blocks)]
@@ -89,7 +89,7 @@ class Postbox:
             self._change.notify_all()
 
 
-class Links:
+class BlockLinks:
     """A block's ways to all others.
 
     Args:
@@ -106,17 +106,17 @@ class Links:
     def __len__(self) -> int:
         return len(self.sends)
 
-    def swap(self, address: Address, parts: Sequence[Part]) -> list[Part]:
+    def all_to_all(self, address: Address, parts: Sequence[BlockPart]) -> list[BlockPart]:
         """Tell each block its part, and return what each tells this one."""
         for number, (send, part) in enumerate(zip(self.sends, parts, strict=True)):
             if number != self.number:
-                self.sent += nbytes(part)
+                self.sent += count_bytes(part)
                 send(address, self.number, part)
         self.postbox.put(address, self.number, parts[self.number])
         return self.postbox.collect(address)
 
 
-def nbytes(part: Part) -> int:
+def count_bytes(part: BlockPart) -> int:
     """Return the size of what a block tells another one, in bytes."""
     if part is None:
         return 0
@@ -124,7 +124,7 @@ def nbytes(part: Part) -> int:
     return sum(one.numel() * one.element_size() for one in each)
 
 
-def chosen(board: Message | None, ids: Int[Tensor, " wanted"]) -> Message | None:
+def select_messages(board: Message | None, ids: Int[Tensor, " wanted"]) -> Message | None:
     """Return the messages of some clients that are on a board, as copies; None where there are none.
 
     Args:
@@ -144,7 +144,7 @@ def chosen(board: Message | None, ids: Int[Tensor, " wanted"]) -> Message | None
     return Message(board.params[rows.to(board.params.device)], fields, board.ids[rows])
 
 
-def joined(parts: Sequence[Part], like: Message) -> Message | None:
+def join_messages(parts: Sequence[BlockPart], like: Message) -> Message | None:
     """Return the messages of several blocks as one, where the tensors of another message are; None where none came."""
     found = [part for part in parts if isinstance(part, Message)]
     if not found:
@@ -169,7 +169,7 @@ class BlockExchange:
 
     def __init__(
         self,
-        links: Links,
+        links: BlockLinks,
         ids: Int[Tensor, " clients"],
         owner: Int[Tensor, " population"],
         *,
@@ -182,54 +182,61 @@ class BlockExchange:
         # by exchange: how many rows of the last board are no stopped clients
         self._taking: dict[int, int] = {}
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._round, self._number, self._gathers = rng.round, 0, 0
-        self.own.begin(rng)
+        self.own.begin_round(rng)
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part from now on."""
-        self.own.enter(ids)
+        self.own.set_active(ids)
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
         """Compute the cohort: every block knows what a server knows."""
         return compute()
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing."""
-        self.own.retire(ids, params)
+        self.own.retire_clients(ids, params)
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Let the other blocks read the clients that have stopped, in a round in which nobody here takes part."""
         empty = torch.zeros(0, dtype=torch.int64)
-        self.own.enter(empty)
+        self.own.set_active(empty)
         for _ in range(exchanges):
             last = self.own.last.get(self._number)
-            self._swapped(None if last is None else self._board(last.rows(empty)), empty)
+            self._exchange_messages(
+                None if last is None else self._make_board(last.take_rows(empty)), empty
+            )
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, and read the chosen peers wherever they are: see `Exchange.pull`."""
         active = self.own.active
         check_peers(active, peers, self.population)
-        came = self._swapped(self._board(message), peers[peers >= 0].unique())
-        board = joined(came, message)
+        came = self._exchange_messages(self._make_board(message), peers[peers >= 0].unique())
+        board = join_messages(came, message)
         if board is None:
             board = replace(message, ids=torch.full((len(message),), self.population))
-        return read(board, active, peers, self.population)
+        return make_inbox(board, active, peers, self.population)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Gather the messages of the cohort, and apply the rule to them as every block does: see `Exchange.serve`."""
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Gather the messages of the cohort, and apply the rule to them as every block does: see `Exchange.ask_server`."""
         message = replace(message, ids=self.own.active)
-        whole = joined(
-            self.links.swap(self._address("cohort"), [message] * len(self.links)), message
+        whole = join_messages(
+            self.links.all_to_all(self._make_address("cohort"), [message] * len(self.links)),
+            message,
         )
         self._number += 1
         assert whole is not None
         assert whole.ids is not None
         order = torch.argsort(whole.ids)
-        shared, reply = rule(shared, whole.rows(order))
+        shared, reply = rule(shared, whole.take_rows(order))
         check_reply(reply, message.expects)
-        return shared, reply.inbox(torch.searchsorted(whole.ids[order], self.own.active))
+        return shared, reply.to_inbox(torch.searchsorted(whole.ids[order], self.own.active))
 
     def gather(self, rows: Float[Tensor, "clients _"]) -> Float[Tensor, "cohort _"]:
         """Return a row of each client of the cohort, in the order of their ids: see `exchange.base.Gather`.
@@ -238,8 +245,8 @@ class BlockExchange:
         """
         own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
         self._gathers += 1
-        whole = joined(
-            self.links.swap(address, [own if len(rows) else None] * len(self.links)), own
+        whole = join_messages(
+            self.links.all_to_all(address, [own if len(rows) else None] * len(self.links)), own
         )
         if whole is None:
             return rows
@@ -247,9 +254,9 @@ class BlockExchange:
         return whole.params[torch.argsort(whole.ids)]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on: see `merged_snapshots`."""
+        """Return what a later round depends on: see `merge_snapshots`."""
         taking = {f"taking.{number}": torch.tensor(count) for number, count in self._taking.items()}
-        return self.own.snapshot() | to_tensors("last", self.own.last) | taking
+        return self.own.snapshot() | messages_to_tensors("last", self.own.last) | taking
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore this block's part of what `InMemory.snapshot` returned for the whole population."""
@@ -261,34 +268,36 @@ class BlockExchange:
                 if k.startswith("stopped.") and here[int(k.split(".")[1])]
             }
         )
-        for number, board in from_tensors("last", tensors).items():
+        for number, board in messages_from_tensors("last", tensors).items():
             assert board.ids is not None
             falls = (board.ids[1:] < board.ids[:-1]).nonzero().flatten()
             taking = int(falls[0]) + 1 if len(falls) else len(board)
             mine = here[board.ids]
             self._taking[number] = int(mine[:taking].sum())
-            self.own.last[number] = board.rows(mine.nonzero().flatten())
+            self.own.last[number] = board.take_rows(mine.nonzero().flatten())
 
-    def _address(self, part: str) -> Address:
+    def _make_address(self, part: str) -> Address:
         return self._round, self._number, part
 
-    def _board(self, message: Message) -> Message:
+    def _make_board(self, message: Message) -> Message:
         self._taking[self._number] = len(message)
-        return self.own.board(message)
+        return self.own.publish_message(message)
 
-    def _swapped(self, board: Message | None, wanted: Int[Tensor, " wanted"]) -> list[Part]:
+    def _exchange_messages(
+        self, board: Message | None, wanted: Int[Tensor, " wanted"]
+    ) -> list[BlockPart]:
         """Tell all blocks whose messages are wanted here, and swap the messages that are wanted anywhere."""
         owner = self.owner[wanted]
-        asked = self.links.swap(
-            self._address("wanted"), [wanted[owner == one] for one in range(len(self.links))]
+        asked = self.links.all_to_all(
+            self._make_address("wanted"), [wanted[owner == one] for one in range(len(self.links))]
         )
-        parts = [chosen(board, ids) if isinstance(ids, Tensor) else None for ids in asked]
-        came = self.links.swap(self._address("messages"), parts)
+        parts = [select_messages(board, ids) if isinstance(ids, Tensor) else None for ids in asked]
+        came = self.links.all_to_all(self._make_address("messages"), parts)
         self._number += 1
         return came
 
 
-def merged_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def merge_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return what `InMemory.snapshot` returns of the whole population, from the snapshots of the blocks in order."""
     out = {
         name: value
@@ -298,15 +307,15 @@ def merged_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     }
     if not any(name.startswith("stopped.") for name in out):
         return out
-    boards = [from_tensors("last", part) for part in parts]
+    boards = [messages_from_tensors("last", part) for part in parts]
     for number in sorted({number for one in boards for number in one}):
         taking, gone = list[Message](), list[Message]()
         for part, own in zip(parts, boards, strict=True):
             if number in own:
                 split, rows = int(part[f"taking.{number}"]), torch.arange(len(own[number]))
-                taking.append(own[number].rows(rows[:split]))
-                gone.append(own[number].rows(rows[split:]))
-        whole = joined([*taking, *gone], taking[0])
+                taking.append(own[number].take_rows(rows[:split]))
+                gone.append(own[number].take_rows(rows[split:]))
+        whole = join_messages([*taking, *gone], taking[0])
         assert whole is not None
-        out |= to_tensors("last", {number: whole})
+        out |= messages_to_tensors("last", {number: whole})
     return out

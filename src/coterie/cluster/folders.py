@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coterie._util import manifest
-from coterie._util.claims import claimed, in_use
+from coterie._util.claims import claim_folder, find_owner
 from coterie.results.summary import CONFIG, EDGES, METRICS, PROVENANCE
 from coterie.simulation import checkpoint
 
@@ -20,7 +20,7 @@ _FIRST, _LAST = (CONFIG, checkpoint.FILE), (METRICS, EDGES, PROVENANCE)
 
 
 @dataclass(frozen=True)
-class Parcel:
+class FolderUpdate:
     """What is new in a folder.
 
     Args:
@@ -33,7 +33,7 @@ class Parcel:
     kept: Mapping[str, str]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
+def load_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a run's folder as they are, with the manifest; without what belongs to this machine alone."""
     if not folder.exists():
         return {}
@@ -43,21 +43,21 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def lay_out(files: Mapping[str, bytes], folder: Path) -> None:
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     """Write files into a new folder."""
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
-def news(folder: Path, known: Mapping[str, str]) -> tuple[Parcel, dict[str, str]]:
+def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate, dict[str, str]]:
     """Return what is new in a folder whose files were just written, and the digests of all that is there now.
 
     Args:
         folder: of a run.
         known: the digests that the receiver has, by name.
     """
-    now = manifest.digests(folder)
+    now = manifest.load_digests(folder)
     changed = [name for name, digest in now.items() if known.get(name) != digest]
     before, newest = checkpoint.BEFORE, checkpoint.FILE
     rotated = before in changed and now[before] == known.get(newest) and newest in changed
@@ -69,19 +69,19 @@ def news(folder: Path, known: Mapping[str, str]) -> tuple[Parcel, dict[str, str]
             (_FIRST + _LAST).index(name) if name in _LAST else 0,
         )
     )
-    return Parcel(
+    return FolderUpdate(
         {name: (folder / name).read_bytes() for name in order}, {newest: before} if rotated else {}
     ), now
 
 
-def put_away(parcel: Parcel, folder: Path) -> None:
+def apply_update(parcel: FolderUpdate, folder: Path) -> None:
     """Write what is new into the folder of the same run here, atomically; see `manifest.replace_files`."""
     if parcel.files:
         manifest.replace_files(folder, parcel.files, parcel.kept)
 
 
 @contextmanager
-def temporary() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Give a worker a folder of its machine for the block; those of workers that were killed are removed first."""
     base = Path(tempfile.gettempdir())
     for old in base.glob(f"{_TEMPORARY}*"):
@@ -89,12 +89,12 @@ def temporary() -> Iterator[Path]:
             if (
                 old.stat().st_uid == os.getuid()
                 and time.time() - old.stat().st_mtime > _YOUNG
-                and not in_use(old)
+                and not find_owner(old)
             ):
                 shutil.rmtree(old)
     made = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
-        with claimed(made):
+        with claim_folder(made):
             yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -57,8 +57,8 @@ def pack(value: Any) -> Packed:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is torch.Tensor and _plain(obj):
-                return _tensor, (obj.numpy(),)
+            if type(obj) is torch.Tensor and _fits_numpy(obj):
+                return _make_tensor, (obj.numpy(),)
             return super().reducer_override(obj)
 
     arrays: list[pickle.PickleBuffer] = []
@@ -72,7 +72,7 @@ def unpack(packed: Packed) -> Any:
     return pickle.loads(packed.head, buffers=packed.arrays)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _fits_numpy(tensor: torch.Tensor) -> bool:
     """Whether numpy can hold a tensor where it is."""
     known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
     return (
@@ -83,13 +83,13 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def _make_tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it cannot be written to: nobody does
         return torch.from_numpy(array)
 
 
-def named_in(settings: Any) -> set[str]:
+def find_named_modules(settings: Any) -> set[str]:
     """Return the modules that the import paths in a table of settings name.
 
     Example:
@@ -97,9 +97,9 @@ def named_in(settings: Any) -> set[str]:
         ['lab.losses', 'lab.rules']
     """
     if isinstance(settings, Mapping):
-        return set().union(*map(named_in, settings.values()))
+        return set().union(*map(find_named_modules, settings.values()))
     if isinstance(settings, list | tuple):
-        return set().union(*map(named_in, settings))
+        return set().union(*map(find_named_modules, settings))
     if not isinstance(settings, str):
         return set()
     module, colon, name = settings.partition(":")
@@ -110,7 +110,7 @@ def named_in(settings: Any) -> set[str]:
     )
 
 
-def behind(value: Any) -> set[str]:
+def find_defining_modules(value: Any) -> set[str]:
     """Return the names of the modules that a function, a class or an object comes from.
 
     Example:
@@ -130,7 +130,7 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
         names: modules that this process has imported.
 
     Raises:
-        ConfigError: when they are more than `LARGEST` bytes.
+        ConfigError: when they are more than `MAX_SIDE` bytes.
     """
     files: dict[str, bytes] = {}
     waiting, seen = [name.partition(".")[0] for name in names], set[str]()
@@ -143,7 +143,7 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
         place = getattr(module, "__file__", None) or next(
             iter(getattr(module, "__path__", [])), None
         )
-        if place is None or _installed(Path(place)):
+        if place is None or _is_installed(Path(place)):
             continue
         path = Path(place)
         package = hasattr(module, "__path__")
@@ -151,7 +151,7 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
         own = sorted(root.rglob("*.py")) if package else [root]
         for file in own:
             files[str(file.relative_to(root.parent))] = content = file.read_bytes()
-            waiting += _imports(content)
+            waiting += _find_imports(content)
         total = sum(map(len, files.values()))
         if total > LARGEST:
             raise ConfigError(
@@ -161,7 +161,7 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
     return files
 
 
-def unfold(files: Mapping[str, bytes], folder: Path) -> None:
+def install_modules(files: Mapping[str, bytes], folder: Path) -> None:
     """Write modules into a folder from which this process imports from now on; nothing happens where there are none."""
     if not files:
         return
@@ -175,7 +175,7 @@ def unfold(files: Mapping[str, bytes], folder: Path) -> None:
     importlib.invalidate_caches()
 
 
-def _installed(path: Path) -> bool:
+def _is_installed(path: Path) -> bool:
     """Whether a file belongs to Python, to an installed package, or to Coterie."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
@@ -185,7 +185,7 @@ def _installed(path: Path) -> bool:
     )
 
 
-def _imports(source: bytes) -> set[str]:
+def _find_imports(source: bytes) -> set[str]:
     """The roots of the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

@@ -55,7 +55,7 @@ class Place:
 LOCAL = Place()
 
 
-def read(text: str) -> Place:
+def parse_place(text: str) -> Place:
     """Return the place that a value of `--on` names; nothing is imported and nobody is called.
 
     Raises:
@@ -65,17 +65,17 @@ def read(text: str) -> Place:
         >>> read("local")
         Place(kind='local', address='')
     """
-    place = _parsed(text.strip())
+    place = _parse_address(text.strip())
     if place.kind != "local":
         module = _MODULES[place.kind]
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"--on {text} needs {module}, which is not installed; {extras.install('cluster')}"
+                f"--on {text} needs {module}, which is not installed; {extras.install_command('cluster')}"
             )
     return place
 
 
-def _parsed(text: str) -> Place:
+def _parse_address(text: str) -> Place:
     kind, _, rest = text.partition(":")
     if text == "local":
         return LOCAL
@@ -89,7 +89,7 @@ def _parsed(text: str) -> Place:
 
 
 @contextmanager
-def connect(place: Place, **started: Any) -> Iterator[None]:
+def connect_ray(place: Place, **started: Any) -> Iterator[None]:
     """Be connected to Ray for the block, and say nothing about it.
 
     At its end the connection is closed, with which Ray ends every task and every actor of this
@@ -134,22 +134,24 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
         )
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"--on {place}: no Ray answers there ({_first(error)}); {_advice()}"
+            f"--on {place}: no Ray answers there ({_shorten_error(error)}); {_advise_on_token()}"
         ) from None
     except ImportError as error:  # of what only Ray's client needs
-        raise ConfigError(f"--on {place}: {_first(error)}; {extras.install('cluster')}") from None
+        raise ConfigError(
+            f"--on {place}: {_shorten_error(error)}; {extras.install_command('cluster')}"
+        ) from None
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _first(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """The beginning of what an error says, in one line."""
     return " ".join(str(error).split())[:200]
 
 
-def _advice() -> str:
+def _advise_on_token() -> str:
     """What to try where a Ray is there, and does not let this process in."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return "put the token of that cluster into ~/.ray/auth_token here; `ray get-auth-token` there prints it"

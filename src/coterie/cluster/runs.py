@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import manifest
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie.cluster import doctor, folders, packing, place
 from coterie.cluster.packing import Packed
-from coterie.cluster.place import Place, connect
+from coterie.cluster.place import Place, connect_ray
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError, FolderInUse, require
-from coterie.simulation.run import Saved
+from coterie.simulation.run import FilesSaved
 from coterie.simulation.workers import Emit, FanOut, WorkerDied
-from coterie.studies.run import FAILURE, note_failure
+from coterie.studies.run import FAILURE_FILE, write_failure
 
 RETRIES = 3
 _TOGETHER = 0.2  # seconds for which messages of a worker are collected
@@ -40,7 +40,7 @@ _TURN = 1.0  # seconds after which this process looks up from waiting
 
 
 @runtime_checkable
-class Foldered(Protocol):
+class FolderWork(Protocol):
     """Work whose jobs write folders."""
 
     folder: Path
@@ -49,13 +49,13 @@ class Foldered(Protocol):
         """The folder of a job, below `folder`."""
         ...
 
-    def moved(self, folder: Path, /) -> "Foldered":
+    def moved(self, folder: Path, /) -> "FolderWork":
         """The same work in another folder, on another machine."""
         ...
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Numbers of a fan-out, for measurements.
 
     Args:
@@ -101,15 +101,15 @@ def runs_on(
         "a share of one below 1, or a whole number",
     )
     require(retries >= 0, "retries", retries, "0 or more")
-    where = place.read(where) if isinstance(where, str) else where
-    with connect(where, **started):
+    where = place.parse_place(where) if isinstance(where, str) else where
+    with connect_ray(where, **started):
         if where.address != "local" if check is None else check:
-            doctor.require_equal(doctor.look_at_all())
+            doctor.check_equal_software(doctor.look_at_machines())
         yield RayRuns(cpus, gpus, retries)
 
 
 @dataclass
-class _Run:
+class _ActiveRun:
     """A job that is under way."""
 
     job: Any
@@ -135,7 +135,7 @@ class RayRuns(FanOut):
     gpus: float = 0
     retries: int = RETRIES
     far: bool = True
-    sent: Sent = field(default_factory=Sent)
+    sent: SentBytes = field(default_factory=SentBytes)
 
     def __call__(
         self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
@@ -158,39 +158,41 @@ class RayRuns(FanOut):
         import ray
         from ray.exceptions import RayError
 
-        keeper = work if isinstance(work, Foldered) else None
+        keeper = work if isinstance(work, FolderWork) else None
         packed = packing.pack(work if keeper is None else keeper.moved(keeper.folder))
-        self._count(data=packed.nbytes)
-        carried = packing.modules(_modules_of(work))
-        common = _put((packed, carried, list(sys.argv), self.cpus))
-        store = _Store(self)
+        self._add_sent(data=packed.nbytes)
+        carried = packing.modules(_find_modules(work))
+        common = _put_object((packed, carried, list(sys.argv), self.cpus))
+        store = _FederationStore(self)
         tasks = _tasks(ray, self.cpus, self.gpus)
-        waiting, under_way = iter(jobs), dict[int, _Run]()
+        waiting, under_way = iter(jobs), dict[int, _ActiveRun]()
         number, more, last_room = 0, True, (0.0, 0)
         try:
             while True:
                 if time.monotonic() - last_room[0] > _TURN:
-                    last_room = time.monotonic(), self._room(ray)
+                    last_room = time.monotonic(), self._count_room(ray)
                 while more and len(under_way) < min(workers, last_room[1] + 2):
                     job = next(waiting, _NOTHING)
                     if job is _NOTHING:
                         more = False
                         break
-                    run = self._claim(job, keeper)
+                    run = self._claim_run(job, keeper)
                     if run is None:
                         yield job, False
                         continue
-                    run.payload = store.payload(job, [one.payload for one in under_way.values()])
+                    run.payload = store.make_payload(
+                        job, [one.payload for one in under_way.values()]
+                    )
                     under_way[(number := number + 1)] = run
-                    self._start(tasks, number, run, common)
+                    self._start_run(tasks, number, run, common)
                 if not under_way:
                     return
                 for key, kind, value in tasks.wait(_TURN):
                     run = under_way[key]
                     if kind == "files":
-                        self._count(home=sum(map(len, value.files.values())))
+                        self._add_sent(home=sum(map(len, value.files.values())))
                         if run.folder is not None:
-                            folders.put_away(value, run.folder)
+                            folders.apply_update(value, run.folder)
                     elif kind == "progress":
                         emit(value)
                     elif kind == "warning":
@@ -200,9 +202,9 @@ class RayRuns(FanOut):
                         run.claim.close()
                         yield run.job, value
                     elif kind == "lost" or (kind == "failed" and isinstance(value, MemoryError)):
-                        self._count(lost=1)
+                        self._add_sent(lost=1)
                         if run.tries > self.retries:
-                            raise self._given_up(run, value)
+                            raise self._make_final_error(run, value)
                         run.tries += 1
                         why = value if kind == "lost" else "its machine has no more memory"
                         warnings.warn(
@@ -210,50 +212,50 @@ class RayRuns(FanOut):
                         )
                         del under_way[key]
                         under_way[(number := number + 1)] = run
-                        self._start(tasks, number, run, common)
+                        self._start_run(tasks, number, run, common)
                     else:
                         if run.folder is not None:
-                            note_failure(run.folder, value)
+                            write_failure(run.folder, value)
                         raise value
         except (RayError, ConnectionError) as error:
             raise WorkerDied(
-                f"the connection to Ray is lost: {_first(error)}; resume goes on"
+                f"the connection to Ray is lost: {_shorten_error(error)}; resume goes on"
             ) from None
         finally:
             tasks.stop()
             for run in under_way.values():
                 run.claim.close()
 
-    def _given_up(self, run: _Run, value: Any) -> Exception:
+    def _make_final_error(self, run: _ActiveRun, value: Any) -> Exception:
         """The error of a run whose worker died too often."""
         if not isinstance(value, MemoryError):
             value = WorkerDied(f"{run.job}: {value}, {run.tries} times; resume goes on")
         if run.folder is not None:
-            note_failure(run.folder, value)
+            write_failure(run.folder, value)
         return value
 
-    def _claim(self, job: Any, keeper: Foldered | None) -> _Run | None:
+    def _claim_run(self, job: Any, keeper: FolderWork | None) -> _ActiveRun | None:
         """A job with its folder claimed; None when another process has it."""
         claim = ExitStack()
         if keeper is None:
-            return _Run(job, None, claim, None)
+            return _ActiveRun(job, None, claim, None)
         folder = keeper.folder_of(job)
         try:
-            claim.enter_context(claimed(folder))
+            claim.enter_context(claim_folder(folder))
         except FolderInUse:
             return None
-        (folder / FAILURE).unlink(missing_ok=True)
-        return _Run(job, None, claim, folder)
+        (folder / FAILURE_FILE).unlink(missing_ok=True)
+        return _ActiveRun(job, None, claim, folder)
 
-    def _start(self, tasks: Any, number: int, run: _Run, common: Any) -> None:
+    def _start_run(self, tasks: Any, number: int, run: _ActiveRun, common: Any) -> None:
         """Start a run, or start it again, from what is in its folder."""
-        there = {} if run.folder is None else folders.everything(run.folder)
-        self._count(data=sum(map(len, there.values())))
+        there = {} if run.folder is None else folders.load_files(run.folder)
+        self._add_sent(data=sum(map(len, there.values())))
         tasks.start(
             number, common, run.payload, there, "" if run.folder is None else str(run.folder)
         )
 
-    def _room(self, ray: Any) -> int:
+    def _count_room(self, ray: Any) -> int:
         """How many runs the cluster has room for now."""
         have = ray.cluster_resources()
         room = have.get("CPU", 0.0) / self.cpus
@@ -264,38 +266,38 @@ class RayRuns(FanOut):
             )
         return max(1, int(room))
 
-    def _count(self, *, data: int = 0, home: int = 0, lost: int = 0) -> None:
+    def _add_sent(self, *, data: int = 0, home: int = 0, lost: int = 0) -> None:
         now = self.sent
-        self.sent = Sent(now.data + data, now.home + home, now.lost + lost)
+        self.sent = SentBytes(now.data + data, now.home + home, now.lost + lost)
 
 
 _NOTHING = object()
 
 
-def _modules_of(work: Any) -> set[str]:
+def _find_modules(work: Any) -> set[str]:
     """The modules that a work's settings name, and those of its functions and classes."""
     from coterie.studies import config
 
     names: set[str] = set()
     for value in vars(work).values():
         if isinstance(value, config.StudyConfig):
-            names |= packing.named_in(config.table(value))
+            names |= packing.find_named_modules(config.make_study_table(value))
         elif callable(value):
-            names |= packing.behind(value)
+            names |= packing.find_defining_modules(value)
     study = getattr(work, "study", None)
     if isinstance(study, str):
-        names |= packing.named_in(config.table(config.loads(study)))
+        names |= packing.find_named_modules(config.make_study_table(config.parse_study_text(study)))
     return names
 
 
-class _Store:
+class _FederationStore:
     """Federations in Ray's store, each once while a job that is under way has it."""
 
     def __init__(self, owner: RayRuns) -> None:
         self._owner = owner
         self._held: dict[int, tuple[Federation, Any]] = {}
 
-    def payload(self, job: Any, others: list[Any]) -> tuple[Packed, list[Any]]:
+    def make_payload(self, job: Any, others: list[Any]) -> tuple[Packed, list[Any]]:
         """Return a job in which its federation is a reference.
 
         Args:
@@ -313,12 +315,12 @@ class _Store:
             return packing.pack(job), []
         if id(data) not in self._held:
             packed = packing.pack(data)
-            self._owner._count(data=packed.nbytes)
-            self._held[id(data)] = data, _put(packed)
+            self._owner._add_sent(data=packed.nbytes)
+            self._held[id(data)] = data, _put_object(packed)
         return packing.pack(replace(job, federation=None)), [self._held[id(data)][1]]
 
 
-def _put(value: Any) -> Any:
+def _put_object(value: Any) -> Any:
     """Put something into Ray's store, which writes to disk what its memory has no room for.
 
     Raises:
@@ -331,11 +333,11 @@ def _put(value: Any) -> Any:
         return ray.put(value)
     except (RayError, ConnectionError) as error:
         raise WorkerDied(
-            f"Ray does not take the data of a run: {_first(error)}; resume goes on"
+            f"Ray does not take the data of a run: {_shorten_error(error)}; resume goes on"
         ) from None
 
 
-def _first(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     """The beginning of what an error says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
@@ -360,7 +362,7 @@ class Tasks:
 
         self._ray: Any = ray
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": 0, "num_returns": "streaming"}
-        self._task = ray.remote(**options)(_serve)
+        self._task = ray.remote(**options)(_run_task)
         self._numbers: dict[Any, int] = {}
 
     def start(self, number: int, *arguments: Any) -> None:
@@ -388,7 +390,7 @@ class Tasks:
                     ("failed", WorkerDied(f"a worker failed: {' '.join(str(error.cause).split())}"))
                 ]
             except self._ray.exceptions.RayError as error:
-                batch = [("lost", _reason(error))]
+                batch = [("lost", _describe_loss(error))]
             heard += [(number, kind, value) for kind, value in batch]
             if batch and batch[-1][0] in ("failed", "done", "lost"):
                 del self._numbers[stream]
@@ -430,7 +432,7 @@ def _is_reference(value: Any) -> bool:
     return type(value).__name__ in ("ObjectRef", "ClientObjectRef")
 
 
-def _reason(error: Exception) -> str:
+def _describe_loss(error: Exception) -> str:
     """Why a worker is gone, in a few words."""
     words = {
         "OutOfMemoryError": "its worker was ended, because the machine had no more memory",
@@ -442,11 +444,11 @@ def _reason(error: Exception) -> str:
     return words.get(type(error).__name__, f"its worker is gone ({type(error).__name__})")
 
 
-def _serve(common, payload, there, home):  # Ray asks for a plain generator
-    yield from work_on(common, payload, there, home)
+def _run_task(common, payload, there, home):  # Ray asks for a plain generator
+    yield from run_job(common, payload, there, home)
 
 
-def work_on(
+def run_job(
     common: Any, payload: tuple[Packed, list[Any]], there: Mapping[str, bytes], home: str
 ) -> Iterator[list[tuple[str, Any]]]:
     """Do one job in a worker of Ray, and yield what it says; see `Tasks.wait`.
@@ -462,9 +464,11 @@ def work_on(
 
     packed, carried, argv, cpus = ray.get(common[0]) if isinstance(common, list) else common
     heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    with folders.temporary() as root:
+    with folders.temporary_folder() as root:
         arguments = (packed, carried, argv, cpus, payload, there, home, root, heard)
-        threading.Thread(target=_do, args=arguments, name="coterie-run", daemon=True).start()
+        threading.Thread(
+            target=_run_in_thread, args=arguments, name="coterie-run", daemon=True
+        ).start()
         ended = False
         while not ended:
             batch = [heard.get()]
@@ -479,7 +483,7 @@ def work_on(
             yield batch
 
 
-def _do(
+def _run_in_thread(
     packed: Packed, carried: Mapping[str, bytes], argv: list[str], cpus: float, payload: tuple[Packed, list[Any]],
     there: Mapping[str, bytes], home: str, root: Path, heard: "queue.SimpleQueue[tuple[str, Any]]",
 ) -> None:  # fmt: skip
@@ -491,21 +495,21 @@ def _do(
 
     abroad = ""
 
-    def told(error: Any) -> Any:
+    def localize_error(error: Any) -> Any:
         """A message in which the folder is called as at home."""
         if not abroad or not all(isinstance(part, str) for part in error.args):
             return error
         return type(error)(*(part.replace(abroad, home) for part in error.args))
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        heard.put(("warning", told(message) if isinstance(message, Warning) else message))
+    def report_warning(message: Warning | str, *_: object, **__: object) -> None:
+        heard.put(("warning", localize_error(message) if isinstance(message, Warning) else message))
 
     try:
         sys.argv = argv  # what provenance says is the command that the user gave
         torch.set_num_threads(1)
         use_threads(max(1, int(cpus)))
-        warnings.showwarning = show
-        _import_from(carried)
+        warnings.showwarning = report_warning
+        _import_carried(carried)
         work, job = packing.unpack(packed), packing.unpack(payload[0])
         if payload[1]:
             job = replace(job, federation=packing.unpack(ray.get(payload[1][0])))
@@ -515,20 +519,20 @@ def _do(
             work = work.moved(root / "study")
             folder = work.folder_of(job)
             abroad = str(folder)
-            folders.lay_out(there, folder)
-            known = manifest.digests(folder)
+            folders.write_files(there, folder)
+            known = manifest.load_digests(folder)
 
-        def emit(message: object) -> None:
+        def report_message(message: object) -> None:
             nonlocal known
-            if isinstance(message, Saved):
-                parcel, known = folders.news(folder, known)
+            if isinstance(message, FilesSaved):
+                parcel, known = folders.collect_update(folder, known)
                 heard.put(("files", parcel))
             else:
                 heard.put(("progress", message))
 
-        heard.put(("done", work(job, emit)))
+        heard.put(("done", work(job, report_message)))
     except (CoterieError, OSError, MemoryError) as error:
-        heard.put(("failed", told(error)))
+        heard.put(("failed", localize_error(error)))
     except BaseException as error:
         traceback.print_exc()
         heard.put(
@@ -536,13 +540,13 @@ def _do(
         )
 
 
-_kept = ExitStack()
+_carried_folder = ExitStack()
 _imported: set[str] = set()
 
 
-def _import_from(carried: Mapping[str, bytes]) -> None:
+def _import_carried(carried: Mapping[str, bytes]) -> None:
     """Make the user's modules importable, once in a process: those of one command do not change."""
     if carried and not _imported:
-        packing.unfold(carried, _kept.enter_context(folders.temporary()))
+        packing.install_modules(carried, _carried_folder.enter_context(folders.temporary_folder()))
         _imported.update(carried)
-        atexit.register(_kept.close)
+        atexit.register(_carried_folder.close)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util import origin
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie._util.files import write_atomically
 from coterie.cluster import doctor, turns
 from coterie.cluster.place import Place
@@ -30,12 +30,12 @@ from coterie.engine import use_threads
 from coterie.errors import ConfigError, CoterieError, FolderInUse
 from coterie.simulation import checkpoint
 from coterie.simulation.run import Progress
-from coterie.simulation.workers import Emit, FanOut, WorkerDied, cores, one_thread
+from coterie.simulation.workers import Emit, FanOut, WorkerDied, count_cores, use_one_thread
 
 FOLDER, ASKED = ".jobs", "asked.json"
 MINUTES = 24 * 60
 """The time limit of a job, where the place says none."""
-HAND_INS = 20
+MAX_RESUBMISSIONS = 20
 """How often a job that runs out of its time is handed in again."""
 _TURN = 5.0  # seconds between two looks at the jobs
 _ENDED = re.compile(
@@ -89,20 +89,21 @@ class SlurmRuns(FanOut):
             )
         asked, failed = list(jobs), list[BaseException]()
         batch, place = uuid.uuid4().hex, work.folder / FOLDER
-        with _executor(
+        with _make_executor(
             self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder
         ) as executor:
             turns_of = [
-                _Turn(work, job, batch, list(sys.argv), self._wanted(), self.cpus) for job in asked
+                _SlurmTask(work, job, batch, list(sys.argv), self._own_software(), self.cpus)
+                for job in asked
             ]
-            _note(place, batch, self.place, {})
+            _write_request(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
             waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
             while waiting or handed_in:
-                room = min(workers, cores()) - len(handed_in) if local else len(waiting)
+                room = min(workers, count_cores()) - len(handed_in) if local else len(waiting)
                 now, waiting = waiting[: max(0, room)], waiting[max(0, room) :]
                 if now:
-                    with _quiet():
+                    with _suppress_warnings():
                         if local:
                             new = [executor.submit(one) for _, one in now]
                         else:
@@ -110,16 +111,21 @@ class SlurmRuns(FanOut):
                                 new = [executor.submit(one) for _, one in now]
                     handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
                     ids = {
-                        _key(work, asked[number]): job.job_id for number, job in handed_in.items()
+                        _run_key(work, asked[number]): job.job_id
+                        for number, job in handed_in.items()
                     }
-                    _note(place, batch, self.place, _asked(place).get("jobs", {}) | ids)
+                    _write_request(
+                        place, batch, self.place, _load_request(place).get("jobs", {}) | ids
+                    )
                 for number, job in [*handed_in.items()]:
-                    _follow(work.folder_of(asked[number]), asked[number], rounds, number, emit)
+                    _report_progress(
+                        work.folder_of(asked[number]), asked[number], rounds, number, emit
+                    )
                     if not job.done():
                         continue
                     del handed_in[number]
                     try:
-                        yield asked[number], _result(job)
+                        yield asked[number], _job_result(job)
                     except (CoterieError, OSError, MemoryError) as error:
                         failed.append(error)
                         if waiting or handed_in:
@@ -131,13 +137,13 @@ class SlurmRuns(FanOut):
         if failed:
             raise failed[0]
 
-    def _wanted(self) -> dict[str, str]:
+    def _own_software(self) -> dict[str, str]:
         own = doctor.here().facts
         return {key: own[key] for key in doctor.REFUSED}
 
 
 @dataclass
-class _Turn:
+class _SlurmTask:
     """A job on another machine: the run, if nobody else has it and it is still asked for."""
 
     work: Any
@@ -152,12 +158,16 @@ class _Turn:
         sys.argv = self.argv  # what provenance says is the command that the user gave
         folder = self.work.folder_of(self.job)
         try:
-            doctor.require_same(self.wanted)
-            if _asked(self.work.folder / FOLDER).get("batch") != self.batch:
+            doctor.check_same_software(self.wanted)
+            if _load_request(self.work.folder / FOLDER).get("batch") != self.batch:
                 return "done", False  # the study was asked for again since
-            with turns.turn(folder, _own_id(), over), claimed(folder), one_thread():
+            with (
+                turns.claim_turn(folder, _own_job_id(), is_over),
+                claim_folder(folder),
+                use_one_thread(),
+            ):
                 use_threads(self.cpus)
-                return "done", self.work(self.job, _ignore)
+                return "done", self.work(self.job, _ignore_message)
         except FolderInUse:
             return "done", False
         except (CoterieError, OSError, MemoryError) as error:
@@ -170,7 +180,7 @@ class _Turn:
         return DelayedSubmission(self)
 
 
-def asked(place: Place, question: Callable[[], Any]) -> Any:
+def run_question(place: Place, question: Callable[[], Any]) -> Any:
     """Return what a job of a partition answers.
 
     Raises:
@@ -179,7 +189,10 @@ def asked(place: Place, question: Callable[[], Any]) -> Any:
     # where all machines see it
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))
     try:
-        with _executor(place, folder, 1, 0, 1, Path("doctor")) as executor, _quiet():
+        with (
+            _make_executor(place, folder, 1, 0, 1, Path("doctor")) as executor,
+            _suppress_warnings(),
+        ):
             return executor.submit(question).result()
     except CoterieError:
         raise
@@ -196,7 +209,7 @@ def states(study: Path) -> dict[str, tuple[str, str]]:
 
     Empty where no job was handed in, or submitit is not installed.
     """
-    found = _asked(study / FOLDER)
+    found = _load_request(study / FOLDER)
     if not found.get("jobs"):
         return {}
     try:
@@ -207,15 +220,15 @@ def states(study: Path) -> dict[str, tuple[str, str]]:
     for run, job_id in found["jobs"].items():
         if found["place"] == "slurm:local":
             job: Any = submitit.LocalJob(study / FOLDER, job_id)
-            state = "RUNNING" if not over(f"local:{job_id}") else job.state
+            state = "RUNNING" if not is_over(f"local:{job_id}") else job.state
         else:
             job = submitit.SlurmJob(study / FOLDER, job_id)
             state = job.state
-        out[run] = state.upper(), _why(job)
+        out[run] = state.upper(), _failure_reason(job)
     return out
 
 
-def over(job: str) -> bool:
+def is_over(job: str) -> bool:
     """Whether a job has ended, however it did; False where nobody knows.
 
     Args:
@@ -243,7 +256,7 @@ def over(job: str) -> bool:
         return False
 
 
-def _own_id() -> str:
+def _own_job_id() -> str:
     """This job's id; that of a process where it is one of this machine."""
     import submitit
 
@@ -251,23 +264,23 @@ def _own_id() -> str:
     return environment.job_id if environment.cluster == "slurm" else f"local:{environment.job_id}"
 
 
-def _ignore(message: object) -> None:
+def _ignore_message(message: object) -> None:
     """Nobody hears a job but by its files."""
 
 
 @contextmanager
-def _executor(
+def _make_executor(
     place: Place, folder: Path, cpus: int, gpus: int, at_once: int, study: Path
 ) -> Iterator[Any]:
     """Submitit's executor of a place."""
     import submitit
 
     folder.mkdir(parents=True, exist_ok=True)
-    partition, settings = _settings(place)
+    partition, settings = _parse_partition(place)
     try:
         kind = "local" if partition == "local" else "slurm"
         executor = submitit.AutoExecutor(
-            folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": HAND_INS}
+            folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": MAX_RESUBMISSIONS}
         )
         time_ = int(settings.pop("time", MINUTES))
         executor.update_parameters(
@@ -286,21 +299,21 @@ def _executor(
     yield executor
 
 
-def _settings(place: Place) -> tuple[str, dict[str, str]]:
+def _parse_partition(place: Place) -> tuple[str, dict[str, str]]:
     """The partition, and further settings of its jobs."""
     partition, _, rest = place.address.partition(":")
     return partition, dict(part.split("=", 1) for part in rest.split(",") if part)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """Submitit's own remarks are for those who write with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _result(job: Any) -> Any:
+def _job_result(job: Any) -> Any:
     """What a job came to.
 
     Raises:
@@ -311,14 +324,14 @@ def _result(job: Any) -> Any:
         kind, value = job.result()
     except Exception:  # submitit's: killed, out of time, or an error that nobody expected
         raise WorkerDied(
-            f"job {job.job_id} ended without a result: {_why(job)}; resume goes on"
+            f"job {job.job_id} ended without a result: {_failure_reason(job)}; resume goes on"
         ) from None
     if kind == "failed":
         raise value
     return value
 
 
-def _why(job: Any) -> str:
+def _failure_reason(job: Any) -> str:
     """Why a job failed: its own error if it had one, else the last line of its log; "" where it did not."""
     try:
         outcome = job._get_outcome_and_result()
@@ -330,32 +343,45 @@ def _why(job: Any) -> str:
     return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
 
 
-def _key(work: Any, job: Any) -> str:
+def _run_key(work: Any, job: Any) -> str:
     return work.folder_of(job).relative_to(work.folder).as_posix()
 
 
-def _asked(place: Path) -> dict[str, Any]:
+def _load_request(place: Path) -> dict[str, Any]:
     try:
         return json.loads((place / ASKED).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def _note(folder: Path, batch: str, place: Place, jobs: Mapping[str, str]) -> None:
+def _write_request(folder: Path, batch: str, place: Place, jobs: Mapping[str, str]) -> None:
     """Write down what was handed in, by run."""
-    what = {"batch": batch, "place": str(place), "jobs": dict(jobs), "command": origin.command()}
+    what = {
+        "batch": batch,
+        "place": str(place),
+        "jobs": dict(jobs),
+        "command": origin.format_command(),
+    }
     write_atomically(folder / ASKED, json.dumps(what, indent=1).encode())
 
 
-def _follow(folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit) -> None:
+def _report_progress(
+    folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit
+) -> None:
     """Tell the round that a run has come to, when its checkpoint says another than before."""
-    now = checkpoint.rounds_done(folder) or 0
+    now = checkpoint.count_stored_rounds(folder) or 0
     if now <= rounds.get(number, 0):
         return
     rounds[number] = now
     run, nothing = getattr(job, "job", job), float("nan")
     emit(
         Progress(
-            run.label, run.seed, now - 1, now + (not checkpoint.done(folder)), nothing, nothing, 0.0
+            run.label,
+            run.seed,
+            now - 1,
+            now + (not checkpoint.is_done(folder)),
+            nothing,
+            nothing,
+            0.0,
         )
     )

@@ -6,11 +6,18 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Literal
 
-from coterie._util.claims import in_use
+from coterie._util.claims import find_owner
 from coterie.cluster import slurm, turns
 from coterie.errors import ConfigError
-from coterie.results.coverage import ranges
-from coterie.studies.run import Job, failure, jobs_of, run_folder, stored, study_standings
+from coterie.results.coverage import format_seed_ranges
+from coterie.studies.run import (
+    Job,
+    list_jobs,
+    list_standings,
+    load_failure,
+    load_stored_study,
+    run_folder,
+)
 
 State = Literal["done", "running", "queued", "failed", "damaged", "stopped", "waiting"]
 STATES: tuple[State, ...] = ("done", "running", "queued", "failed", "damaged", "stopped", "waiting")
@@ -18,7 +25,7 @@ STATES: tuple[State, ...] = ("done", "running", "queued", "failed", "damaged", "
 
 
 @dataclass(frozen=True)
-class Stand:
+class JobStatus:
     """How a run stands now.
 
     Args:
@@ -33,7 +40,7 @@ class Stand:
     reason: str = ""
 
 
-def look(folder: str | Path) -> list[Stand]:
+def load_statuses(folder: str | Path) -> list[JobStatus]:
     """Return how each run of a study stands now; nothing is written.
 
     Args:
@@ -42,45 +49,49 @@ def look(folder: str | Path) -> list[Stand]:
     Raises:
         ConfigError: when there is no study in the folder, or it is that of a sweep over several.
     """
-    study, out = stored(folder)
+    study, out = load_stored_study(folder)
     place = out / study.name
     if study.sweep and not (place / "federation.json").exists():
         inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
         raise ConfigError(
             f"{folder} is a sweep of several studies; give one of them: {inside or 'none has begun'}"
         )
-    known = {Job(one.label, one.seed): one for one in study_standings(place)}
+    known = {Job(one.label, one.seed): one for one in list_standings(place)}
     handed_in = slurm.states(place)
     found = []
-    for job in jobs_of(study):
+    for job in list_jobs(study):
         run = run_folder(place, job)
         stood, (word, why) = (
             known.get(job),
             handed_in.get(run.relative_to(place).as_posix(), ("", "")),
         )
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
-        number, owner = turns.holder(run)
-        by_job = turns.said(owner) if number and owner and not slurm.over(owner["job"]) else ""
+        number, owner = turns.find_holder(run)
+        by_job = (
+            turns.describe_owner(owner)
+            if number and owner and not slurm.is_over(owner["job"])
+            else ""
+        )
         if state == "finished":
-            found.append(Stand(job, "done"))
-        elif who := by_job or in_use(run):
-            found.append(Stand(job, "running", ", ".join(filter(None, (reason, who)))))
+            found.append(JobStatus(job, "done"))
+        elif who := by_job or find_owner(run):
+            found.append(JobStatus(job, "running", ", ".join(filter(None, (reason, who)))))
         elif word in ("PENDING", "REQUEUED", "CONFIGURING"):
-            found.append(Stand(job, "queued", reason))
+            found.append(JobStatus(job, "queued", reason))
         elif word in ("RUNNING", "COMPLETING"):
-            found.append(Stand(job, "running", ", ".join(filter(None, (reason, "it begins")))))
+            found.append(JobStatus(job, "running", ", ".join(filter(None, (reason, "it begins")))))
         elif state == "damaged":
-            found.append(Stand(job, "damaged", reason))
-        elif text := why or failure(run):
-            found.append(Stand(job, "failed", ", ".join(filter(None, (reason, text)))))
+            found.append(JobStatus(job, "damaged", reason))
+        elif text := why or load_failure(run):
+            found.append(JobStatus(job, "failed", ", ".join(filter(None, (reason, text)))))
         elif state == "unfinished":
-            found.append(Stand(job, "stopped", reason))
+            found.append(JobStatus(job, "stopped", reason))
         else:
-            found.append(Stand(job, "waiting"))
+            found.append(JobStatus(job, "waiting"))
     return found
 
 
-def lines(stands: Sequence[Stand], width: int = 80) -> list[str]:
+def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
     """Write a first line with the counts, and one for each group of runs of a method of which the same is to be said.
 
     Args:
@@ -105,7 +116,7 @@ def lines(stands: Sequence[Stand], width: int = 80) -> list[str]:
             if one.state == state:
                 groups.setdefault((one.job.label, one.reason), []).append(one.job.seed)
         for (label, reason), seeds in groups.items():
-            text = f"{label}: seed{'s' * (len(seeds) > 1)} {ranges(seeds)}" + (
+            text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" + (
                 f" ({reason})" if reason else ""
             )
             first, *rest = wrap(text, width - 9, break_on_hyphens=False)
@@ -113,7 +124,7 @@ def lines(stands: Sequence[Stand], width: int = 80) -> list[str]:
     return out
 
 
-def exit_status(stands: Sequence[Stand]) -> int:
+def exit_status(stands: Sequence[JobStatus]) -> int:
     """Return 0 when all runs are done, 1 when one failed or is damaged, 3 when there is more to do."""
     states = {one.state for one in stands}
     return 1 if states & {"failed", "damaged"} else 0 if states <= {"done"} else 3

@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 from coterie.simulation.record import Record
 
-_OF_EDGES = {
+_EDGE_FILLS = {
     **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
     **{"similarities": torch.nan, "probabilities": torch.nan},  # there where the run records them
 }
@@ -23,7 +23,7 @@ _OF_EDGES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordCall:
     """One call.
 
     Args:
@@ -43,18 +43,18 @@ class Entry:
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def call_key(self) -> tuple[object, ...]:
         """What the same call has in all blocks."""
         names = () if self.kind == "undefined" else tuple(sorted(self.values))
         return self.kind, self.round, self.split, self.model, names
 
 
-class Told(Record):
+class BlockRecord(Record):
     """A record that notes what would be written, instead of it."""
 
     def __init__(self, population: int) -> None:
         super().__init__(torch.full((population,), -1))
-        self._entries: list[Entry] = []
+        self._entries: list[RecordCall] = []
 
     def add_metrics(
         self,
@@ -67,19 +67,19 @@ class Told(Record):
         """Note values of metrics."""
         if values:
             values = {name: value.detach().cpu() for name, value in values.items()}
-            self._entries.append(Entry("metrics", round, split, model, ids, values))
+            self._entries.append(RecordCall("metrics", round, split, model, ids, values))
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
         """Note that values are measured again."""
-        self._entries.append(Entry("drop", round, split, model))
+        self._entries.append(RecordCall("drop", round, split, model))
 
     def add_edges(
         self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
     ) -> None:
         """Note who was read."""
-        values = {name: info[name].cpu() for name in _OF_EDGES if name in info}
+        values = {name: info[name].cpu() for name in _EDGE_FILLS if name in info}
         if "peers" in values:
-            self._entries.append(Entry("edges", round, ids=ids, values=values))
+            self._entries.append(RecordCall("edges", round, ids=ids, values=values))
 
     def add_undefined(self, ids: Int[Tensor, " clients"], values: Mapping[str, Tensor]) -> None:
         """Note which clients have no value of a metric."""
@@ -87,15 +87,15 @@ class Told(Record):
             name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())
         }
         if values:
-            self._entries.append(Entry("undefined", 0, ids=ids, values=values))
+            self._entries.append(RecordCall("undefined", 0, ids=ids, values=values))
 
-    def taken(self) -> list[Entry]:
+    def take_calls(self) -> list[RecordCall]:
         """Return what was noted since the last call."""
         entries, self._entries = self._entries, []
         return entries
 
 
-def merged(blocks: Sequence[Sequence[Entry]]) -> list[Entry]:
+def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
     """Return the calls of one process, from those of its blocks in one round.
 
     Args:
@@ -106,27 +106,29 @@ def merged(blocks: Sequence[Sequence[Entry]]) -> list[Entry]:
     """
     left, out = [list(entries) for entries in blocks], []
     while any(left):
-        heads = [entries[0].key for entries in left if entries]
-        behind = {entry.key for entries in left for entry in entries[1:]}
+        heads = [entries[0].call_key for entries in left if entries]
+        behind = {entry.call_key for entries in left for entry in entries[1:]}
         key = next((one for one in heads if one not in behind), None)
         if key is None:
             raise CoterieError(
                 f"the blocks of a population report {heads} in different orders; expected the same one"
             )
         out.append(
-            _together([entries.pop(0) for entries in left if entries and entries[0].key == key])
+            _merge_call(
+                [entries.pop(0) for entries in left if entries and entries[0].call_key == key]
+            )
         )
     return out
 
 
-def _together(entries: Sequence[Entry]) -> Entry:
+def _merge_call(entries: Sequence[RecordCall]) -> RecordCall:
     first = entries[0]
     names = dict.fromkeys(name for entry in entries for name in entry.values)
     values = {
-        name: _stacked(name, [entry.values.get(name) for entry in entries], entries)
+        name: _concatenate_rows(name, [entry.values.get(name) for entry in entries], entries)
         for name in names
     }
-    return Entry(
+    return RecordCall(
         first.kind,
         first.round,
         first.split,
@@ -136,7 +138,9 @@ def _together(entries: Sequence[Entry]) -> Entry:
     )
 
 
-def _stacked(name: str, parts: Sequence[Tensor | None], entries: Sequence[Entry]) -> Tensor:
+def _concatenate_rows(
+    name: str, parts: Sequence[Tensor | None], entries: Sequence[RecordCall]
+) -> Tensor:
     """Return the rows of all blocks; those with fewer slots get unused ones."""
     known = next(part for part in parts if part is not None)
     found = [
@@ -145,7 +149,7 @@ def _stacked(name: str, parts: Sequence[Tensor | None], entries: Sequence[Entry]
     ]
     if entries[0].kind == "edges" and known.ndim > 1:
         width = max(part.shape[1] for part in found)
-        fill = _OF_EDGES[name]
+        fill = _EDGE_FILLS[name]
         found = [
             torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in found
         ]

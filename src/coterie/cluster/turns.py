@@ -22,7 +22,7 @@ _NAME = re.compile(r"\.turn-(\d+)\.json")
 
 
 @contextmanager
-def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
+def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
     """Have the turn on a run's folder for the block.
 
     Args:
@@ -35,9 +35,11 @@ def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
         FolderInUse: when another job has the turn.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    number, owner = holder(folder)
+    number, owner = find_holder(folder)
     if owner and owner["job"] != job and not over(owner["job"]):
-        raise FolderInUse(f"{folder} is in use by {said(owner)}; wait for it, or cancel it first")
+        raise FolderInUse(
+            f"{folder} is in use by {describe_owner(owner)}; wait for it, or cancel it first"
+        )
     mine = folder / f".turn-{number + 1}.json"
     what = {"job": job, "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     handle, name = tempfile.mkstemp(dir=folder, prefix=".turn-", suffix=".tmp")
@@ -49,7 +51,7 @@ def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
         os.link(name, mine)
     except FileExistsError:
         raise FolderInUse(
-            f"{folder} is in use by {said(holder(folder)[1])}; wait for it, or cancel it first"
+            f"{folder} is in use by {describe_owner(find_holder(folder)[1])}; wait for it, or cancel it first"
         ) from None
     finally:
         Path(name).unlink(missing_ok=True)
@@ -57,16 +59,16 @@ def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
         yield
     finally:
         # the highest last: at no moment does a lower one seem to have the run
-        for _, path in sorted(_turns(folder)):
+        for _, path in sorted(_list_turns(folder)):
             path.unlink(missing_ok=True)
 
 
-def holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
+def find_holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
     """Return the number of the turn on a folder, and who has it, as `job`, `host` and `since`; 0 and nothing if none.
 
     Its job may be over: it does not put its claim away when it is killed.
     """
-    for number, path in sorted(_turns(folder), reverse=True):
+    for number, path in sorted(_list_turns(folder), reverse=True):
         try:
             found = json.loads(path.read_text("utf-8"))
             return number, {key: str(found[key]) for key in ("job", "host", "since")}
@@ -77,14 +79,14 @@ def holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
     return 0, {}
 
 
-def said(owner: Mapping[str, Any]) -> str:
+def describe_owner(owner: Mapping[str, Any]) -> str:
     """Return who has a turn, in words."""
     return (
         f"job {owner['job']} on {owner['host']} since {owner['since']}" if owner else "another job"
     )
 
 
-def _turns(folder: Path) -> list[tuple[int, Path]]:
+def _list_turns(folder: Path) -> list[tuple[int, Path]]:
     if not folder.exists():
         return []
     return [

@@ -20,7 +20,7 @@ LOWER = "lower num_clients, train, validation or test_samples"
 
 
 @dataclass(frozen=True)
-class Wish:
+class SampleRequest:
     """The samples that one client wants from a pool.
 
     Args:
@@ -40,13 +40,15 @@ class Wish:
     reuse: bool = False
 
 
-def allocate(
-    wishes: Sequence[Wish], labels: Int[np.ndarray, " samples"], generator: np.random.Generator
+def allocate_samples(
+    requests: Sequence[SampleRequest],
+    labels: Int[np.ndarray, " samples"],
+    generator: np.random.Generator,
 ) -> list[Int[np.ndarray, "_"]]:
     """Cut a pool into disjoint parts.
 
     Args:
-        wishes: one for each client.
+        requests: one for each client.
         labels: the class of each sample of the pool.
         generator: the source of randomness.
 
@@ -56,11 +58,11 @@ def allocate(
     Raises:
         DataError: when the pool cannot satisfy all wishes; the message says which, and by how much.
     """
-    vectors = [len(v) for wish in wishes for v in (wish.mixture, wish.counts) if v is not None]
-    named = [max(wish.labels) + 1 for wish in wishes if wish.labels]
+    vectors = [len(v) for wish in requests for v in (wish.mixture, wish.counts) if v is not None]
+    named = [max(wish.labels) + 1 for wish in requests if wish.labels]
     present = np.bincount(labels, minlength=max([1, *vectors, *named]))
-    check_room(wishes, present)
-    counts = count(wishes, present, generator)
+    check_room(requests, present)
+    counts = draw_class_counts(requests, present, generator)
     shuffled = generator.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
@@ -74,35 +76,35 @@ def allocate(
     return [by_class[np.concatenate(own)] for own in places]
 
 
-def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> None:
+def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " classes"]) -> None:
     """Check that a pool with the given number of samples of each class can satisfy all wishes.
 
     Raises:
         DataError: with the first shortage found.
     """
-    if any(wish.reuse for wish in wishes):
+    if any(wish.reuse for wish in requests):
         empty = [
             k
             for k, n in enumerate(present)
-            if not n and any((wish.counts or present)[k] for wish in wishes)
+            if not n and any((wish.counts or present)[k] for wish in requests)
         ]
         if empty:
             raise DataError(f"class {empty[0]}: samples are asked for; the pool has none of it")
         return
-    total, pool = sum(wish.size for wish in wishes), int(present.sum())
+    total, pool = sum(wish.size for wish in requests), int(present.sum())
     if total > pool:
-        sizes = {wish.size for wish in wishes}
+        sizes = {wish.size for wish in requests}
         asked = (
             f"x {sizes.pop()} samples = {total:,}"
             if len(sizes) == 1
             else f"ask for {total:,} samples"
         )
         raise DataError(
-            f"{len(wishes)} client{'s' * (len(wishes) != 1)} {asked}; the pool has {pool:,}: {LOWER}"
+            f"{len(requests)} client{'s' * (len(requests) != 1)} {asked}; the pool has {pool:,}: {LOWER}"
         )
     excess = (
         sum(
-            (np.array(wish.counts) for wish in wishes if wish.counts is not None),
+            (np.array(wish.counts) for wish in requests if wish.counts is not None),
             np.zeros_like(present),
         )
         - present
@@ -111,7 +113,7 @@ def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> 
         worst = int(excess.argmax())
         asked = f"{excess[worst] + present[worst]:,} samples are asked for"
         raise DataError(f"class {worst}: {asked}; the pool has {present[worst]:,} of it: {LOWER}")
-    for group, demand in _groups(wishes).items():
+    for group, demand in _sum_group_sizes(requests).items():
         room = int(present[list(group)].sum())
         if demand > room:
             names = ", ".join(map(str, group))
@@ -120,8 +122,10 @@ def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> 
             )
 
 
-def count(
-    wishes: Sequence[Wish], present: Int[np.ndarray, " classes"], generator: np.random.Generator
+def draw_class_counts(
+    requests: Sequence[SampleRequest],
+    present: Int[np.ndarray, " classes"],
+    generator: np.random.Generator,
 ) -> Int[np.ndarray, "clients classes"]:
     """Decide how many samples of each class every client gets.
 
@@ -133,58 +137,60 @@ def count(
     Raises:
         DataError: when overlapping label groups cannot all be satisfied.
     """
-    fixed = np.zeros((len(wishes), len(present)), dtype=np.int64)
-    for row, wish in enumerate(wishes):
+    fixed = np.zeros((len(requests), len(present)), dtype=np.int64)
+    for row, wish in enumerate(requests):
         if wish.counts is not None:
             fixed[row] = wish.counts
     mixed = [
         row
-        for row in generator.permutation(len(wishes)).tolist()
-        if wishes[row].mixture is not None
+        for row in generator.permutation(len(requests)).tolist()
+        if requests[row].mixture is not None
     ]
-    plain = [row for row, wish in enumerate(wishes) if wish.mixture is None and wish.counts is None]
-    plain.sort(key=lambda row: len(_allowed(wishes[row], present)))
+    plain = [
+        row for row, wish in enumerate(requests) if wish.mixture is None and wish.counts is None
+    ]
+    plain.sort(key=lambda row: len(_label_group(requests[row], present)))
     counts, left = fixed.copy(), present - fixed.sum(0)
     for row in [*mixed, *plain]:
-        room = _within(left, _allowed(wishes[row], present))
-        if room.sum() < wishes[row].size:
+        room = _restrict_to_labels(left, _label_group(requests[row], present))
+        if room.sum() < requests[row].size:
             return fixed + _count_by_flow(
-                wishes, [*mixed, *plain], present - fixed.sum(0), generator
+                requests, [*mixed, *plain], present - fixed.sum(0), generator
             )
-        counts[row] = _draw(wishes[row], room, generator)
+        counts[row] = _draw_counts(requests[row], room, generator)
         left = left - counts[row]
     return counts
 
 
-def _draw(
-    wish: Wish, room: Int[np.ndarray, " classes"], generator: np.random.Generator
+def _draw_counts(
+    request: SampleRequest, room: Int[np.ndarray, " classes"], generator: np.random.Generator
 ) -> Int[np.ndarray, " classes"]:
     """Draw a client's class counts, never more than there is room for."""
     drawn = np.zeros_like(room)
     mixture = np.zeros(len(room))
-    if wish.mixture is not None:
-        mixture[: len(wish.mixture)] = wish.mixture
+    if request.mixture is not None:
+        mixture[: len(request.mixture)] = request.mixture
     for _ in range(len(room)):  # each pass but the last uses up at least one class
         open_share = np.where(room > drawn, mixture, 0.0)
-        missing = wish.size - int(drawn.sum())
+        missing = request.size - int(drawn.sum())
         if missing == 0 or open_share.sum() <= 0:
             break
         more = generator.multinomial(missing, open_share / open_share.sum())
         drawn = np.minimum(drawn + more, room)
-    rest = wish.size - int(drawn.sum())
+    rest = request.size - int(drawn.sum())
     return drawn + generator.multivariate_hypergeometric(room - drawn, rest, method="marginals")
 
 
 def _count_by_flow(
-    wishes: Sequence[Wish],
+    requests: Sequence[SampleRequest],
     rows: Sequence[int],
     left: Int[np.ndarray, " classes"],
     generator: np.random.Generator,
 ) -> Int[np.ndarray, "clients classes"]:
     """Divide the classes between label groups by a maximum flow, then draw within each group."""
-    groups = sorted({_allowed(wishes[row], left) for row in rows})
+    groups = sorted({_label_group(requests[row], left) for row in rows})
     demand = {
-        group: sum(wishes[row].size for row in rows if _allowed(wishes[row], left) == group)
+        group: sum(requests[row].size for row in rows if _label_group(requests[row], left) == group)
         for group in groups
     }
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
@@ -200,20 +206,22 @@ def _count_by_flow(
             f"served without using one twice: {LOWER}"
         )
     passed = flow.flow.toarray()
-    counts = np.zeros((len(wishes), len(left)), dtype=np.int64)
+    counts = np.zeros((len(requests), len(left)), dtype=np.int64)
     for place, group in enumerate(groups, start=1):
         budget = passed[place, first:sink].astype(np.int64)
-        for row in (row for row in rows if _allowed(wishes[row], left) == group):
-            counts[row] = _draw(wishes[row], budget, generator)
+        for row in (row for row in rows if _label_group(requests[row], left) == group):
+            counts[row] = _draw_counts(requests[row], budget, generator)
             budget = budget - counts[row]
     return counts
 
 
-def _allowed(wish: Wish, present: Int[np.ndarray, " classes"]) -> tuple[int, ...]:
-    return tuple(range(len(present))) if wish.labels is None else tuple(sorted(set(wish.labels)))
+def _label_group(request: SampleRequest, present: Int[np.ndarray, " classes"]) -> tuple[int, ...]:
+    return (
+        tuple(range(len(present))) if request.labels is None else tuple(sorted(set(request.labels)))
+    )
 
 
-def _within(
+def _restrict_to_labels(
     left: Int[np.ndarray, " classes"], labels: tuple[int, ...]
 ) -> Int[np.ndarray, " classes"]:
     room = np.zeros_like(left)
@@ -221,17 +229,17 @@ def _within(
     return room
 
 
-def _groups(wishes: Sequence[Wish]) -> dict[tuple[int, ...], int]:
+def _sum_group_sizes(requests: Sequence[SampleRequest]) -> dict[tuple[int, ...], int]:
     """The number of samples wanted from each set of labels."""
     demand: dict[tuple[int, ...], int] = {}
-    for wish in wishes:
+    for wish in requests:
         if wish.labels is not None:
             group = tuple(sorted(set(wish.labels)))
             demand[group] = demand.get(group, 0) + wish.size
     return demand
 
 
-def share(
+def apportion_total(
     total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0
 ) -> Int[np.ndarray, " parts"]:
     """Divide a number by weights after giving each part a minimum (largest remainders, ties to the first).

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from coterie._util.settings import parse
+from coterie._util.settings import parse_settings
 from coterie.data.build import DataConfig, build_from_sources
 from coterie.data.federation import Federation
-from coterie.data.folders import Pictures, as_pixels, read_pictures
+from coterie.data.folders import FolderOptions, as_pixels, load_image_folder
 from coterie.data.plan import Shift
 from coterie.data.source import Source
-from coterie.data.tables import Columns, Encode, Impute, read_table
+from coterie.data.tables import Encode, Impute, TableOptions, read_table
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 
@@ -85,17 +85,17 @@ def from_arrays(
         )
     if clients is None and clusters is not None:
         raise ConfigError("clusters is given without clients; planted clusters come from shift")
-    source = Source.of(
+    source = Source.from_arrays(
         x, y, clients=clients, clusters=clusters, test=test, classes=classes, class_names=class_names,
         normalize=normalize, name=name,
     )  # fmt: skip
-    return _divided(
+    return _build_from_source(
         source, num_clients=num_clients, shift=shift, train=train, validation=validation,
         validation_fraction=validation_fraction, test_fraction=test_fraction, normalize=normalize, seed=seed,
     )  # fmt: skip
 
 
-def _divided(source: Source, *, seed: int, **settings: Any) -> Federation:
+def _build_from_source(source: Source, *, seed: int, **settings: Any) -> Federation:
     """Divide a source among its clients."""
     test = "cluster" if len(source.test) else "client"
     return build_from_sources(
@@ -191,8 +191,10 @@ def from_table(
         "scale": scale, "categories": categories or {}, "class_names": list(class_names), "classes": classes,
         "clusters": clusters,
     }  # fmt: skip
-    source = read_table(table, parse(Columns, said, "from_table"), test=test, name=name)
-    return _divided(
+    source = read_table(
+        table, parse_settings(TableOptions, said, "from_table"), test=test, name=name
+    )
+    return _build_from_source(
         source, num_clients=num_clients, shift=shift, train=train, validation=validation,
         validation_fraction=validation_fraction, test_fraction=test_fraction, seed=seed,
     )  # fmt: skip
@@ -242,13 +244,13 @@ def from_folder(
     """
     if size is not None and transform is not None:
         raise ConfigError("from_folder: size and transform are both given; resize in the transform")
-    settings = parse(
-        Pictures,
+    settings = parse_settings(
+        FolderOptions,
         {"size": size, "class_names": list(class_names), "clusters": clusters},
         "from_folder",
     )
-    source = read_pictures(path, settings, transform=transform, name=name)
-    return _divided(
+    source = load_image_folder(path, settings, transform=transform, name=name)
+    return _build_from_source(
         source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,
         test_fraction=test_fraction, normalize=normalize, seed=seed,
     )  # fmt: skip
@@ -282,7 +284,7 @@ def from_dataset(
     Raises:
         DataError: when its items are not pairs, or differ in shape.
     """
-    x, y = _joined([_read(dataset, "the dataset", transform)])
+    x, y = _join_datasets([_collect_pairs(dataset, "the dataset", transform)])
     return from_arrays(
         x, y, clients=clients, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
         train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
@@ -318,9 +320,12 @@ def from_datasets(
         raise DataError("there are no datasets; expected one for each client")
     names = list(datasets) if isinstance(datasets, Mapping) else list(range(len(datasets)))
     each = list(datasets.values()) if isinstance(datasets, Mapping) else list(datasets)
-    read = [_read(one, f"dataset {name}", transform) for name, one in zip(names, each, strict=True)]
+    read = [
+        _collect_pairs(one, f"dataset {name}", transform)
+        for name, one in zip(names, each, strict=True)
+    ]
     owners = [name for name, (_, y) in zip(names, read, strict=True) for _ in range(len(y))]
-    x, y = _joined(read)
+    x, y = _join_datasets(read)
     return from_arrays(
         x, y, clients=owners, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
         train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
@@ -332,7 +337,7 @@ _Items = tuple[dict[Any, list[Any]], list[Any]]
 """The inputs of a dataset, by part (None where an input is one tensor), and its targets."""
 
 
-def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
+def _collect_pairs(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
     """Read all pairs of a dataset."""
     if isinstance(dataset, DataLoader):
         raise DataError(
@@ -340,7 +345,7 @@ def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _I
         )
     inputs: dict[Any, list[Any]] = {}
     targets: list[Any] = []
-    for place, item in enumerate(_items(dataset, what)):
+    for place, item in enumerate(_iterate_items(dataset, what)):
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
                 f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)"
@@ -387,7 +392,7 @@ def _are_words(targets: Sequence[Any]) -> bool:
     return words == {True}
 
 
-def _items(dataset: Any, what: str) -> Iterable[Any]:
+def _iterate_items(dataset: Any, what: str) -> Iterable[Any]:
     """The items of a dataset that has places, or of one that is read from its start."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[place] for place in range(len(dataset)))
@@ -410,7 +415,7 @@ def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
         )
 
 
-def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
+def _join_datasets(read: Sequence[_Items]) -> tuple[Any, Any]:
     """All samples of several datasets."""
     parts = {}
     for key in read[0][0]:

@@ -1,7 +1,7 @@
 """From a description of the data to a federation: `DataConfig` and `build_federation`, and one's own data.
 
-A plan says what each client is to receive (`plan`, `shifts`), the pool is cut (`partition`), and
-the samples of every client are laid out once, transformed (`assemble`). What a run draws comes from
+A plan says what each client is to receive (`plan`, `build_shifts`), the pool is cut (`partition`), and
+the samples of every client are laid out once, transformed (`assemble_federation`). What a run draws comes from
 its seed.
 """
 
@@ -18,18 +18,18 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
-from coterie.data._partition import Wish, allocate, share
-from coterie.data.datasets import called, load
+from coterie.data._partition import SampleRequest, allocate_samples, apportion_total
+from coterie.data.datasets import call_dataset_function, load_dataset
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
-from coterie.data.plan import Client, Clients, Recipe, Shift, planned
-from coterie.data.preparation import Fitted
-from coterie.data.shifts import Domain, Natural, read_shift, stored_shift
+from coterie.data.plan import Client, Clients, SampleRecipe, Shift, apply_shift
+from coterie.data.preparation import FittedPreparation
+from coterie.data.shifts import Domain, Natural, parse_shift, shift_to_table
 from coterie.data.source import Constants, Samples, Source
-from coterie.data.transforms import Transform, noisy
+from coterie.data.transforms import Transform, add_noise
 from coterie.errors import ConfigError, DataError, require
 from coterie.rng import EVERYONE, Rng
 
-Part = Annotated[float, Ge(0), Lt(1)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 Normalize = Literal["half", "standard", "none"]
 
 NUM_CLIENTS = 20
@@ -86,8 +86,8 @@ class DataConfig(Configurable):
     test: Literal["cluster", "client"] = "cluster"
     test_samples: PositiveInt | None = None
     test_source: Literal["train", "test"] = "train"
-    validation_fraction: Part = 0.2
-    test_fraction: Part = 0.2
+    validation_fraction: Fraction = 0.2
+    test_fraction: Fraction = 0.2
     folds: Annotated[int, Ge(2)] | None = None
     fixed_seed: NonNegativeInt | None = None
     label: str | None = None
@@ -96,13 +96,13 @@ class DataConfig(Configurable):
 
     def check(self) -> None:
         """Read the shifts; samples for validation and one's own tests are counted where those for training are."""
-        kept = (stored_shift(one, f"shift[{i}]") for i, one in enumerate(self.shift))
+        kept = (shift_to_table(one, f"shift[{i}]") for i, one in enumerate(self.shift))
         object.__setattr__(self, "shift", tuple(kept))
         if self.validation is not None and self.train is None:
             raise ConfigError(
                 f"validation is {self.validation} but train is not given; give both, or validation_fraction"
             )
-        if self.test_samples is not None and self.train is None and self._own_test:
+        if self.test_samples is not None and self.train is None and self._holds_out_tests:
             raise ConfigError(
                 f"test_samples is {self.test_samples} but train is not given; give both, or test_fraction"
             )
@@ -118,11 +118,11 @@ class DataConfig(Configurable):
             )
 
     @property
-    def _own_test(self) -> bool:
+    def _holds_out_tests(self) -> bool:
         """Whether clients hold samples of their own out for testing."""
         return self.folds is not None or (self.test == "client" and self.test_source == "train")
 
-    def drawn_from(self, seed: int) -> tuple[int, int]:
+    def data_seed_and_fold(self, seed: int) -> tuple[int, int]:
         """Return the seed that the data are drawn from in a run, and the fold that it tests; 0 without folds.
 
         Args:
@@ -137,27 +137,27 @@ class DataConfig(Configurable):
         return (seed if self.fixed_seed is None else self.fixed_seed), 0
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def dataset_names(self) -> tuple[str, ...]:
         """The datasets."""
         return (self.dataset,) if isinstance(self.dataset, str) else tuple(self.dataset)
 
-    def shifts(self) -> tuple[Shift, ...]:
+    def build_shifts(self) -> tuple[Shift, ...]:
         """Return the shifts, those that choose a client's pool first."""
         shifts = [
-            read_shift(table, f"shift[{i}]")
+            parse_shift(table, f"shift[{i}]")
             for i, table in enumerate(self.shift)
             if isinstance(table, Mapping)
         ]
         kinds = [shift.kind for shift in shifts]
-        if len(self.names) > 1 and "domain" not in kinds:
-            shifts.append(read_shift({"kind": "domain"}))
+        if len(self.dataset_names) > 1 and "domain" not in kinds:
+            shifts.append(parse_shift({"kind": "domain"}))
         return tuple(sorted(shifts, key=lambda shift: not shift.chooses_pool))
 
-    def shares(self) -> tuple[int | None, tuple[float, float, float]]:
+    def split_shares(self) -> tuple[int | None, tuple[float, float, float]]:
         """Return how many samples a client has in all (None: what there is), and the part of each split."""
         if self.train is None:
             held_out = self.test_fraction if self.folds is None else 1 / self.folds
-            test = held_out if self._own_test else 0.0
+            test = held_out if self._holds_out_tests else 0.0
             return None, (
                 (1 - test) * (1 - self.validation_fraction),
                 (1 - test) * self.validation_fraction,
@@ -171,7 +171,7 @@ class DataConfig(Configurable):
         )
         rest = self.train + validation
         wanted = self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))
-        test = wanted if self._own_test else 0
+        test = wanted if self._holds_out_tests else 0
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
 
@@ -188,19 +188,19 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
         ConfigError: when the settings do not fit each other or the dataset.
         DataError: when data are missing, damaged or too few; it says what to lower.
     """
-    seed, fold = data.drawn_from(seed)
+    seed, fold = data.data_seed_and_fold(seed)
     rng = Rng(seed)
     if isinstance(data.dataset, str) and ":" in data.dataset:
-        made = called(data.dataset, data.options, seed)
+        made = call_dataset_function(data.dataset, data.options, seed)
         return (
-            _as_it_is(made, data)
+            _use_unchanged(made, data)
             if isinstance(made, Federation)
             else build_from_sources(data, (made,), rng, fold)
         )
-    total, _ = data.shares()
+    total, _ = data.split_shares()
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
     sources = tuple(
-        load(
+        load_dataset(
             name,
             data_dir=data_dir,
             label=data.label,
@@ -209,12 +209,12 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
             samples=pool,
             options=data.options,
         )
-        for name in data.names
+        for name in data.dataset_names
     )
     return build_from_sources(data, sources, rng, fold)
 
 
-def _as_it_is(made: Federation, data: DataConfig) -> Federation:
+def _use_unchanged(made: Federation, data: DataConfig) -> Federation:
     """A federation that a function returned; nothing in the settings would change it."""
     plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
     changed = [
@@ -222,7 +222,7 @@ def _as_it_is(made: Federation, data: DataConfig) -> Federation:
     ]
     if changed:
         raise ConfigError(
-            f"data.{changed[0]} is set, but {data.names[0]!r} returned a federation, which is used as it is; return a "
+            f"data.{changed[0]} is set, but {data.dataset_names[0]!r} returned a federation, which is used as it is; return a "
             f"coterie.Source to have it divided here, or leave out {changed[0]}"
         )
     return made.validate()
@@ -241,15 +241,17 @@ def build_from_sources(
         data: what to build; its `dataset` is not used.
         sources: the datasets.
         rng: the streams to draw from.
-        fold: which one is tested, where `data` asks for folds; see `DataConfig.drawn_from`.
+        fold: which one is tested, where `data` asks for folds; see `DataConfig.data_seed_and_fold`.
         ids: of the clients, where they are some of a larger population: each is split as it would
             be there.
     """
     first = sources[0]
     for other in sources[1:]:
-        if other.form != first.form or bool(other.classes) != bool(first.classes):
+        if other.input_description != first.input_description or bool(other.classes) != bool(
+            first.classes
+        ):
             raise DataError(
-                f"{first.name} has {first.form}, {other.name} has {other.form}; several datasets must be alike"
+                f"{first.name} has {first.input_description}, {other.name} has {other.input_description}; several datasets must be alike"
             )
     for other in sources[1:]:
         if (
@@ -267,17 +269,17 @@ def build_from_sources(
         data.test == "cluster" and not any(len(source.test) for source in sources)
     ):
         data = replace(data, test="client")
-    clients = _plan(data, sources, rng)
+    clients = _plan_clients(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
-    return assemble(
+    return assemble_federation(
         clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction,
         fold=None if data.folds is None else (fold, data.folds), ids=ids,
     )  # fmt: skip
 
 
-def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
+def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     """Apply the shifts to a plan in which all clients are alike."""
-    shifts = data.shifts()
+    shifts = data.build_shifts()
     own = sources[0].clients
     if own and not any(shift.chooses_pool and not isinstance(shift, Domain) for shift in shifts):
         cluster = "cluster" if "cluster" in sources[0].train.columns else None
@@ -285,24 +287,24 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     number = data.num_clients
     if number is None:
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
-        number = len(np.unique(natural[0].values(sources))) if natural else NUM_CLIENTS
+        number = len(np.unique(natural[0].group_values(sources))) if natural else NUM_CLIENTS
         if not number:
             raise DataError(
                 f"{sources[0].name} has 0 samples and no client; every client needs data"
             )
-    samples, shares = data.shares()
+    samples, shares = data.split_shares()
     clients: Clients = (Client(samples, shares),) * number
     settled = False
     for place, shift in enumerate(shifts):
         if not settled and not shift.chooses_pool:
             clients, settled = _settle_sizes(clients, sources), True
 
-        def streams(
+        def client_stream(
             client: int, purpose: str = f"data.shift.{place}.{shift.kind}"
         ) -> np.random.Generator:
             return rng.generator(purpose, client)
 
-        clients = planned(shift, clients, sources, streams)
+        clients = apply_shift(shift, clients, sources, client_stream)
     return _settle_sizes(clients, sources)
 
 
@@ -329,7 +331,7 @@ Cut = tuple[int, int, int]
 """Numbers of training, validation and test samples of a client."""
 
 
-def assemble(
+def assemble_federation(
     clients: Clients,
     sources: Sequence[Source],
     rng: Rng,
@@ -361,21 +363,21 @@ def assemble(
         DataError: when the data do not suffice.
     """
     drawn = _draw_rows(clients, sources, rng, range(len(clients)) if ids is None else ids)
-    form = Form.of(sources, clients, normalize)
+    form = SampleLayout.choose_layout(sources, clients, normalize)
     if fold is None:
-        cuts = [client.cut() for client in clients]
+        cuts = [client.split_sizes() for client in clients]
     else:
-        drawn, cuts = _in_folds(clients, sources, drawn, *fold)
-    fitted = _fitted(
+        drawn, cuts = _arrange_folds(clients, sources, drawn, *fold)
+    fitted = _fit_preparations(
         clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)]
     )
-    maker = _Tests(clients, sources, form, rng, fitted)
+    maker = _TestSetMaker(clients, sources, form, rng, fitted)
     if own_tests is None:
-        tests, test_of = maker.shared(test_samples)
+        tests, test_of = maker.make_shared(test_samples)
     elif own_tests == "train":
-        tests, test_of = maker.held_out(drawn, cuts)
+        tests, test_of = maker.make_held_out(drawn, cuts)
     else:
-        tests, test_of = maker.matching(drawn, test_samples, test_fraction)
+        tests, test_of = maker.make_matching(drawn, test_samples, test_fraction)
     kept = [
         own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)
     ]
@@ -389,9 +391,9 @@ def assemble(
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
-        own_x = form.inputs(samples, own, client.recipe, rng.generator("data.noise", row))
+        own_x = form.make_inputs(samples, own, client.recipe, rng.generator("data.noise", row))
         x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
-        y[row, : len(own)] = form.targets(
+        y[row, : len(own)] = form.make_targets(
             samples, own, client.recipe, rng.generator("data.targets", row)
         )
         split[row, : len(own)] = VALIDATION
@@ -410,11 +412,11 @@ def assemble(
         mean=form.constants[0][0] if form.dtype == torch.uint8 else (),
         std=form.constants[0][1] if form.dtype == torch.uint8 else (),
         origin=origin,
-        truth=_truth(clients, form),
+        truth=_build_truth(clients, form),
         name=" + ".join(source.name for source in sources),
-        class_names=_class_names(clients, sources),
-        noise=torch.tensor([c.noise for c in clients], dtype=torch.float64)
-        if any(c.noise for c in clients)
+        class_names=_join_class_names(clients, sources),
+        noise=torch.tensor([c.noise_per_access for c in clients], dtype=torch.float64)
+        if any(c.noise_per_access for c in clients)
         else None,
         client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
         feature_names=sources[0].feature_names
@@ -426,7 +428,9 @@ def assemble(
     ).validate()
 
 
-def _fitted(clients: Clients, sources: Sequence[Source], train: Sequence[Rows]) -> list[Fitted]:
+def _fit_preparations(
+    clients: Clients, sources: Sequence[Source], train: Sequence[Rows]
+) -> list[FittedPreparation]:
     """What each client does to its inputs, from its training rows; nothing where the sources ask for nothing."""
     preparation = sources[0].preparation
     if preparation is None:
@@ -451,14 +455,16 @@ def _draw_rows(
     clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]
 ) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
-    wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
-    drawn = _allocate(
+    wishes = [
+        SampleRequest(c.num_samples, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients
+    ]
+    drawn = _allocate_pools(
         clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids
     )
     return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
 
 
-def _in_folds(
+def _arrange_folds(
     clients: Clients, sources: Sequence[Source], drawn: Sequence[Rows], number: int, folds: int
 ) -> tuple[list[Rows], list[Cut]]:
     """Put the samples of one fold last, those for validation before them, and say how many there are of each.
@@ -493,9 +499,9 @@ def _in_folds(
     return arranged, cuts
 
 
-def _allocate(
+def _allocate_pools(
     clients: Clients,
-    wishes: Sequence[Wish],
+    requests: Sequence[SampleRequest],
     pools: Sequence[Samples],
     purpose: str,
     sources: Sequence[Source],
@@ -519,7 +525,7 @@ def _allocate(
             place = np.flatnonzero(pool.columns[group[0]].numpy() == group[1])
             stream = rng.generator(purpose, ids[rows[0]])
         try:
-            parts = allocate([wishes[row] for row in rows], labels[place], stream)
+            parts = allocate_samples([requests[row] for row in rows], labels[place], stream)
         except DataError as error:
             if group is None:
                 raise
@@ -530,7 +536,7 @@ def _allocate(
 
 
 @dataclass(frozen=True)
-class Form:
+class SampleLayout:
     """How samples are laid out in the federation."""
 
     dtype: torch.dtype
@@ -538,17 +544,20 @@ class Form:
     constants: tuple[Constants, ...]
 
     @staticmethod
-    def of(sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]) -> "Form":
+    def choose_layout(
+        sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]
+    ) -> "SampleLayout":
         """Choose the layout: float16, normalized, where noise is fixed in images or they do not share constants.
 
         Otherwise the datasets' own.
         """
         x = sources[0].train.x
         if isinstance(normalize, str):
-            constants: list[Constants] = [sources[0].constants(normalize)] * len(sources)
+            constants: list[Constants] = [sources[0].channel_constants(normalize)] * len(sources)
         elif len(normalize) == len(sources):
             constants = [
-                source.constants(own) for source, own in zip(sources, normalize, strict=True)
+                source.channel_constants(own)
+                for source, own in zip(sources, normalize, strict=True)
             ]
         else:
             raise ConfigError(
@@ -560,19 +569,19 @@ class Form:
         dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
         if sources[0].preparation is not None:
             dtype = torch.int32 if sources[0].preparation.whole else torch.float32
-        return Form(dtype, tuple(x.shape[1:]), tuple(constants))
+        return SampleLayout(dtype, tuple(x.shape[1:]), tuple(constants))
 
-    def inputs(
+    def make_inputs(
         self,
         samples: Samples,
         rows: Int[np.ndarray, " samples"],
-        recipe: Recipe,
+        recipe: SampleRecipe,
         generator: np.random.Generator,
     ) -> Shaped[Tensor, "samples *features"]:
         """Return the transformed inputs of some samples."""
         x = samples.x[torch.from_numpy(rows)]
         for transform in recipe.transforms:
-            x = _transformed(transform, x)
+            x = _apply_transform(transform, x)
         if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
         x = x.float() / 255
@@ -581,15 +590,15 @@ class Form:
             shape = (-1, *[1] * (x.ndim - 2))
             x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
         fixed = recipe.noise > 0 and not recipe.redrawn
-        return (noisy(x, recipe.noise, generator) if fixed else x).to(self.dtype)
+        return (add_noise(x, recipe.noise, generator) if fixed else x).to(self.dtype)
 
-    def targets(
+    def make_targets(
         self,
         samples: Samples,
         rows: Int[np.ndarray, " samples"],
-        recipe: Recipe,
+        recipe: SampleRecipe,
         generator: np.random.Generator,
-    ) -> Shaped[Tensor, "samples *targets"]:
+    ) -> Shaped[Tensor, "samples *make_targets"]:
         """Return the targets of some samples: exchanged, offset, or made from the inputs."""
         chosen = torch.from_numpy(rows)
         if recipe.targets is not None:
@@ -604,7 +613,7 @@ class Form:
         return y + recipe.offset if recipe.offset else y
 
 
-def _transformed(
+def _apply_transform(
     transform: Transform, x: Shaped[Tensor, "samples *features"]
 ) -> Shaped[Tensor, "samples *features"]:
     """Apply a transform and check that it keeps what inputs are."""
@@ -622,16 +631,16 @@ def _transformed(
 
 
 @dataclass(frozen=True)
-class _Tests:
+class _TestSetMaker:
     """Makes test sets: shared ones, or one for each client."""
 
     clients: Clients
     sources: Sequence[Source]
-    form: Form
+    form: SampleLayout
     rng: Rng
-    fitted: Sequence[Fitted]
+    fitted: Sequence[FittedPreparation]
 
-    def shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+    def make_shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """One test set for each kind of client, transformed and restricted like its data; stored once.
 
         Where clients fill and scale inputs by their own rows, the test set of one is not that of
@@ -642,27 +651,31 @@ class _Tests:
             for row, client in enumerate(self.clients):
                 samples, rows = (
                     self.sources[client.recipe.source].test,
-                    self._rows(client.recipe, limit),
+                    self._select_rows(client.recipe, limit),
                 )
-                own.append(self._make(samples, rows, client.recipe, self._name(row), row))
+                own.append(
+                    self._make_test_set(samples, rows, client.recipe, self._client_name(row), row)
+                )
             return tuple(own), torch.arange(len(own))
         recipes = list(
-            dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.places))
+            dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.cluster_places))
         )
         sets = []
         for place, recipe in enumerate(recipes):
             names = {client.cluster_name for client in self.clients if client.recipe == recipe}
             name = names.pop() if len(names) == 1 else "all clients"
-            rows = self._rows(recipe, limit)
+            rows = self._select_rows(recipe, limit)
             if not len(rows):
                 source = self.sources[recipe.source].name
                 raise DataError(
                     f'{source} has no test samples for "{name}"; hold some out: test = "client"'
                 )
-            sets.append(self._make(self.sources[recipe.source].test, rows, recipe, name, place))
+            sets.append(
+                self._make_test_set(self.sources[recipe.source].test, rows, recipe, name, place)
+            )
         return tuple(sets), torch.tensor([recipes.index(client.recipe) for client in self.clients])
 
-    def held_out(
+    def make_held_out(
         self, drawn: Sequence[Rows], cuts: Sequence[Cut]
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """The last part of each client's own samples."""
@@ -676,11 +689,13 @@ class _Tests:
                 )
             samples = self.sources[client.recipe.source].train
             sets.append(
-                self._make(samples, own[train + validation :], client.recipe, self._name(row), row)
+                self._make_test_set(
+                    samples, own[train + validation :], client.recipe, self._client_name(row), row
+                )
             )
         return tuple(sets), torch.arange(len(sets))
 
-    def matching(
+    def make_matching(
         self, drawn: Sequence[Rows], size: int | None, fraction: float | int
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """For each client, samples of the test set in the class shares of its own; no sample serves two clients."""
@@ -694,21 +709,23 @@ class _Tests:
                 )
                 mixture = tuple(shares.tolist())
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
-            wishes.append(Wish(wanted, client.recipe.labels, mixture))
+            wishes.append(SampleRequest(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
         whole = tuple(
             replace(client, group=None) if client.rows else client for client in self.clients
         )
-        parts = _allocate(
+        parts = _allocate_pools(
             whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
         )
         sets = [
-            self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
+            self._make_test_set(
+                pools[client.recipe.source], rows, client.recipe, self._client_name(row), row
+            )
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))
         ]
         return tuple(sets), torch.arange(len(sets))
 
-    def _rows(self, recipe: Recipe, limit: int | None) -> Rows:
+    def _select_rows(self, recipe: SampleRecipe, limit: int | None) -> Rows:
         """The rows of a test set that fit a recipe, in their own order."""
         test = self.sources[recipe.source].test
         keep = np.ones(len(test), dtype=bool)
@@ -719,48 +736,56 @@ class _Tests:
         order = self.rng.generator(f"data.test.order.{recipe.source}").permutation(len(test))
         order = order[keep[order]]
         if recipe.mixture is not None:
-            order = _in_shares(order, test.y.numpy()[order], np.array(recipe.mixture), limit)
+            order = _take_in_shares(order, test.y.numpy()[order], np.array(recipe.mixture), limit)
         return np.sort(order[:limit])
 
-    def _name(self, row: int) -> str:
+    def _client_name(self, row: int) -> str:
         return self.clients[row].name or f"client {row}"
 
-    def _make(self, samples: Samples, rows: Rows, recipe: Recipe, name: str, place: int) -> TestSet:
-        x = self.form.inputs(samples, rows, recipe, self.rng.generator("data.test.noise", place))
+    def _make_test_set(
+        self, samples: Samples, rows: Rows, recipe: SampleRecipe, name: str, place: int
+    ) -> TestSet:
+        x = self.form.make_inputs(
+            samples, rows, recipe, self.rng.generator("data.test.noise", place)
+        )
         x = self.fitted[place](x) if self.fitted else x
-        y = self.form.targets(samples, rows, recipe, self.rng.generator("data.test.targets", place))
+        y = self.form.make_targets(
+            samples, rows, recipe, self.rng.generator("data.test.targets", place)
+        )
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 
 
-def _in_shares(
+def _take_in_shares(
     rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], limit: int | None
 ) -> Rows:
     """Return as many rows as there are in the given class shares."""
     present = np.bincount(labels, minlength=len(shares))
     most = int((present[shares > 0] / shares[shares > 0]).min())
-    wanted = np.minimum(share(min(most, limit or most), shares), present)
+    wanted = np.minimum(apportion_total(min(most, limit or most), shares), present)
     return np.concatenate([rows[labels == label][:size] for label, size in enumerate(wanted)])
 
 
-def _truth(clients: Clients, form: Form) -> Truth | None:
+def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
     """What was planted; None for natural groups whose clusters are not known."""
     if any(client.group is not None and not client.planted for client in clients):
         return None
-    keys = sorted({client.places for client in clients})
+    keys = sorted({client.cluster_places for client in clients})
 
-    def normalized(client: Client) -> str:
+    def describe_normalization(client: Client) -> str:
         mean, std = form.constants[client.recipe.source]
         return f"; normalized with {mean} and {std}" if form.dtype == torch.float16 else ""
 
-    names = {client.places: client.cluster_name for client in clients}
+    names = {client.cluster_places: client.cluster_name for client in clients}
     return Truth(
-        cluster=torch.tensor([keys.index(client.places) for client in clients]),
+        cluster=torch.tensor([keys.index(client.cluster_places) for client in clients]),
         names=tuple(names[key] for key in keys),
-        shift=tuple(client.describe() + normalized(client) for client in clients),
+        shift=tuple(
+            client.describe_changes() + describe_normalization(client) for client in clients
+        ),
     )
 
 
-def _class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
+def _join_class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
     """The names of the classes, those of several datasets one after another; empty when they are not known."""
     if all(client.recipe.offset == 0 for client in clients):
         return (

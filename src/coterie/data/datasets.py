@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from coterie._util import extras
-from coterie._util.importing import imported
-from coterie._util.settings import parse
+from coterie._util.importing import import_object
+from coterie._util.settings import parse_settings
 from coterie.data import heart_disease
 from coterie.data.federation import Federation
 from coterie.data.source import Constants, Samples, Source
-from coterie.errors import ConfigError, DataError, require, unknown
+from coterie.errors import ConfigError, DataError, describe_unknown, require
 from coterie.rng import Rng
 
 STANDARD: dict[str, Constants] = {
@@ -49,7 +49,7 @@ OWN_KINDS = ("table", "folder")
 """What `data.options.path` may lead to: a CSV or parquet file, or a folder of images by client."""
 
 
-def digits() -> Source:
+def load_digits_source() -> Source:
     """Return scikit-learn's handwritten digits: 1,797 images of 8x8, of which 297 are the test set.
 
     The split is random and the same for every seed.
@@ -66,7 +66,7 @@ def digits() -> Source:
     )
 
 
-def synthetic_regression(
+def make_synthetic_regression(
     rng: Rng,
     samples: int,
     *,
@@ -96,16 +96,18 @@ def synthetic_regression(
     require(low < high, "low", low, f"a number below high ({high:g})")
     theta = rng.generator("data.synthetic.theta").uniform(low, high, dim)
 
-    def draw(part: str, size: int) -> Samples:
+    def draw_samples(part: str, size: int) -> Samples:
         generator = rng.generator(f"data.synthetic.{part}")
         x = generator.uniform(low, high, (size, dim))
         y = x @ theta + noise * generator.standard_normal(size)
         return Samples(torch.from_numpy(x).float(), torch.from_numpy(y).float())
 
-    return Source("synthetic-regression", draw("train", samples), draw("test", test), 0)
+    return Source(
+        "synthetic-regression", draw_samples("train", samples), draw_samples("test", test), 0
+    )
 
 
-def load(
+def load_dataset(
     name: str,
     *,
     data_dir: str | Path | None = None,
@@ -138,10 +140,10 @@ def load(
         allowed = ("dim", "noise", "test", "low", "high")
         for key in options or {}:
             if key not in allowed:
-                raise ConfigError(f"data.options: {unknown('key', key, allowed)}")
-        return synthetic_regression(rng or Rng(0), samples, **(options or {}))
+                raise ConfigError(f"data.options: {describe_unknown('key', key, allowed)}")
+        return make_synthetic_regression(rng or Rng(0), samples, **(options or {}))
     if ":" in name:
-        made = called(name, options or {}, 0 if rng is None else rng.seed)
+        made = call_dataset_function(name, options or {}, 0 if rng is None else rng.seed)
         if isinstance(made, Federation):
             raise ConfigError(
                 f"{name!r} returned a federation, which cannot be one of several datasets"
@@ -149,20 +151,22 @@ def load(
         return made
     root = data_dir or os.environ.get("COTERIE_DATA")
     if name in OWN_KINDS:
-        return own(name, options or {}, root)
+        return load_table_or_folder(name, options or {}, root)
     if options:
         raise ConfigError(f"data.options is {dict(options)!r}; {name} has no options")
     if name in ("digits", "heart-disease"):
-        return digits() if name == "digits" else heart_disease.source()
+        return load_digits_source() if name == "digits" else heart_disease.load_source()
     folder = None if root is None else Path(root).expanduser() / name
     if folder is not None and folder.is_dir():
-        return hub.read_folder(folder, label, STANDARD.get(name)).check()
+        return hub.load_folder(folder, label, STANDARD.get(name)).check()
     if download and name not in GATHERED:
-        return hub.download(HUB_NAMES.get(name, name), name, label, STANDARD.get(name)).check()
-    raise _missing(name, None if root is None else Path(root).expanduser())
+        return hub.download_dataset(
+            HUB_NAMES.get(name, name), name, label, STANDARD.get(name)
+        ).check()
+    raise _missing_dataset_error(name, None if root is None else Path(root).expanduser())
 
 
-def called(path: str, options: Mapping[str, Any], seed: int) -> Source | Federation:
+def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> Source | Federation:
     """Return the data that a function returns.
 
     Args:
@@ -174,7 +178,7 @@ def called(path: str, options: Mapping[str, Any], seed: int) -> Source | Federat
         ConfigError: when there is no such function, or the options are not its arguments.
         DataError: when it returns no data.
     """
-    function = imported(path, f"dataset {path!r}")
+    function = import_object(path, f"dataset {path!r}")
     require(callable(function), f"dataset {path!r}", function, "a function")
     signature = inspect.signature(function)
     given = {**({"seed": seed} if "seed" in signature.parameters else {}), **options}
@@ -182,10 +186,10 @@ def called(path: str, options: Mapping[str, Any], seed: int) -> Source | Federat
         signature.bind(**given)
     except TypeError as error:
         raise ConfigError(f"data.options do not fit the arguments of {path!r}: {error}") from None
-    return as_data(function(**given), path)
+    return convert_returned_data(function(**given), path)
 
 
-def as_data(made: Any, path: str) -> Source | Federation:
+def convert_returned_data(made: Any, path: str) -> Source | Federation:
     """Return what a function of a user made, as data: a pair of inputs and targets becomes a source.
 
     Raises:
@@ -202,10 +206,10 @@ def as_data(made: Any, path: str) -> Source | Federation:
         )
     pairs = all(isinstance(one, tuple) and len(one) == 2 for one in made)
     (x, y), test = made if pairs else (made, None)
-    return Source.of(x, y, test=test, name=path.partition(":")[2])
+    return Source.from_arrays(x, y, test=test, name=path.partition(":")[2])
 
 
-def own(
+def load_table_or_folder(
     name: str, options: Mapping[str, Any], root: str | Path | None = None, *, shared: bool = False
 ) -> Source:
     """Read a table or a folder of images.
@@ -221,8 +225,8 @@ def own(
         ConfigError: on unknown options, or missing ones.
         DataError: when the data cannot be used.
     """
-    from coterie.data.folders import Pictures, read_pictures
-    from coterie.data.tables import Columns, read_table
+    from coterie.data.folders import FolderOptions, load_image_folder
+    from coterie.data.tables import TableOptions, read_table
 
     options = dict(options)
     keys = ("path", "test") if name == "table" else ("path",)
@@ -231,20 +235,20 @@ def own(
         raise ConfigError(
             f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"'
         )
-    found = {key: _place(value, root, f"data.options.{key}") for key, value in paths.items()}
+    found = {key: _resolve_path(value, root, f"data.options.{key}") for key, value in paths.items()}
     title = found["path"].stem if name == "table" else found["path"].name
     if name == "folder":
-        pictures = parse(Pictures, options, "data.options")
+        pictures = parse_settings(FolderOptions, options, "data.options")
         if shared and not pictures.class_names:
             raise ConfigError(
                 "data.options: class_names is missing; every machine must name the same classes"
             )
-        return read_pictures(found["path"], pictures, name=title)
-    columns = parse(Columns, options, "data.options")
+        return load_image_folder(found["path"], pictures, name=title)
+    columns = parse_settings(TableOptions, options, "data.options")
     return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
 
 
-def _place(path: object, root: str | Path | None, where: str) -> Path:
+def _resolve_path(path: object, root: str | Path | None, where: str) -> Path:
     """A path as it stands, or from the folder of datasets."""
     require(isinstance(path, str | Path), where, path, "a path, as text")
     given = Path(str(path)).expanduser()
@@ -257,7 +261,7 @@ def _place(path: object, root: str | Path | None, where: str) -> Path:
     return given if given.exists() or other is None else other
 
 
-def _missing(name: str, root: Path | None) -> ConfigError | DataError:
+def _missing_dataset_error(name: str, root: Path | None) -> ConfigError | DataError:
     """Explain why a dataset is not there."""
     if root is not None and not root.is_dir():
         return DataError(
@@ -273,13 +277,13 @@ def _missing(name: str, root: Path | None) -> ConfigError | DataError:
         )
     if name not in HUB_NAMES and "/" not in name and root is None:
         places = "or give --data-dir (or COTERIE_DATA) for a folder of yours"
-        return ConfigError(f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES])}; {places}")
+        return ConfigError(f"{describe_unknown('dataset', name, [*BUNDLED, *HUB_NAMES])}; {places}")
     if name not in HUB_NAMES and "/" not in name:
         return ConfigError(
-            f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: {root})"
+            f"{describe_unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: {root})"
         )
     where = f"{root} has no folder {name}" if root is not None else "there is no data folder"
     return DataError(
         f"dataset {name!r} is not here: {where}; give --data-dir (or COTERIE_DATA) the folder that holds "
-        f"{name}/train-*.parquet, or {extras.install('hub')} and set data.download = true"
+        f"{name}/train-*.parquet, or {extras.install_command('hub')} and set data.download = true"
     )

@@ -18,11 +18,11 @@ from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coterie._util.facts import Described, spread
-from coterie._util.files import replacing
-from coterie._util.names import called, few, short
-from coterie.data.preparation import Fitted, TableColumn, stacked, unstacked
-from coterie.data.source import Part, all_finite, said
+from coterie._util.facts import Described, format_range
+from coterie._util.files import replace_atomically
+from coterie._util.names import format_client, format_clients, shorten_text
+from coterie.data.preparation import FittedPreparation, TableColumn, stack_fitted, unstack_fitted
+from coterie.data.source import InputPart, all_finite, describe_parts
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
@@ -30,21 +30,22 @@ SPLITS = {"train": TRAIN, "validation": VALIDATION}
 _PIECE = 1 << 20  # bytes
 
 
-def read_parts(stored: Sequence[Sequence[Any]]) -> tuple[Part, ...]:
+def parse_parts(stored: Sequence[Sequence[Any]]) -> tuple[InputPart, ...]:
     """Return the parts of an input from the lists of their fields, as JSON has them."""
     return tuple(
-        Part(name, tuple(shape), whole, *map(tuple, scale)) for name, shape, whole, *scale in stored
+        InputPart(name, tuple(shape), whole, *map(tuple, scale))
+        for name, shape, whole, *scale in stored
     )
 
 
-def read_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
+def parse_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
     """Return the columns of a table from the lists of their fields, as JSON has them."""
     return tuple(
         TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored
     )
 
 
-def checksum(values: Shaped[Tensor, "..."]) -> bytes:
+def compute_checksum(values: Shaped[Tensor, "..."]) -> bytes:
     """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
     data = values.contiguous().flatten().view(torch.uint8).numpy().data
     return b"".join(
@@ -137,19 +138,19 @@ class Federation(Described):
     noise: Float[Tensor, " clients"] | None = None
     client_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
-    fitted: tuple[Fitted, ...] = ()
+    parts: tuple[InputPart, ...] = ()
+    fitted: tuple[FittedPreparation, ...] = ()
     table: tuple[TableColumn, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def name_of(self, row: int) -> str:
+    def client_name(self, row: int) -> str:
         """Return how people call the client of a row: by its name, else "client 7"."""
-        return called(self.names, int(self.ids[row]))
+        return format_client(self.names_by_id, int(self.ids[row]))
 
     @property
-    def names(self) -> dict[int, str]:
+    def names_by_id(self) -> dict[int, str]:
         """The name of each client here by its id; empty where clients are numbers."""
         return (
             dict(zip(self.ids.tolist(), self.client_names, strict=True))
@@ -160,7 +161,9 @@ class Federation(Described):
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
         hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
-        samples = [f"{split} {spread(self.counts(split).tolist())}" for split in SPLITS]
+        samples = [
+            f"{split} {format_range(self.count_samples(split).tolist())}" for split in SPLITS
+        ]
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
         inputs = (
             f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
@@ -174,9 +177,11 @@ class Federation(Described):
                 f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True)
             )
         return f"Federation {self.name!r}", {
-            "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
-            "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
-            "inputs": said(self.parts) if self.parts else inputs,
+            "clients": f"{hosted} ({format_clients(self.names_by_id, self.ids.tolist())})"
+            if self.names_by_id
+            else hosted,
+            "samples of a client": ", ".join([*samples, f"test {format_range(tests)}"]),
+            "inputs": describe_parts(self.parts) if self.parts else inputs,
             "targets": what,
             "planted clusters": clusters,
         }
@@ -202,7 +207,7 @@ class Federation(Described):
         ]
         return sum(t.nbytes for t in tensors)
 
-    def counts(self, split: str) -> Int[Tensor, " clients"]:
+    def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return the number of samples of each client in a split ("train" or "validation")."""
         return (self.split == SPLITS[split]).sum(1)
 
@@ -241,7 +246,7 @@ class Federation(Described):
             truth=None,
         )
 
-    def part(self, rows: Int[Tensor, " chosen"]) -> "Federation":
+    def select_clients(self, rows: Int[Tensor, " chosen"]) -> "Federation":
         """Return some clients as a federation of their own: numbered from 0 in this order, with their test sets alone.
 
         Args:
@@ -265,7 +270,7 @@ class Federation(Described):
             truth=truth,
         )
 
-    def pooled(self) -> "Federation":
+    def pool_clients(self) -> "Federation":
         """Return the samples of all clients as those of one, without test sets; in the order of the clients.
 
         Raises:
@@ -291,7 +296,7 @@ class Federation(Described):
             truth=None,
         )
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Hash all that results depend on: every client's samples and splits, the test sets, and what was done to them.
 
         A gigabyte takes about a second.
@@ -302,7 +307,7 @@ class Federation(Described):
         parts += [] if self.origin is None else [self.origin]
         for part in parts:
             digest.update(json.dumps([list(part.shape), str(part.dtype)]).encode())
-            digest.update(checksum(part))
+            digest.update(compute_checksum(part))
         noise = None if self.noise is None else self.noise.tolist()
         shift = self.truth.shift if self.truth else ()
         cluster = self.truth.cluster.tolist() if self.truth else ()
@@ -331,7 +336,7 @@ class Federation(Described):
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
-                f"the inputs of {self._called(bad)} contain NaN or infinity; fill or drop them"
+                f"the inputs of {self._describe_client(bad)} contain NaN or infinity; fill or drop them"
             )
         used = self.split >= 0
         if self.classes:
@@ -340,12 +345,12 @@ class Federation(Described):
                 bad = int((used & ((self.y < 0) | (self.y >= self.classes))).any(1).nonzero()[0])
                 raise DataError(
                     f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {self.classes - 1}: "
-                    f"raise `classes` or map the labels (the first other one is of {self._called(bad)})"
+                    f"raise `classes` or map the labels (the first other one is of {self._describe_client(bad)})"
                 )
         elif not all_finite(self.y):
             bad = int((~torch.isfinite(self.y)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
-                f"the targets contain NaN or infinity (first of {self._called(bad)}); drop those samples"
+                f"the targets contain NaN or infinity (first of {self._describe_client(bad)}); drop those samples"
             )
         levels = [
             *([] if self.noise is None else self.noise.tolist()),
@@ -355,16 +360,16 @@ class Federation(Described):
             raise DataError(
                 f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative"
             )
-        empty = (self.counts("train") == 0).nonzero().flatten().tolist()
+        empty = (self.count_samples("train") == 0).nonzero().flatten().tolist()
         if empty:
             raise DataError(
-                f"{self._called(empty[0])} has no training samples; give every client at least one, or leave it out"
+                f"{self._describe_client(empty[0])} has no training samples; give every client at least one, or leave it out"
             )
         return self
 
-    def _called(self, row: int) -> str:
+    def _describe_client(self, row: int) -> str:
         """How messages call the client of a row."""
-        return f"client {self.client_names[row]!r}" if self.client_names else self.name_of(row)
+        return f"client {self.client_names[row]!r}" if self.client_names else self.client_name(row)
 
     def _check_names(self) -> None:
         """There is a name for all or for none; clients have names that can be told apart and written."""
@@ -385,7 +390,7 @@ class Federation(Described):
         if len(set(names)) < len(names):
             twice = next(name for place, name in enumerate(names) if name in names[:place])
             raise DataError(
-                f"two clients are called {short(twice, 80)!r}; give every client a name of its own"
+                f"two clients are called {shorten_text(twice, 80)!r}; give every client a name of its own"
             )
 
     def save(self, path: str | Path) -> None:
@@ -403,7 +408,7 @@ class Federation(Described):
             tensors["noise"] = self.noise
         if self.truth is not None:
             tensors["truth.cluster"] = self.truth.cluster
-        tensors |= stacked(self.fitted)
+        tensors |= stack_fitted(self.fitted)
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
         meta = {
@@ -429,7 +434,7 @@ class Federation(Described):
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
 
     @staticmethod
@@ -477,7 +482,7 @@ class Federation(Described):
             noise=tensors.get("noise"),
             client_names=tuple(meta.get("client_names", ())),
             feature_names=tuple(meta.get("feature_names", ())),
-            parts=read_parts(meta.get("parts", ())),
-            fitted=unstacked(tensors),
-            table=read_columns(meta.get("table", ())),
+            parts=parse_parts(meta.get("parts", ())),
+            fitted=unstack_fitted(tensors),
+            table=parse_columns(meta.get("table", ())),
         )

@@ -11,7 +11,7 @@ from annotated_types import MinLen
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from coterie._util.importing import imported
+from coterie._util.importing import import_object
 from coterie._util.settings import Configurable, PositiveInt
 from coterie.data.source import Source
 from coterie.errors import ConfigError, DataError
@@ -19,14 +19,14 @@ from coterie.errors import ConfigError, DataError
 _GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
 
 
-def _deep(image: Any) -> bool:
+def _has_deep_pixels(image: Any) -> bool:
     """Whether a picture has more than 8 bits a pixel."""
     return image.mode.partition(";")[0] in _DEEP
 
 
 def as_pixels(image: Any) -> np.ndarray:
     """Return a picture of Pillow as an array: gray with two axes, or color with channels first."""
-    if _deep(image):
+    if _has_deep_pixels(image):
         return np.array(image)
     if image.mode in _GRAY:
         return np.array(image.convert("L"))
@@ -35,7 +35,7 @@ def as_pixels(image: Any) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Pictures(Configurable):
+class FolderOptions(Configurable):
     """How a folder of images is read; see `from_folder`.
 
     Args:
@@ -59,9 +59,9 @@ class Pictures(Configurable):
             raise ConfigError(f"size is {self.size}; expected a number, or height and width")
 
 
-def read_pictures(
+def load_image_folder(
     path: str | Path,
-    settings: Pictures,
+    settings: FolderOptions,
     *,
     transform: Callable[[Any], Any] | None = None,
     name: str = "",
@@ -83,8 +83,10 @@ def read_pictures(
             f"there is no folder {folder}; expected one with a folder of pictures for each client"
         )
     if transform is None and settings.transform is not None:
-        transform = imported(settings.transform, f"transform {settings.transform!r}")
-    places = [(client, label) for client in _folders(folder) for label in _folders(client)]
+        transform = import_object(settings.transform, f"transform {settings.transform!r}")
+    places = [
+        (client, label) for client in _list_folders(folder) for label in _list_folders(client)
+    ]
     classes = tuple(settings.class_names) or tuple(sorted({label.name for _, label in places}))
     if not places:
         raise DataError(
@@ -98,18 +100,18 @@ def read_pictures(
             raise DataError(
                 f"client {client.name!r} has a folder {label.name!r}; expected one of the classes {', '.join(classes)}"
             )
-        for file in _pictures(label):
-            inputs.append(_input(file, transform, settings.size))
+        for file in _list_pictures(label):
+            inputs.append(_load_picture(file, transform, settings.size))
             labels.append(label.name)
             owners.append(client.name)
-    silent = [client.name for client in _folders(folder) if client.name not in owners]
+    silent = [client.name for client in _list_folders(folder) if client.name not in owners]
     if silent:
         raise DataError(
             f"client {silent[0]!r} has no pictures in folders of classes; expected {silent[0]}/CLASS/picture.png: "
             "sort its pictures into classes, or remove its folder"
         )
-    return Source.of(
-        _stacked(inputs, folder),
+    return Source.from_arrays(
+        _stack_inputs(inputs, folder),
         labels,
         clients=owners,
         clusters=settings.clusters,
@@ -118,11 +120,11 @@ def read_pictures(
     )
 
 
-def _folders(path: Path) -> list[Path]:
+def _list_folders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
 
 
-def _pictures(path: Path) -> list[Path]:
+def _list_pictures(path: Path) -> list[Path]:
     known = Image.registered_extensions()
     return sorted(
         one
@@ -131,13 +133,13 @@ def _pictures(path: Path) -> list[Path]:
     )
 
 
-def _input(
+def _load_picture(
     file: Path, transform: Callable[[Any], Any] | None, size: int | Sequence[int] | None
 ) -> Tensor | np.ndarray:
     try:
         with Image.open(file) as image:
             image.load()
-            if image.mode not in _GRAY and not _deep(image):
+            if image.mode not in _GRAY and not _has_deep_pixels(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(
@@ -150,14 +152,14 @@ def _input(
         made = image if transform is None else transform(image)
     if isinstance(made, Tensor):
         return made
-    if hasattr(made, "getbands") and _deep(made):
+    if hasattr(made, "getbands") and _has_deep_pixels(made):
         raise DataError(
             f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform="
         )
     return as_pixels(made) if hasattr(made, "getbands") else np.asarray(made)
 
 
-def _stacked(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
+def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
     """All inputs as one tensor; gray pictures among colored ones get three equal channels."""
     tensors = [
         one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one))

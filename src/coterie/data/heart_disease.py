@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from coterie._util.settings import parse
+from coterie._util.settings import parse_settings
 from coterie.data.federation import PADDING, TRAIN, Federation, TestSet
 from coterie.data.source import Source
-from coterie.data.tables import Columns, read_table
+from coterie.data.tables import TableOptions, read_table
 from coterie.errors import require
 
 FILE = files("coterie.data") / "bundled/heart_disease.csv"
@@ -40,10 +40,10 @@ OPTIONS: dict[str, Any] = {
     "indicate": ["trestbps", "chol", "fbs", "thalach", "exang", "oldpeak", "ca"],
     "scale": "standard",
 }
-"""What `from_table`, and [data.options] of a study or of a node, say of `table`: 32 entries of an input."""
+"""What `from_table`, and [data.options] of a study or of a node, say of `load_table`: 32 entries of an input."""
 
 
-def table() -> Any:
+def load_table() -> Any:
     """Return the patients as a table of pandas, a row each, with what is learned as `disease`, "no" or "yes".
 
     Where blood pressure or cholesterol is 0 it was not measured: the entry is empty.
@@ -52,19 +52,21 @@ def table() -> Any:
         >>> table().groupby("hospital").size().to_dict()
         {'cleveland': 303, 'hungary': 294, 'long-beach-va': 200, 'switzerland': 123}
     """
-    rows = _rows()
+    rows = _load_rows()
     rows["disease"] = (rows.pop("num") > 0).map({False: "no", True: "yes"})
     return rows.assign(**{name: rows[name].mask(rows[name] == 0) for name in ("trestbps", "chol")})
 
 
-def source() -> Source:
+def load_source() -> Source:
     """Return the dataset "heart-disease": every patient, at the client of the hospital.
 
     A number that is missing is filled with the median of the client's own training rows, and a
     further entry says that it was; a missing category is one of its own. Numbers are standardized
     by the client's own training rows.
     """
-    return read_table(table(), parse(Columns, OPTIONS, "heart-disease"), name="heart-disease")
+    return read_table(
+        load_table(), parse_settings(TableOptions, OPTIONS, "heart-disease"), name="heart-disease"
+    )
 
 
 def flamby(scale: str = "own") -> Federation:
@@ -90,7 +92,7 @@ def flamby(scale: str = "own") -> Federation:
     require(scale in ("own", "together"), "scale", scale, "'own' or 'together'")
     from sklearn.model_selection import train_test_split
 
-    rows = _rows().drop(columns=["slope", "ca", "thal"]).dropna()
+    rows = _load_rows().drop(columns=["slope", "ca", "thal"]).dropna()
     wide: pd.DataFrame = pd.get_dummies(
         rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float
     )
@@ -135,7 +137,7 @@ def flamby(scale: str = "own") -> Federation:
     ).validate()  # fmt: skip
 
 
-def _rows() -> Any:
+def _load_rows() -> Any:
     import pandas as pd
 
     with FILE.open("rb") as file:

@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coterie._util import extras
-from coterie._util.files import cache_folder, replacing
+from coterie._util.files import cache_folder, replace_atomically
 from coterie.data.source import Constants, Samples, Source
-from coterie.errors import ConfigError, DataError, unknown
+from coterie.errors import ConfigError, DataError, describe_unknown
 
 TEST_SPLITS = ("test", "validation", "valid")
 """Splits used as test set: the first of these that exists."""
@@ -36,7 +36,7 @@ _GRAY = ("1", "L", "I", "I;16", "F")
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedSplit:
     """One split, decoded.
 
     Args:
@@ -48,7 +48,7 @@ class Decoded:
     columns: Mapping[str, Int[Tensor, " samples"]]
 
 
-def read_folder(
+def load_folder(
     folder: Path, label: str | None = None, standard: Constants | None = None
 ) -> Source:
     """Read a folder in the layout of the Hub.
@@ -62,28 +62,28 @@ def read_folder(
     Raises:
         DataError: when files are missing, incomplete or damaged, or hold no images.
     """
-    shards = {"train": _shards(folder, "train")}
+    shards = {"train": _find_shards(folder, "train")}
     if not shards["train"]:
         raise DataError(
             f"{folder} has no train-*.parquet; expected the layout of the Hugging Face Hub"
         )
-    test = next((split for split in TEST_SPLITS if _shards(folder, split)), None)
-    shards["test"] = _shards(folder, test) if test else []
+    test = next((split for split in TEST_SPLITS if _find_shards(folder, split)), None)
+    shards["test"] = _find_shards(folder, test) if test else []
 
-    def read() -> dict[str, pa.Table]:
-        return {split: _read_tables(files) for split, files in shards.items() if files}
+    def load_tables() -> dict[str, pa.Table]:
+        return {split: _load_tables(files) for split, files in shards.items() if files}
 
-    return _source(
+    return _make_source(
         folder.name,
         [*shards["train"], *shards["test"]],
         str(folder.resolve()),
-        read,
+        load_tables,
         label,
         standard,
     )
 
 
-def download(
+def download_dataset(
     repository: str, name: str, label: str | None = None, standard: Constants | None = None
 ) -> Source:
     """Read a dataset from the Hub, which needs the extra `hub` and a network (the first time).
@@ -101,7 +101,7 @@ def download(
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"dataset {name!r} would come from the Hub ({repository}), which needs: {extras.install('hub')}; "
+            f"dataset {name!r} would come from the Hub ({repository}), which needs: {extras.install_command('hub')}; "
             f"or give --data-dir the folder that holds {name}/train-*.parquet"
         ) from error
     splits = datasets.load_dataset(repository)
@@ -109,7 +109,7 @@ def download(
     chosen = {"train": splits["train"], **({"test": splits[test]} if test else {})}
     files = [Path(file["filename"]) for split in chosen.values() for file in split.cache_files]
 
-    def read() -> dict[str, pa.Table]:
+    def load_tables() -> dict[str, pa.Table]:
         out = {}
         for split, data in chosen.items():
             images = [
@@ -121,10 +121,10 @@ def download(
             out[split] = table.replace_schema_metadata(data.features.arrow_schema.metadata)
         return out
 
-    return _source(name, files, repository, read, label, standard)
+    return _make_source(name, files, repository, load_tables, label, standard)
 
 
-def _shards(folder: Path, split: str) -> list[Path]:
+def _find_shards(folder: Path, split: str) -> list[Path]:
     """Return the files of a split, and check that none of a numbered set is missing."""
     files = sorted(folder.glob(f"{split}-*.parquet")) or sorted(
         (folder / "data").glob(f"{split}-*.parquet")
@@ -138,7 +138,7 @@ def _shards(folder: Path, split: str) -> list[Path]:
     return files
 
 
-def _read_tables(files: Sequence[Path]) -> pa.Table:
+def _load_tables(files: Sequence[Path]) -> pa.Table:
     tables = []
     for file in files:
         try:
@@ -150,7 +150,7 @@ def _read_tables(files: Sequence[Path]) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def _source(
+def _make_source(
     name: str,
     files: Sequence[Path],
     origin: str,
@@ -158,20 +158,20 @@ def _source(
     label: str | None,
     standard: Constants | None,
 ) -> Source:
-    """Make a source from decoded splits, from the cache or from tables that `read` returns."""
+    """Make a source from decoded splits, from the cache or from tables that `load_tables` returns."""
     place = _cache_file(name, files, origin)
     cached = _load_cache(place)
     if cached is None:
         tables = read()
-        names = _class_names(tables["train"].schema.metadata)
+        names = _parse_class_names(tables["train"].schema.metadata)
         cached = (
             {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()},
             names,
         )
         _save_cache(place, *cached)
     splits, names = cached
-    column = _label_column(name, label, splits["train"].columns, names)
-    parts = {split: _samples(decoded, column) for split, decoded in splits.items()}
+    column = _find_label_column(name, label, splits["train"].columns, names)
+    parts = {split: _make_samples(decoded, column) for split, decoded in splits.items()}
     empty = Samples(
         parts["train"].x[:0],
         parts["train"].y[:0],
@@ -183,16 +183,16 @@ def _source(
     return Source(name, parts["train"], test, classes, names.get(column, ()), standard)
 
 
-def _samples(decoded: Decoded, column: str) -> Samples:
+def _make_samples(decoded: DecodedSplit, column: str) -> Samples:
     return Samples(decoded.images, decoded.columns[column], decoded.columns)
 
 
-def _label_column(
+def _find_label_column(
     name: str, label: str | None, columns: Mapping[str, Tensor], names: Mapping[str, Any]
 ) -> str:
     if label is not None:
         if label not in columns:
-            raise ConfigError(f"{name}: {unknown('label column', label, columns)}")
+            raise ConfigError(f"{name}: {describe_unknown('label column', label, columns)}")
         return label
     named = [column for column in columns if column in names]
     for candidate in ("label", "fine_label", *(named if len(named) == 1 else ())):
@@ -203,7 +203,7 @@ def _label_column(
     )
 
 
-def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
+def _parse_class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
     """Read the names of the classes of every column from a schema's metadata."""
     features = (
         json.loads((metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
@@ -215,7 +215,7 @@ def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str,
     }
 
 
-def _decode_table(table: pa.Table, where: str) -> Decoded:
+def _decode_table(table: pa.Table, where: str) -> DecodedSplit:
     """Decode the image column of a table and keep its integer columns."""
     images = [
         f.name
@@ -235,10 +235,10 @@ def _decode_table(table: pa.Table, where: str) -> Decoded:
                 )
             columns[entry.name] = torch.from_numpy(table[entry.name].to_numpy().astype(np.int64))
     encoded = [one for chunk in table[images[0]].chunks for one in chunk.field("bytes").to_pylist()]
-    return Decoded(_decode(encoded, where), columns)
+    return DecodedSplit(_decode_images(encoded, where), columns)
 
 
-def _decode(
+def _decode_images(
     encoded: Sequence[bytes | None], where: str
 ) -> UInt8[Tensor, "samples channels height width"]:
     """Decode images of one size. They become gray if all of them are, and RGB otherwise."""
@@ -274,15 +274,15 @@ def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
     return (
         cache_folder()
         / "datasets"
-        / f"{name.replace('/', '--')}-{_hash(origin)}-{_hash(state)}.safetensors"
+        / f"{name.replace('/', '--')}-{_hash_json(origin)}-{_hash_json(state)}.safetensors"
     )
 
 
-def _hash(value: object) -> str:
+def _hash_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, ...]]] | None:
+def _load_cache(place: Path) -> tuple[dict[str, DecodedSplit], dict[str, tuple[str, ...]]] | None:
     """Read decoded splits; None when they are missing or damaged and must be decoded again."""
     if not place.exists():
         return None
@@ -291,7 +291,7 @@ def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, .
             meta = json.loads((file.metadata() or {})["coterie"])
         tensors = load_file(str(place))
         splits = {
-            split: Decoded(
+            split: DecodedSplit(
                 tensors[f"{split}.images"], {c: tensors[f"{split}.columns.{c}"] for c in columns}
             )
             for split, columns in meta["splits"].items()
@@ -302,7 +302,7 @@ def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, .
 
 
 def _save_cache(
-    place: Path, splits: Mapping[str, Decoded], names: Mapping[str, tuple[str, ...]]
+    place: Path, splits: Mapping[str, DecodedSplit], names: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Write decoded splits atomically, and remove those of older files of the same origin."""
     tensors = {f"{split}.images": decoded.images for split, decoded in splits.items()}
@@ -316,7 +316,7 @@ def _save_cache(
     }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as temporary:
+        with replace_atomically(place) as temporary:
             save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
     except (OSError, SafetensorError) as error:
         warnings.warn(

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from coterie.data.federation import Federation, read_columns, read_parts
-from coterie.data.preparation import Fitted, TableColumn
-from coterie.data.source import Part, columns_of, is_images, normalized, packed
+from coterie.data.federation import Federation, parse_columns, parse_parts
+from coterie.data.preparation import FittedPreparation, TableColumn
+from coterie.data.source import InputPart, column_names, is_images, normalize_images, pack_inputs
 from coterie.data.tables import read_inputs
 from coterie.errors import DataError
 
@@ -39,12 +39,12 @@ class InputForm:
     images: bool = False
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[InputPart, ...] = ()
     table: tuple[TableColumn, ...] = ()
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(federation: Federation) -> "InputForm":
+    def from_federation(federation: Federation) -> "InputForm":
         """Return the form of the inputs of a federation."""
         x = federation.x
         images = x.dtype == torch.uint8 and x.ndim == 5
@@ -58,7 +58,7 @@ class InputForm:
             federation.feature_names,
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         return {
             **asdict(self),
@@ -68,12 +68,14 @@ class InputForm:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> "InputForm":
-        """Return the form that `as_json` described."""
+        """Return the form that `to_json` described."""
         lists = {name: tuple(stored[name]) for name in ("features", "mean", "std", "names")}
-        parts, table = read_parts(stored["parts"]), read_columns(stored["table"])
+        parts, table = parse_parts(stored["parts"]), parse_columns(stored["table"])
         return InputForm(**lists, images=stored["images"], parts=parts, table=table)
 
-    def read(self, x: Any, fitted: Fitted | None = None) -> Shaped[Tensor, "samples *features"]:
+    def prepare_inputs(
+        self, x: Any, fitted: FittedPreparation | None = None
+    ) -> Shaped[Tensor, "samples *features"]:
         """Return inputs as a federation holds them, of what a user has.
 
         Args:
@@ -87,7 +89,7 @@ class InputForm:
             ConfigError: when a table lacks a column.
             DataError: when the inputs are of another kind or shape than those of the training.
         """
-        names = _names(x)
+        names = _find_columns(x)
         if self.table and names:
             entries = torch.from_numpy(read_inputs(x, self.table))
             if fitted is not None:
@@ -99,10 +101,10 @@ class InputForm:
         else:
             if self.names and names and set(self.names) <= set(names):
                 x = x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
-            found = packed(x, self.parts)
-        return self._checked(found)
+            found = pack_inputs(x, self.parts)
+        return self._check_inputs(found)
 
-    def _checked(self, x: Tensor) -> Tensor:
+    def _check_inputs(self, x: Tensor) -> Tensor:
         shape = " x ".join(map(str, self.features)) or "one number"
         if tuple(x.shape[1:]) != self.features:
             one = "; one sample is a batch too: x[None]" if tuple(x.shape) == self.features else ""
@@ -122,13 +124,13 @@ class InputForm:
             raise DataError("x has NaN or infinity; fill or drop those samples")
         return x
 
-    def numbers(
+    def to_numbers(
         self, x: Shaped[Tensor, "samples *features"], dtype: torch.dtype
     ) -> Shaped[Tensor, "samples *features"]:
         """Return inputs as numbers, images normalized.
 
         Args:
-            x: as `read` returns them.
+            x: as `prepare_inputs` returns them.
             dtype: of the module.
         """
         if not self.images:
@@ -136,13 +138,13 @@ class InputForm:
         channels = (
             torch.tensor(each, dtype=dtype).reshape(-1, 1, 1) for each in (self.mean, self.std)
         )
-        return normalized(x, dtype, *(channels if self.mean else ()))
+        return normalize_images(x, dtype, *(channels if self.mean else ()))
 
 
-def _names(x: Any) -> tuple[str, ...]:
+def _find_columns(x: Any) -> tuple[str, ...]:
     """The columns of a table; none of anything else. A file is a table."""
     if isinstance(x, Mapping):
         return tuple(map(str, x))
     if isinstance(x, str) or hasattr(x, "__fspath__"):
         return ("file",)
-    return () if isinstance(x, Tensor | np.ndarray) else columns_of(x)
+    return () if isinstance(x, Tensor | np.ndarray) else column_names(x)

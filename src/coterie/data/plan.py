@@ -23,7 +23,7 @@ Assign = Literal["blocks", "interleaved", "shuffled"]
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearTargets:
     """Targets made from the inputs: y = <x, theta> + noise.
 
     Args:
@@ -36,7 +36,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SampleRecipe:
     """How the samples of a client, and those of its test set, are made.
 
     Args:
@@ -61,7 +61,7 @@ class Recipe:
     transforms: tuple[Transform, ...] = ()
     noise: float = 0.0
     redrawn: bool = False
-    targets: Linear | None = None
+    targets: LinearTargets | None = None
     where: tuple[str, int] | None = None
     mixture: tuple[float, ...] | None = None
 
@@ -86,7 +86,7 @@ class Client:
 
     samples: int | None
     shares: tuple[float, float, float]
-    recipe: Recipe = Recipe()
+    recipe: SampleRecipe = SampleRecipe()
     group: tuple[str, int] | None = None
     rows: tuple[int, ...] = ()
     mixture: tuple[float, ...] | None = None
@@ -97,46 +97,46 @@ class Client:
     name: str = ""
 
     @property
-    def size(self) -> int:
+    def num_samples(self) -> int:
         """The number of samples, once it is decided."""
         assert self.samples is not None, "sizes are settled before the shifts that need them"
         return self.samples
 
-    def cut(self) -> tuple[int, int, int]:
+    def split_sizes(self) -> tuple[int, int, int]:
         """Return the numbers of training, validation and test samples; every part with a share gets at least one.
 
         Raises:
             DataError: when there are too few samples for that.
         """
         _, validation, test = (
-            max(1, round(self.size * part)) if part > 0 else 0 for part in self.shares
+            max(1, round(self.num_samples * part)) if part > 0 else 0 for part in self.shares
         )
-        train = self.size - validation - test
+        train = self.num_samples - validation - test
         if train < 1:
             who = f"client {self.name!r}" if self.name else "a client"
             raise DataError(
-                f"{who} has {self.size} samples, which leaves none for training after {validation} for validation "
+                f"{who} has {self.num_samples} samples, which leaves none for training after {validation} for validation "
                 f"and {test} for testing: give it more samples, leave it out, or ask for less validation or testing"
             )
         return train, validation, test
 
-    def plant(self, place: int, name: str, **recipe: object) -> "Client":
+    def plant_cluster(self, place: int, name: str, **recipe: object) -> "Client":
         """Return this client as a member of a cluster, with changes to its recipe."""
         return replace(
             self, recipe=replace(self.recipe, **recipe), planted=(*self.planted, (place, name))
         )  # type: ignore[arg-type]
 
-    def note(self, *words: str) -> "Client":
+    def add_note(self, *words: str) -> "Client":
         """Return this client with notes."""
         return replace(self, notes=(*self.notes, *words))
 
     @property
-    def noise(self) -> float:
+    def noise_per_access(self) -> float:
         """Standard deviation of the noise that is drawn anew at every access."""
         return self.recipe.noise if self.recipe.redrawn else 0.0
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def cluster_places(self) -> tuple[int, ...]:
         """The number of its cluster in each shift that plants clusters."""
         return tuple(place for place, _ in self.planted)
 
@@ -145,7 +145,7 @@ class Client:
         """The name of its cluster."""
         return " + ".join(name for _, name in self.planted) or "all clients"
 
-    def describe(self) -> str:
+    def describe_changes(self) -> str:
         """Describe the changes to this client's data."""
         return "; ".join([name for _, name in self.planted] + list(self.notes)) or "none"
 
@@ -172,7 +172,9 @@ class Shift(Configurable, ABC):
         """
 
 
-def planned(shift: Shift, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+def apply_shift(
+    shift: Shift, clients: Clients, sources: Sequence[Source], streams: Streams
+) -> Clients:
     """Apply a shift and check what it returned.
 
     Raises:
@@ -205,7 +207,7 @@ def planned(shift: Shift, clients: Clients, sources: Sequence[Source], streams: 
     return tuple(found)
 
 
-def members(
+def assign_clusters(
     clusters: int,
     num_clients: int,
     sizes: Sequence[int] | None,
@@ -255,7 +257,7 @@ def members(
     return blocks
 
 
-def spread(size: int, slots: int, start: int) -> np.ndarray:
+def spread_evenly(size: int, slots: int, start: int) -> np.ndarray:
     """Spread samples evenly over slots; the remainder goes to consecutive slots from `start`, wrapping around.
 
     Example:

@@ -49,7 +49,7 @@ class TableColumn:
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnPreparation:
     """One column of a table, as entries of an input.
 
     Args:
@@ -91,7 +91,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedPreparation:
     """What one client does to its inputs, training, validation and test alike.
 
     Args:
@@ -126,10 +126,10 @@ class Preparation:
         whole: whether inputs are whole numbers: the codes of categories, and nothing else.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnPreparation, ...]
     whole: bool = False
 
-    def fit(self, x: Float[Tensor, "samples entries"]) -> Fitted:
+    def fit(self, x: Float[Tensor, "samples entries"]) -> FittedPreparation:
         """Return what a client does.
 
         Args:
@@ -146,10 +146,10 @@ class Preparation:
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found
         filled, centers, spreads = (torch.from_numpy(one) for one in (fill, center, spread))
-        return Fitted(filled, centers, spreads, self.whole, tuple(empty))
+        return FittedPreparation(filled, centers, spreads, self.whole, tuple(empty))
 
 
-def stacked(fitted: Sequence[Fitted]) -> dict[str, Tensor]:
+def stack_fitted(fitted: Sequence[FittedPreparation]) -> dict[str, Tensor]:
     """Return what clients do to their inputs as tensors, a row for each client: "prepared.fill", ...; none of nothing.
 
     Example:
@@ -165,14 +165,15 @@ def stacked(fitted: Sequence[Fitted]) -> dict[str, Tensor]:
     return {**parts, f"{_STORED}.whole": torch.tensor([one.whole for one in fitted])}
 
 
-def unstacked(tensors: Mapping[str, Tensor]) -> tuple[Fitted, ...]:
-    """Return what `stacked` made tensors of; nothing where there are none."""
+def unstack_fitted(tensors: Mapping[str, Tensor]) -> tuple[FittedPreparation, ...]:
+    """Return what `stack_fitted` made tensors of; nothing where there are none."""
     if f"{_STORED}.whole" not in tensors:
         return ()
     fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)
     whole = tensors[f"{_STORED}.whole"].tolist()
     return tuple(
-        Fitted(fill[row], center[row], spread[row], kind, ()) for row, kind in enumerate(whole)
+        FittedPreparation(fill[row], center[row], spread[row], kind, ())
+        for row, kind in enumerate(whole)
     )
 
 

@@ -13,22 +13,31 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 from jaxtyping import Float, Int
 
-from coterie._util.importing import imported_class, imported_function, kind_of, path_of
+from coterie._util.importing import find_import_path, import_class, import_function, parse_kind
 from coterie._util.settings import (
+    CustomFunction,
     NonNegativeFloat,
     NonNegativeInt,
-    OwnFunction,
     PositiveFloat,
     PositiveInt,
     Share,
-    parse,
-    plain,
+    parse_settings,
+    to_plain,
 )
-from coterie.data._partition import share
-from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
+from coterie.data._partition import apportion_total
+from coterie.data.plan import (
+    Assign,
+    Client,
+    Clients,
+    LinearTargets,
+    Shift,
+    Streams,
+    assign_clusters,
+    spread_evenly,
+)
 from coterie.data.source import Samples, Source
 from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
-from coterie.errors import ConfigError, DataError, require, unknown
+from coterie.errors import ConfigError, DataError, describe_unknown, require
 from coterie.rng import EVERYONE
 
 Sizes = Sequence[NonNegativeInt]
@@ -66,18 +75,20 @@ class Labels(Shift):
 
     def check(self) -> None:
         """Read the groups given as text."""
-        object.__setattr__(self, "groups", tuple(_read_labels(group) for group in self.groups))
+        object.__setattr__(self, "groups", tuple(_parse_labels(group) for group in self.groups))
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Restrict each cluster to its classes."""
-        _require_free(clients, self.kind)
+        _require_no_class_counts(clients, self.kind)
         for source in sources:
             for label in sorted({int(label) for group in self.groups for label in group}):
                 require_label(label, source)
-        place = members(len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(
+            len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
         groups = [tuple(int(label) for label in group) for group in self.groups]
         return tuple(
-            c.plant(p, f"labels {_write_labels(groups[p])}", labels=groups[p])
+            c.plant_cluster(p, f"labels {_format_labels(groups[p])}", labels=groups[p])
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -119,7 +130,7 @@ class DirichletPerClient(Shift):
             )
 
     @property
-    def levels(self) -> tuple[float, ...]:
+    def concentration_levels(self) -> tuple[float, ...]:
         """The concentration of each level."""
         value = (
             self.concentration_total
@@ -130,21 +141,27 @@ class DirichletPerClient(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Draw every client's mixture."""
-        _require_free(clients, self.kind)
+        _require_no_class_counts(clients, self.kind)
         meaning = "in total" if self.concentration_total is not None else "per class"
-        place = members(len(self.levels), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(
+            len(self.concentration_levels), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
         out = []
         for row, (client, level) in enumerate(zip(clients, place, strict=True)):
-            prior = _prior(client, sources)
+            prior = _class_shares(client, sources)
             scale = prior if self.concentration_total is not None else (prior > 0).astype(float)
-            mixture = dirichlet(self.levels[level] * scale, prior, streams(row))
-            name = f"dirichlet {self.levels[level]:g} {meaning}"
+            mixture = draw_dirichlet(self.concentration_levels[level] * scale, prior, streams(row))
+            name = f"dirichlet {self.concentration_levels[level]:g} {meaning}"
             new = replace(client, mixture=tuple(mixture.tolist()))
-            out.append(new.plant(level, name) if len(self.levels) > 1 else new.note(name))
+            out.append(
+                new.plant_cluster(level, name)
+                if len(self.concentration_levels) > 1
+                else new.add_note(name)
+            )
         return tuple(out)
 
 
-def dirichlet(
+def draw_dirichlet(
     concentration: Float[np.ndarray, " classes"],
     prior: Float[np.ndarray, " classes"],
     generator: np.random.Generator,
@@ -168,10 +185,10 @@ def dirichlet(
     return out
 
 
-def _even_dirichlet(
+def _draw_even_dirichlet(
     concentration: float, clients: int, generator: np.random.Generator
 ) -> Float[np.ndarray, " clients"]:
-    return dirichlet(np.full(clients, concentration), np.full(clients, 1 / clients), generator)
+    return draw_dirichlet(np.full(clients, concentration), np.full(clients, 1 / clients), generator)
 
 
 @final
@@ -195,16 +212,18 @@ class DirichletPerClass(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Share every class of every dataset."""
-        _require_free(clients, self.kind)
+        _require_no_class_counts(clients, self.kind)
         _require_whole_pool(clients, self.kind)
         out = list(clients)
         generator = streams(EVERYONE)
         for place, source in enumerate(sources):
             rows = [row for row, c in enumerate(clients) if c.recipe.source == place]
-            counts = self._share_classes([clients[row].size for row in rows], source, generator)
+            counts = self._share_classes(
+                [clients[row].num_samples for row in rows], source, generator
+            )
             for row, count in zip(rows, counts, strict=True):
                 new = replace(clients[row], samples=int(count.sum()), counts=tuple(count.tolist()))
-                out[row] = new.note(
+                out[row] = new.add_note(
                     f"dirichlet {self.concentration_per_client:g} per client of each class"
                 )
         return tuple(out)
@@ -212,15 +231,18 @@ class DirichletPerClass(Shift):
     def _share_classes(
         self, sizes: list[int], source: Source, generator: np.random.Generator
     ) -> Int[np.ndarray, "clients classes"]:
-        present = _present(source)
+        present = _count_classes(source)
         if sum(sizes) > present.sum():
             raise DataError(
                 f"the clients ask for {sum(sizes):,} samples; {source.name} has {present.sum():,}"
             )
-        share(sum(sizes), np.ones(len(sizes)), self.minimum)  # the minimum is there for everyone
+        apportion_total(
+            sum(sizes), np.ones(len(sizes)), self.minimum
+        )  # the minimum is there for everyone
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
         weights = [
-            _even_dirichlet(self.concentration_per_client, len(sizes), generator) for _ in budget
+            _draw_even_dirichlet(self.concentration_per_client, len(sizes), generator)
+            for _ in budget
         ]
         counts = np.stack(
             [generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1
@@ -259,7 +281,7 @@ class KFold(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Set every client's class counts."""
-        _require_free(clients, self.kind)
+        _require_no_class_counts(clients, self.kind)
         _require_whole_pool(clients, self.kind)
         for source in sources:
             _require_classes(source)
@@ -278,22 +300,22 @@ class KFold(Shift):
             place = client.recipe.source
             classes, fold = sources[place].classes, row % self.folds
             block = np.array_split(np.arange(classes), self.folds)[fold]
-            primary, slot = round(self.primary * client.size), place * self.folds + fold
-            rest = client.size - primary
-            counts = spread(rest, classes, next_rest[place])
+            primary, slot = round(self.primary * client.num_samples), place * self.folds + fold
+            rest = client.num_samples - primary
+            counts = spread_evenly(rest, classes, next_rest[place])
             if self.rest == "released":
                 counts[:] = rest // classes
                 counts[-1] += rest % classes
-            counts[block] += spread(primary, len(block), next_primary[slot])
+            counts[block] += spread_evenly(primary, len(block), next_primary[slot])
             next_rest[place] += rest % classes
             next_primary[slot] += primary % len(block)
             mixture = np.full(classes, (1 - self.primary) / classes)
             mixture[block] += self.primary / len(block)
             if self.rest == "released":
-                mixture = counts / client.size
+                mixture = counts / client.num_samples
             name = f"fold {block[0]}-{block[-1]}"
             new = replace(client, counts=tuple(counts.tolist()), reuse=self.rest == "released")
-            out.append(new.plant(fold, name, mixture=tuple(mixture.tolist())))
+            out.append(new.plant_cluster(fold, name, mixture=tuple(mixture.tolist())))
         return tuple(out)
 
 
@@ -314,7 +336,7 @@ class Quantity(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Draw the sizes."""
-        _require_free(clients, self.kind)
+        _require_no_class_counts(clients, self.kind)
         if any(c.group is not None for c in clients):
             raise ConfigError(
                 f"{self.kind} cannot change natural groups; leave one of the two shifts out"
@@ -326,10 +348,12 @@ class Quantity(Shift):
                 for row, c in enumerate(clients)
                 if (c.recipe.source, c.recipe.labels or ()) == pool
             ]
-            weights = _even_dirichlet(self.concentration_per_client, len(rows), generator)
-            sizes = share(sum(clients[row].size for row in rows), weights, self.minimum)
+            weights = _draw_even_dirichlet(self.concentration_per_client, len(rows), generator)
+            sizes = apportion_total(
+                sum(clients[row].num_samples for row in rows), weights, self.minimum
+            )
             for row, size in zip(rows, sizes.tolist(), strict=True):
-                out[row] = replace(clients[row], samples=size).note(f"{size} samples")
+                out[row] = replace(clients[row], samples=size).add_note(f"{size} samples")
         return tuple(out)
 
 
@@ -346,7 +370,7 @@ def require_label(label: int, source: Source) -> None:
         )
 
 
-def _require_free(clients: Clients, kind: str) -> None:
+def _require_no_class_counts(clients: Clients, kind: str) -> None:
     if any(c.mixture is not None or c.counts is not None for c in clients):
         raise ConfigError(
             f"{kind} comes after a shift that has set every client's classes; put it first or leave it out"
@@ -360,7 +384,7 @@ def _require_whole_pool(clients: Clients, kind: str) -> None:
         raise ConfigError(f"{kind} draws from the whole pool; leave out the natural groups")
 
 
-def _present(source: Source) -> Int[np.ndarray, " classes"]:
+def _count_classes(source: Source) -> Int[np.ndarray, " classes"]:
     _require_classes(source)
     return np.bincount(source.train.y.numpy(), minlength=source.classes)
 
@@ -373,9 +397,9 @@ def _require_classes(source: Source) -> None:
         )
 
 
-def _prior(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " classes"]:
+def _class_shares(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " classes"]:
     """The class shares of the samples a client may get."""
-    present = _present(sources[client.recipe.source]).astype(np.float64)
+    present = _count_classes(sources[client.recipe.source]).astype(np.float64)
     if client.recipe.labels is not None:
         allowed = np.zeros(len(present))
         allowed[list(client.recipe.labels)] = 1.0
@@ -383,7 +407,7 @@ def _prior(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " cla
     return present / present.sum()
 
 
-def _read_labels(group: str | Sequence[int]) -> tuple[int, ...]:
+def _parse_labels(group: str | Sequence[int]) -> tuple[int, ...]:
     """Read "0-9, 35" as 0 to 9 and 35; lists stay as they are."""
     if not isinstance(group, str):
         return tuple(group)
@@ -396,7 +420,7 @@ def _read_labels(group: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _write_labels(labels: Sequence[int]) -> str:
+def _format_labels(labels: Sequence[int]) -> str:
     """Write 0 to 9 and 35 as "0-9,35"."""
     runs: list[list[int]] = []
     for label in sorted(set(labels)):
@@ -436,13 +460,15 @@ class Rotation(Shift):
                 raise DataError(
                     f"{source.name} has images of {height}x{width}; a quarter turn needs square images"
                 )
-        place = members(len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(
+            len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
         filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
         return tuple(
-            c.plant(
+            c.plant_cluster(
                 p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])
-            ).note(*filled)
+            ).add_note(*filled)
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -476,21 +502,25 @@ class Visual(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Blur or disturb the images of each cluster."""
         _require_images(sources, self.kind)
-        place = members(len(self.domains), len(clients), self.sizes, self.assign, streams(EVERYONE))
-        return tuple(self._disturb(c, p) for c, p in zip(clients, place, strict=True))
+        place = assign_clusters(
+            len(self.domains), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
+        return tuple(self._apply_domain(c, p) for c, p in zip(clients, place, strict=True))
 
-    def _disturb(self, client: Client, place: int) -> Client:
+    def _apply_domain(self, client: Client, place: int) -> Client:
         domain, recipe = self.domains[place], client.recipe
         if domain == "noise":
             anew = self.noise == "redrawn"
-            disturbed = client.plant(place, domain, noise=float(self.sigma), redrawn=anew)
-            return disturbed.note(f"sigma {self.sigma:g}" + ", drawn anew at every access" * anew)
+            disturbed = client.plant_cluster(place, domain, noise=float(self.sigma), redrawn=anew)
+            return disturbed.add_note(
+                f"sigma {self.sigma:g}" + ", drawn anew at every access" * anew
+            )
         if domain == "blur":
             blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
-            return client.plant(place, domain, transforms=recipe.transforms + blur).note(
-                f"radius {self.radius:g}"
-            )
-        return client.plant(place, domain)
+            return client.plant_cluster(
+                place, domain, transforms=recipe.transforms + blur
+            ).add_note(f"radius {self.radius:g}")
+        return client.plant_cluster(place, domain)
 
 
 @final
@@ -534,7 +564,9 @@ class LabelSwap(Shift):
                 {label for cluster in self.swaps for pair in cluster for label in pair}
             ):
                 require_label(label, source)
-        place = members(len(self.swaps), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(
+            len(self.swaps), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
         out = []
         for client, p in zip(clients, place, strict=True):
             pairs = [(pair[0], pair[1]) for pair in self.swaps[p]]
@@ -544,7 +576,7 @@ class LabelSwap(Shift):
                 tuple(new.get(label, label) for label in old) if pairs else client.recipe.relabel
             )
             name = "swap " + " ".join(f"{a}-{b}" for a, b in pairs) if pairs else "no swap"
-            out.append(client.plant(p, name, relabel=relabel))
+            out.append(client.plant_cluster(p, name, relabel=relabel))
         return tuple(out)
 
 
@@ -587,14 +619,14 @@ class RegressionTargets(Shift):
                     f"{source.name} is not a regression problem of one number; {self.kind} needs one with flat features"
                 )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
-        place = members(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
         theta = [
             tuple(streams(cluster).uniform(self.low, self.high, dim).tolist())
             for cluster in range(clusters)
         ]
         return tuple(
-            c.plant(p, f"targets {p}", targets=Linear(theta[p], self.noise))
+            c.plant_cluster(p, f"targets {p}", targets=LinearTargets(theta[p], self.noise))
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -619,13 +651,15 @@ class Domain(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its dataset."""
-        place = members(len(sources), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = assign_clusters(
+            len(sources), len(clients), self.sizes, self.assign, streams(EVERYONE)
+        )
         offsets = [
             sum(s.classes for s in sources[:p]) if self.offset_labels else 0
             for p in range(len(sources))
         ]
         return tuple(
-            c.plant(p, sources[p].name, source=p, offset=offsets[p])
+            c.plant_cluster(p, sources[p].name, source=p, offset=offsets[p])
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -646,7 +680,7 @@ class Natural(Shift):
     column: str
     cluster: str | None = None
 
-    def values(self, sources: Sequence[Source]) -> Int[np.ndarray, " samples"]:
+    def group_values(self, sources: Sequence[Source]) -> Int[np.ndarray, " samples"]:
         """Return the column.
 
         Raises:
@@ -661,13 +695,13 @@ class Natural(Shift):
         for name in (self.column, self.cluster):
             if name is not None and name not in sources[0].train.columns:
                 raise ConfigError(
-                    f"{sources[0].name}: {unknown('column', name, sources[0].train.columns)}"
+                    f"{sources[0].name}: {describe_unknown('column', name, sources[0].train.columns)}"
                 )
         return sources[0].train.columns[self.column].numpy()
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each client a group with enough samples."""
-        values = self.values(sources)
+        values = self.group_values(sources)
         groups, sizes = np.unique(values, return_counts=True)
         wanted = max((c.samples or 1 for c in clients), default=1)
         enough = np.flatnonzero(sizes >= wanted)
@@ -675,7 +709,7 @@ class Natural(Shift):
             few = np.flatnonzero(sizes < wanted)
             first = int(groups[few[0]])
             raise DataError(
-                f"client {sources[0].named(first) or first!r} has {sizes[few[0]]} samples, and {len(few)} of "
+                f"client {sources[0].client_name(first) or first!r} has {sizes[few[0]]} samples, and {len(few)} of "
                 f"{len(groups)} clients fewer than the {wanted} that each shall have: lower train, validation or "
                 "test_samples, leave train out to use all samples, or lower num_clients"
             )
@@ -688,7 +722,7 @@ class Natural(Shift):
         numbers = groups[chosen].tolist()
         unnamed = numbers == list(range(len(numbers)))
         return tuple(
-            self._of_group(
+            self._assign_group(
                 replace(c, samples=c.samples or int(sizes[g])),
                 int(groups[g]),
                 values,
@@ -698,7 +732,7 @@ class Natural(Shift):
             for c, g in zip(clients, chosen, strict=True)
         )
 
-    def _of_group(
+    def _assign_group(
         self,
         client: Client,
         group: int,
@@ -707,9 +741,9 @@ class Natural(Shift):
         unnamed: bool,
     ) -> Client:
         own = self.column == source.clients
-        named = source.named(group) if own else ""
+        named = source.client_name(group) if own else ""
         name = named or ("" if unnamed else str(group) if own else f"{self.column} {group}")
-        client = replace(client, group=(self.column, group), name=name).note(
+        client = replace(client, group=(self.column, group), name=name).add_note(
             f"{self.column} {named or group}"
         )
         if self.cluster is None:
@@ -720,7 +754,9 @@ class Natural(Shift):
                 f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected one"
             )
         cluster = int(clusters[0])
-        return client.plant(cluster, f"{self.cluster} {cluster}", where=(self.cluster, cluster))
+        return client.plant_cluster(
+            cluster, f"{self.cluster} {cluster}", where=(self.cluster, cluster)
+        )
 
 
 @final
@@ -740,9 +776,9 @@ class Partition(Shift):
 
     kind: ClassVar[str] = "partition"
     chooses_pool: ClassVar[bool] = True
-    function: OwnFunction
+    function: CustomFunction
 
-    def owners(
+    def find_owners(
         self, samples: Samples, num_clients: int, generator: np.random.Generator
     ) -> Int[np.ndarray, " samples"]:
         """Return the client of each sample; -1 for none.
@@ -752,7 +788,7 @@ class Partition(Shift):
             DataError: when a client gets nothing.
         """
         what = f"partition {self.function!r}"
-        found = imported_function(str(self.function), what)(samples, num_clients, generator)
+        found = import_function(str(self.function), what)(samples, num_clients, generator)
         if found is None:
             raise ConfigError(
                 f"{what} returned None; expected the client of each sample: is a `return` missing?"
@@ -784,7 +820,7 @@ class Partition(Shift):
             tuple(s.name for s in sources),
             "one dataset for a partition",
         )
-        owners = self.owners(sources[0].train, len(clients), streams(EVERYONE))
+        owners = self.find_owners(sources[0].train, len(clients), streams(EVERYONE))
         out = []
         for row, client in enumerate(clients):
             own = tuple(np.flatnonzero(owners == row).tolist())
@@ -796,7 +832,7 @@ class Partition(Shift):
             new = replace(
                 client, group=(self.kind, row), rows=own, samples=client.samples or len(own)
             )
-            out.append(new.note(f"{len(own)} samples by {self.function}"))
+            out.append(new.add_note(f"{len(own)} samples by {self.function}"))
         return tuple(out)
 
 
@@ -821,7 +857,7 @@ SHIFTS: dict[str, type[Shift]] = {
 """Every kind of shift by the name that a study file uses."""
 
 
-def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
+def parse_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     """Make a shift from a table such as `{"kind": "rotation", "degrees": [0, 90]}`.
 
     Args:
@@ -832,10 +868,10 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     Raises:
         ConfigError: on an unknown kind or key, or a value that does not fit.
     """
-    kind, rest = kind_of(table, SHIFTS, "shift", where)
+    kind, rest = parse_kind(table, SHIFTS, "shift", where)
     if kind not in SHIFTS:
-        return parse(
-            imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where
+        return parse_settings(
+            import_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where
         )
     if kind.startswith("dirichlet") and "alpha" in rest:
         names = ", ".join(
@@ -844,11 +880,11 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
         raise ConfigError(
             f"{where}: alpha means different things in different papers; use one of: {names}"
         )
-    return parse(SHIFTS[kind], rest, where)
+    return parse_settings(SHIFTS[kind], rest, where)
 
 
-def stored_shift(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
-    """Return a shift as a study keeps it: the table from which `read_shift` makes it, with every field.
+def shift_to_table(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
+    """Return a shift as a study keeps it: the table from which `parse_shift` makes it, with every field.
 
     A table that names an import path stays as it is, so that nothing is imported to read a study's
     results.
@@ -858,13 +894,15 @@ def stored_shift(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict
         where: how the user finds it.
     """
     if isinstance(shift, Mapping) and ":" in str(shift.get("kind")):
-        return plain(shift)
-    made = shift if isinstance(shift, Shift) else read_shift(shift, where)
+        return to_plain(shift)
+    made = shift if isinstance(shift, Shift) else parse_shift(shift, where)
     known = SHIFTS.get(getattr(made, "kind", "")) is type(made)
-    return {**plain(made), "kind": made.kind if known else path_of(type(made), where)}
+    return {**to_plain(made), "kind": made.kind if known else find_import_path(type(made), where)}
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:
     for source in sources:
         if not source.is_images:
-            raise DataError(f"{kind} needs uint8 images; {source.name} has {source.form}")
+            raise DataError(
+                f"{kind} needs uint8 images; {source.name} has {source.input_description}"
+            )

@@ -30,7 +30,7 @@ def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     )
 
 
-def normalized(
+def normalize_images(
     x: Shaped[Tensor, "samples *features"],
     dtype: torch.dtype,
     mean: Float[Tensor, "channels *ones"] | None = None,
@@ -54,7 +54,7 @@ def is_images(x: Shaped[Tensor, "*features"]) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """One tensor of an input that is several.
 
     Args:
@@ -121,12 +121,12 @@ class Source:
     clients: str = ""
     client_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[InputPart, ...] = ()
     preparation: Preparation | None = None
     table: tuple[TableColumn, ...] = ()
 
     @staticmethod
-    def of(
+    def from_arrays(
         x: Any,
         y: Any,
         *,
@@ -160,17 +160,17 @@ class Source:
             DataError: on data that cannot be used.
 
         Example:
-            >>> source = Source.of(torch.rand(4, 2), ["yes", "no", "no", "yes"], clients=["ann", "bob", "ann", "bob"])
+            >>> source = Source.from_arrays(torch.rand(4, 2), ["yes", "no", "no", "yes"], clients=["ann", "bob", "ann", "bob"])
             >>> source.class_names, source.client_names, source.train.y.tolist()
             (('no', 'yes'), ('ann', 'bob'), [1, 0, 0, 1])
         """
         if test is not None and len(test) != 2:
             raise DataError(f"test has {len(test)} parts; expected (x, y)")
-        targets, names = named_labels([y] if test is None else [y, test[1]], class_names)
-        inputs, parts, constants = _inputs(x, normalize)
-        pool = as_samples(inputs, targets[0], classes)
+        targets, names = encode_labels([y] if test is None else [y, test[1]], class_names)
+        inputs, parts, constants = _convert_inputs(x, normalize)
+        pool = make_samples(inputs, targets[0], classes)
         columns, client_names = (
-            ({}, ()) if clients is None else numbered_clients(clients, len(pool), clusters)
+            ({}, ()) if clients is None else number_clients(clients, len(pool), clusters)
         )
         pool = replace(pool, columns=columns)
         if classes is None:
@@ -181,13 +181,13 @@ class Source:
                 pool.x[:0], pool.y[:0], {column: values[:0] for column, values in columns.items()}
             )
         else:
-            x_held, parts_held, _ = _inputs(test[0], normalize, constants)
+            x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
             if parts_held != parts:
                 raise DataError(
-                    f"{name}: test inputs are {said(parts_held)}; training inputs are {said(parts)}"
+                    f"{name}: test inputs are {describe_parts(parts_held)}; training inputs are {describe_parts(parts)}"
                 )
-            kept = as_samples(x_held, targets[1], classes)
-            pool, kept = _alike(pool, kept)
+            kept = make_samples(x_held, targets[1], classes)
+            pool, kept = _match_dtypes(pool, kept)
         if classes:
             require(
                 len(names) in (0, classes),
@@ -203,8 +203,8 @@ class Source:
                 feature_names,
                 f"{entries}, one for each entry",
             )
-        elif not parts and len(columns_of(x)) == entries:
-            feature_names = columns_of(x)
+        elif not parts and len(column_names(x)) == entries:
+            feature_names = column_names(x)
         return Source(
             name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
             feature_names=tuple(feature_names), parts=parts,
@@ -216,20 +216,20 @@ class Source:
         return self.train.x.dtype == torch.uint8 and self.train.x.ndim == 4
 
     @property
-    def form(self) -> str:
+    def input_description(self) -> str:
         """The type and shape of one input, in words."""
         shape = "x".join(map(str, self.train.x.shape[1:])) or "scalar"
         return (
-            said(self.parts)
+            describe_parts(self.parts)
             if self.parts
             else f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
         )
 
-    def named(self, value: int) -> str:
+    def client_name(self, value: int) -> str:
         """Return the name of a value of the column of clients; empty where clients are numbers."""
         return self.client_names[value] if self.client_names else ""
 
-    def constants(self, normalize: str) -> Constants:
+    def channel_constants(self, normalize: str) -> Constants:
         """Return mean and standard deviation of each channel for images; empty for "none" and for other inputs.
 
         Args:
@@ -246,7 +246,7 @@ class Source:
         channels = self.train.x.shape[1]
         if normalize == "half":
             return (0.5,) * channels, (0.5,) * channels
-        return self.standard or _moments(self.train.x)
+        return self.standard or _compute_moments(self.train.x)
 
     def check(self) -> "Source":
         """Check the data.
@@ -278,7 +278,7 @@ class Source:
             place = int(bad.any(1).nonzero()[0])
             entry = int(bad[place].nonzero()[0])
             column = f" in {self.feature_names[entry]!r}" if self.feature_names else ""
-            where = self._whose(samples, place)
+            where = self._locate_sample(samples, place)
             raise DataError(
                 f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop them"
             )
@@ -287,7 +287,7 @@ class Source:
                 place = int(
                     (~torch.isfinite(samples.y)).reshape(len(samples), -1).any(1).nonzero()[0]
                 )
-                where = self._whose(samples, place)
+                where = self._locate_sample(samples, place)
                 raise DataError(
                     f"{what} have NaN or infinity in the targets (first {where}); drop those samples"
                 )
@@ -298,22 +298,22 @@ class Source:
             place = int(((samples.y < 0) | (samples.y >= self.classes)).nonzero()[0])
             raise DataError(
                 f"{what} have labels from {low} to {high}; expected 0 to {self.classes - 1}: raise `classes` or map "
-                f"the labels (the first other one is {self._whose(samples, place)})"
+                f"the labels (the first other one is {self._locate_sample(samples, place)})"
             )
 
-    def _whose(self, samples: Samples, place: int) -> str:
+    def _locate_sample(self, samples: Samples, place: int) -> str:
         """Where a sample is, in words."""
         if not self.clients or self.clients not in samples.columns:
             return f"in sample {place}"
         client = int(samples.columns[self.clients][place])
         return (
-            f"in sample {place}, of client {self.named(client)!r}"
+            f"in sample {place}, of client {self.client_name(client)!r}"
             if self.client_names
             else (f"in sample {place}, of client {client}")
         )
 
 
-def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
+def _compute_moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
     """Mean and standard deviation of each channel of uint8 images scaled to [0, 1], from a histogram."""
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, std = [], []
@@ -326,7 +326,7 @@ def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
     return tuple(mean), tuple(std)
 
 
-def as_samples(
+def make_samples(
     x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor] | None = None
 ) -> Samples:
     """Make samples from arrays or tensors.
@@ -342,15 +342,15 @@ def as_samples(
     Raises:
         DataError: when the arrays cannot be used.
     """
-    x, y = _input(x, "x"), _tensor(y, "y")
+    x, y = _convert_input(x, "x"), _to_tensor(y, "y")
     if len(x) != len(y):
         raise DataError(
             f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input"
         )
-    return Samples(x, _targets(y, classes), columns or {})
+    return Samples(x, _convert_targets(y, classes), columns or {})
 
 
-def _alike(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
+def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
     """Both with numbers of one type: whole ones beside floats become floats."""
     images = [one.x.dtype == torch.uint8 and one.x.ndim == 4 for one in (pool, held)]
     if images[0] != images[1]:
@@ -364,7 +364,7 @@ def _alike(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
     return pool, held
 
 
-def _targets(
+def _convert_targets(
     y: Shaped[Tensor, "samples *targets"], classes: int | None
 ) -> Shaped[Tensor, "samples *kept"]:
     """Targets as they are kept: integers as int64, floats as float32."""
@@ -386,9 +386,9 @@ def _targets(
     return y.long()
 
 
-def _input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
+def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
     """One tensor of inputs as it is kept."""
-    x = _tensor(value, name)
+    x = _to_tensor(value, name)
     if x.dtype == torch.bool:
         # numbers, never an image of black and nearly black
         return x.float() if x.ndim > 2 else x.to(torch.uint8)
@@ -410,9 +410,9 @@ def _input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
     return x.to(torch.int32)
 
 
-def _inputs(
+def _convert_inputs(
     x: Any, normalize: str, constants: Mapping[int, Constants] | None = None
-) -> tuple[Any, tuple[Part, ...], Mapping[int, Constants]]:
+) -> tuple[Any, tuple[InputPart, ...], Mapping[int, Constants]]:
     """Inputs as one tensor: several are packed, one after another, as numbers; images among them are normalized.
 
     Args:
@@ -434,18 +434,20 @@ def _inputs(
     found = dict(constants or {})
     tensors, parts = [], []
     for place, (key, value) in enumerate(named.items()):
-        part = _input(value, f"x[{key!r}]")
+        part = _convert_input(value, f"x[{key!r}]")
         whole, mean, std = not part.is_floating_point(), (), ()
         if part.dtype == torch.uint8 and part.ndim == 4:
             pixels = Samples(part, part[:, 0, 0, 0])
-            mean, std = found.setdefault(place, Source("x", pixels, pixels, 0).constants(normalize))
+            mean, std = found.setdefault(
+                place, Source("x", pixels, pixels, 0).channel_constants(normalize)
+            )
             part, whole = part.float() / 255, False
             if mean:
                 part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(
                     -1, 1, 1
                 )
         parts.append(
-            Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std)
+            InputPart(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std)
         )
         tensors.append(part.reshape(len(part), -1).float())
     lengths = [len(one) for one in tensors]
@@ -456,7 +458,7 @@ def _inputs(
     return torch.cat(tensors, 1), tuple(parts), found
 
 
-def packed(x: Any, parts: Sequence[Part]) -> Shaped[Tensor, "samples *features"]:
+def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *features"]:
     """Return inputs as those of a source with the same parts were read: whole where there are none.
 
     Args:
@@ -468,23 +470,23 @@ def packed(x: Any, parts: Sequence[Part]) -> Shaped[Tensor, "samples *features"]
         DataError: when the inputs are not these parts.
     """
     if not parts:
-        return _input(x, "x")
+        return _convert_input(x, "x")
     if isinstance(x, Mapping) and all(part.name for part in parts):
         missing = [part.name for part in parts if part.name not in x]
         if missing:
-            raise DataError(f"x has no {missing[0]!r}; expected {said(parts)}")
+            raise DataError(f"x has no {missing[0]!r}; expected {describe_parts(parts)}")
         x = {part.name: x[part.name] for part in parts}
-    flat, found, _ = _inputs(
+    flat, found, _ = _convert_inputs(
         x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)}
     )
     if not found:
-        return _input(flat, "x")
+        return _convert_input(flat, "x")
     if [(one.shape, one.whole) for one in found] != [(one.shape, one.whole) for one in parts]:
-        raise DataError(f"x is {said(found)}; expected {said(parts)}")
+        raise DataError(f"x is {describe_parts(found)}; expected {describe_parts(parts)}")
     return flat
 
 
-def said(parts: Sequence[Part]) -> str:
+def describe_parts(parts: Sequence[InputPart]) -> str:
     """Parts of an input in words."""
     said = []
     for part in parts:
@@ -495,7 +497,7 @@ def said(parts: Sequence[Part]) -> str:
     return " + ".join(said) or "one tensor"
 
 
-def named_labels(
+def encode_labels(
     targets: Sequence[Any], names: Sequence[str] = ()
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Return targets with numbers in place of text, and the name of each number.
@@ -513,7 +515,7 @@ def named_labels(
         >>> found.tolist(), names
         ([1, 0, 1], ('a', 'b'))
     """
-    arrays = [one if isinstance(one, Tensor) else _array(one, "y") for one in targets]
+    arrays = [one if isinstance(one, Tensor) else _to_array(one, "y") for one in targets]
     if not any(
         isinstance(one, np.ndarray) and one.dtype.kind in "UOT" and one.size for one in arrays
     ):
@@ -550,7 +552,7 @@ def named_labels(
     return coded, valid
 
 
-def numbered_clients(
+def number_clients(
     clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None = None
 ) -> tuple[dict[str, Int[Tensor, " samples"]], tuple[str, ...]]:
     """Number the clients in sorted order; return the columns of samples, and the names unless they are 0 to n - 1."""
@@ -598,13 +600,13 @@ def numbered_clients(
     return columns, names
 
 
-def columns_of(x: Any) -> tuple[str, ...]:
+def column_names(x: Any) -> tuple[str, ...]:
     """The names of the columns of a table of pandas, polars or arrow."""
     names = getattr(x, "column_names", getattr(x, "columns", ()))
     return tuple(map(str, names)) if len(getattr(x, "shape", ())) == 2 else ()
 
 
-def _array(value: Any, name: str) -> np.ndarray:
+def _to_array(value: Any, name: str) -> np.ndarray:
     """An array of what a caller gives; whole numbers or floats in place of objects that are."""
     try:
         array = np.asarray(value)
@@ -624,14 +626,14 @@ def _array(value: Any, name: str) -> np.ndarray:
     return array
 
 
-def _tensor(value: Any, name: str) -> Tensor:
+def _to_tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
         tensor = torch.atleast_1d(value.detach().cpu())
         kept = (torch.bool, torch.uint8)
         return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
-    array = _array(value, name)
+    array = _to_array(value, name)
     if array.dtype.kind not in "buif":
-        advice = ": coterie.from_table reads tables with text" if columns_of(value) else ""
+        advice = ": coterie.from_table reads tables with text" if column_names(value) else ""
         raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
         raise DataError(

@@ -15,9 +15,9 @@ from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
 from coterie._util.settings import Configurable
-from coterie.data.preparation import FILLS, Column, Preparation, TableColumn
-from coterie.data.source import Part, Samples, Source, numbered_clients
-from coterie.errors import ConfigError, DataError, unknown
+from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
+from coterie.data.source import InputPart, Samples, Source, number_clients
+from coterie.errors import ConfigError, DataError, describe_unknown
 
 Code = Literal["one-hot", "codes"]
 Encode = Code | Mapping[str, Code]
@@ -28,7 +28,7 @@ MOST = 1000
 
 
 @dataclass(frozen=True)
-class Columns(Configurable):
+class TableOptions(Configurable):
     """What is what in a table; see `from_table`.
 
     Args:
@@ -76,17 +76,17 @@ class Columns(Configurable):
             raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
 
     @property
-    def targets(self) -> Sequence[str]:
+    def target_names(self) -> Sequence[str]:
         """The columns to learn."""
         return [self.target] if isinstance(self.target, str) else self.target
 
-    def inputs(self, names: Sequence[str]) -> tuple[str, ...]:
+    def select_inputs(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the inputs.
 
         Raises:
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
-        taken = {*self.targets, *([] if self.client is None else [self.client])}
+        taken = {*self.target_names, *([] if self.client is None else [self.client])}
         chosen = (
             [name for name in names if name not in taken]
             if self.features is None
@@ -99,10 +99,12 @@ class Columns(Configurable):
         ]
         for name in [*taken, *chosen, *(name for what in by_column for name in what)]:
             if name not in names:
-                raise ConfigError(unknown("column", name, names))
+                raise ConfigError(describe_unknown("column", name, names))
         for name in self.indicate:
             if name not in chosen:
-                raise ConfigError(f"indicate: {unknown('column of the inputs', name, chosen)}")
+                raise ConfigError(
+                    f"indicate: {describe_unknown('column of the inputs', name, chosen)}"
+                )
         both = [name for name in chosen if name in taken]
         if both:
             raise ConfigError(
@@ -122,7 +124,12 @@ _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by colu
 
 
 def read_table(
-    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
+    table: Any,
+    columns: TableOptions,
+    *,
+    test: Any = None,
+    name: str = "table",
+    shared: bool = False,
 ) -> Source:
     """Make a source from a table.
 
@@ -139,26 +146,28 @@ def read_table(
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
-    pool = _Table(_arrow(table, columns.client), columns.client, name, columns.clusters)
-    held = None if test is None else _Table(_arrow(test), None, f"{name}: the test table")
+    pool = _ArrowTable(_to_arrow(table, columns.client), columns.client, name, columns.clusters)
+    held = None if test is None else _ArrowTable(_to_arrow(test), None, f"{name}: the test table")
     tables = [pool] if held is None else [pool, held]
-    chosen = columns.inputs(pool.arrow.column_names)
+    chosen = columns.select_inputs(pool.arrow.column_names)
     for other in tables[1:]:
-        for needed in (*chosen, *columns.targets):
-            other.require(needed)
+        for needed in (*chosen, *columns.target_names):
+            other.get_column(needed)
     names = () if pool.owners is None else pool.names
-    read = [_read_column(tables, feature, columns) for feature in chosen]
+    read = [_convert_column(tables, feature, columns) for feature in chosen]
     if shared:
-        _require_given(read, tables, columns)
-    read += [_indicator(one) for one in read if one.name in columns.indicate]
+        _require_shared_settings(read, tables, columns)
+    read += [_make_indicator(one) for one in read if one.name in columns.indicate]
     flat, codes = [one for one in read if not one.codes], [one for one in read if one.codes]
     placed, start = [], 0
     for one in (*flat, *codes):
         scaled = one.numeric and columns.scale is not None
         placed.append(
-            Column(one.name, start, one.width, one.impute, scaled, one.name in columns.indicate)
+            ColumnPreparation(
+                one.name, start, one.num_entries, one.impute, scaled, one.name in columns.indicate
+            )
         )
-        start += one.width
+        start += one.num_entries
     entries = [entry for one in (*flat, *codes) for entry in one.names]
     x = [
         np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1)
@@ -167,7 +176,7 @@ def read_table(
     fitted = tuple(one for one in placed if one.scale or one.impute is not None)
     whole = bool(codes) and not flat
     kind = torch.float64 if fitted else torch.int32 if whole else torch.float32
-    y, class_names, classes = _read_target(tables, columns)
+    y, class_names, classes = _convert_target(tables, columns)
     samples = [
         Samples(
             torch.from_numpy(x[place]).to(kind),
@@ -176,7 +185,7 @@ def read_table(
         )
         for place, one in enumerate(tables)
     ]
-    width = sum(one.width for one in flat)
+    width = sum(one.num_entries for one in flat)
     return Source(
         name,
         samples[0],
@@ -186,9 +195,11 @@ def read_table(
         clients="" if columns.client is None else "client",
         client_names=names,
         feature_names=tuple(entries),
-        parts=(Part("", (width,)), Part("", (len(codes),), whole=True)) if flat and codes else (),
+        parts=(InputPart("", (width,)), InputPart("", (len(codes),), whole=True))
+        if flat and codes
+        else (),
         preparation=Preparation(fitted, whole) if fitted else None,
-        table=tuple(one.column for one in (*flat, *codes)),
+        table=tuple(one.table_column for one in (*flat, *codes)),
     ).check()
 
 
@@ -204,17 +215,17 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         DataError: when a column cannot be used: a category that was not there, or an empty entry
             that nothing fills.
     """
-    found, entries = _Table(_arrow(table), None, "the table"), []
+    found, entries = _ArrowTable(_to_arrow(table), None, "the table"), []
     for column in columns:
         if column.categories is None:
-            kind = found.require(column.name).type
+            kind = found.get_column(column.name).type
             if _is_text(kind):
                 raise DataError(f"column {column.name!r} is text; expected numbers, as in training")
             _require_numbers(kind, column.name)
-            values = found.numbers(column.name)[:, None]
+            values = found.get_numbers(column.name)[:, None]
             values = np.isnan(values).astype(np.float64) if column.indicator else values
         else:
-            _, codes = _categories([found], column.name, column.categories)
+            _, codes = _encode_categories([found], column.name, column.categories)
             places = np.arange(len(column.categories))
             values = codes[0][:, None]
             values = (
@@ -223,17 +234,17 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         empty = np.flatnonzero(np.isnan(values[:, 0]))
         if len(empty) and not column.filled:
             raise DataError(
-                f"column {column.name!r} is empty {found.where(int(empty[0]))}; it was full in training, so nothing "
+                f"column {column.name!r} is empty {found.locate_row(int(empty[0]))}; it was full in training, so nothing "
                 "says what fills it: fill or drop it"
             )
         entries.append(values)
     return np.concatenate(entries, axis=1)
 
 
-def _arrow(table: Any, client: str | None = None) -> pa.Table:
+def _to_arrow(table: Any, client: str | None = None) -> pa.Table:
     """Any table as one of arrow; in a file the column of clients may be text that looks like numbers."""
     if isinstance(table, str | Path):
-        return _file(Path(table).expanduser(), client)
+        return _load_file(Path(table).expanduser(), client)
     try:
         if hasattr(table, "iloc"):  # pandas, whose index is no column
             return pa.Table.from_pandas(table, preserve_index=False)
@@ -250,7 +261,7 @@ def _arrow(table: Any, client: str | None = None) -> pa.Table:
         ) from None
 
 
-def _file(path: Path, client: str | None) -> pa.Table:
+def _load_file(path: Path, client: str | None) -> pa.Table:
     if not path.is_file():
         raise DataError(f"there is no file {path}; expected a CSV or parquet file")
     try:
@@ -283,7 +294,7 @@ def _file(path: Path, client: str | None) -> pa.Table:
     raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
 
 
-class _Table:
+class _ArrowTable:
     """A table of arrow with the client of each row."""
 
     def __init__(
@@ -301,21 +312,23 @@ class _Table:
         self.owners: Mapping[str, Any] | None = None
         self.names: tuple[str, ...] = ()
         if client is not None:
-            values = self.require(client).to_pylist()
+            values = self.get_column(client).to_pylist()
             empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
             if empty is not None:
                 raise DataError(
                     f"column {client!r} has no client in row {empty}; fill it, or drop the row"
                 )
-            self.owners, self.names = numbered_clients(values, len(values), clusters)
+            self.owners, self.names = number_clients(values, len(values), clusters)
 
-    def require(self, name: str) -> pa.ChunkedArray:
+    def get_column(self, name: str) -> pa.ChunkedArray:
         """Return a column."""
         if name not in self.arrow.column_names:
-            raise ConfigError(f"{self.what}: {unknown('column', name, self.arrow.column_names)}")
+            raise ConfigError(
+                f"{self.what}: {describe_unknown('column', name, self.arrow.column_names)}"
+            )
         return self.arrow[name]
 
-    def where(self, row: int) -> str:
+    def locate_row(self, row: int) -> str:
         """Say where a row is."""
         if self.owners is None:
             return f"in row {row}"
@@ -326,9 +339,9 @@ class _Table:
             else f"in row {row}, of client {client}"
         )
 
-    def numbers(self, name: str) -> Float[np.ndarray, " samples"]:
+    def get_numbers(self, name: str) -> Float[np.ndarray, " samples"]:
         """Return a column of numbers; NaN where it is empty."""
-        values = self.require(name)
+        values = self.get_column(name)
         if pa.types.is_null(values.type):
             return np.full(len(values), np.nan)
         values = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
@@ -337,12 +350,14 @@ class _Table:
         )
         wrong = np.flatnonzero(np.isinf(found))
         if len(wrong):
-            raise DataError(f"column {name!r} is infinite {self.where(int(wrong[0]))}; replace it")
+            raise DataError(
+                f"column {name!r} is infinite {self.locate_row(int(wrong[0]))}; replace it"
+            )
         return found
 
 
 @dataclass(frozen=True)
-class _Read:
+class _InputColumn:
     """A column of inputs, read from each table: the entries that it takes, and what fills empty ones."""
 
     name: str
@@ -355,11 +370,11 @@ class _Read:
     indicates: str = ""
 
     @property
-    def width(self) -> int:
+    def num_entries(self) -> int:
         return len(self.names)
 
     @property
-    def column(self) -> TableColumn:
+    def table_column(self) -> TableColumn:
         known = self.categories
         if known is not None:  # such as numbers of numpy, which no file of text has
             known = tuple(one.item() if isinstance(one, np.generic) else one for one in known)
@@ -367,13 +382,15 @@ class _Read:
         return TableColumn(name, known, self.codes, self.impute is not None, indicator)
 
 
-def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read:
+def _convert_column(
+    tables: Sequence[_ArrowTable], name: str, columns: TableOptions
+) -> _InputColumn:
     by_column = columns.encode if isinstance(columns.encode, Mapping) else {}
     encode = (
         by_column.get(name, "one-hot") if isinstance(columns.encode, Mapping) else columns.encode
     )
     impute = columns.impute.get(name) if isinstance(columns.impute, Mapping) else columns.impute
-    kinds = [table.require(name).type for table in tables]
+    kinds = [table.get_column(name).type for table in tables]
     if (
         not any(_is_text(kind) for kind in kinds)
         and name not in by_column
@@ -381,13 +398,13 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
     ):
         for kind in kinds:
             _require_numbers(kind, name)
-        values = [table.numbers(name)[:, None] for table in tables]
+        values = [table.get_numbers(name)[:, None] for table in tables]
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
-        return _Read(name, values, (name,), _filled(tables, name, values, impute))
+        return _InputColumn(name, values, (name,), _choose_fill(tables, name, values, impute))
     if name not in by_column and name not in columns.categories:
-        _require_words(tables, name)
-    known, codes = _categories(tables, name, columns.categories.get(name))
+        _reject_numbers_as_text(tables, name)
+    known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
         if impute in [str(one) for one in known]:
@@ -402,9 +419,9 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
     elif impute is not None:
         filled = None  # a number fills columns of numbers
     values = [code[:, None] for code in codes]
-    filled = _filled(tables, name, values, filled)
+    filled = _choose_fill(tables, name, values, filled)
     if encode == "codes":
-        return _Read(
+        return _InputColumn(
             name, values, (name,), filled, numeric=False, codes=True, categories=tuple(known)
         )
     if len(known) > MOST:
@@ -414,10 +431,10 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
         )
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
     entries = tuple(f"{name}={one}" for one in known)
-    return _Read(name, spread, entries, filled, numeric=False, categories=tuple(known))
+    return _InputColumn(name, spread, entries, filled, numeric=False, categories=tuple(known))
 
 
-def _indicator(read: _Read) -> _Read:
+def _make_indicator(read: _InputColumn) -> _InputColumn:
     """An entry that is 1 where a column of numbers is empty.
 
     Raises:
@@ -429,7 +446,7 @@ def _indicator(read: _Read) -> _Read:
             f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = 'unknown' }}"
         )
     values = [np.isnan(own).astype(np.float64) for own in read.values]
-    return _Read(
+    return _InputColumn(
         f"{read.name} is empty",
         values,
         (f"{read.name} is empty",),
@@ -439,8 +456,8 @@ def _indicator(read: _Read) -> _Read:
     )
 
 
-def _filled(
-    tables: Sequence[_Table],
+def _choose_fill(
+    tables: Sequence[_ArrowTable],
     name: str,
     values: Sequence[Float[np.ndarray, "samples 1"]],
     impute: str | float | None,
@@ -455,11 +472,11 @@ def _filled(
         if len(empty) and impute is None:
             kinds = (
                 '"most-frequent"'
-                if _is_text(table.require(name).type)
+                if _is_text(table.get_column(name).type)
                 else '"mean", "median" or a number'
             )
             raise DataError(
-                f"column {name!r} has {len(empty)} empty entries (the first {table.where(int(empty[0]))}); "
+                f"column {name!r} has {len(empty)} empty entries (the first {table.locate_row(int(empty[0]))}); "
                 f"fill or drop them, or choose what fills them: impute = {kinds}"
             )
         if len(empty):
@@ -467,13 +484,13 @@ def _filled(
     return None
 
 
-def _categories(
-    tables: Sequence[_Table], name: str, given: Sequence[Any] | None
+def _encode_categories(
+    tables: Sequence[_ArrowTable], name: str, given: Sequence[Any] | None
 ) -> tuple[list[Any], list[Float[np.ndarray, " samples"]]]:
     """The values of a column in order, and the number of each row's; NaN where it is empty."""
     arrays, values, ordered = [], [], []
     for table in tables:
-        column = table.require(name)
+        column = table.get_column(name)
         if not _is_text(column.type):
             _require_numbers(column.type, name)
         in_order = pa.types.is_dictionary(column.type) and column.type.ordered
@@ -502,26 +519,26 @@ def _categories(
         if len(strange):
             found = encoded[int(strange[0])].as_py()
             raise DataError(
-                f"column {name!r} is {found!r} {table.where(int(strange[0]))}; expected one of its categories: "
+                f"column {name!r} is {found!r} {table.locate_row(int(strange[0]))}; expected one of its categories: "
                 f"{', '.join(map(str, known[:20]))}"
             )
         codes.append(code)
     return known, codes
 
 
-def _read_target(
-    tables: Sequence[_Table], columns: Columns
+def _convert_target(
+    tables: Sequence[_ArrowTable], columns: TableOptions
 ) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
     """The targets of each table, the names of the classes, and their number."""
-    names = columns.targets
-    kinds = {name: [table.require(name).type for table in tables] for name in names}
+    names = columns.target_names
+    kinds = {name: [table.get_column(name).type for table in tables] for name in names}
     if len(names) == 1 and any(_is_text(kind) for kind in kinds[names[0]]):
         for table in tables:
-            _require_full(table, names[0], np.asarray(table.require(names[0]).is_null()))
+            _require_not_empty(table, names[0], np.asarray(table.get_column(names[0]).is_null()))
         given = list(columns.class_names) or None
         if given is None:
-            _require_words(tables, names[0])
-        known, codes = _categories(tables, names[0], given)
+            _reject_numbers_as_text(tables, names[0])
+        known, codes = _encode_categories(tables, names[0], given)
         return [torch.from_numpy(code).long() for code in codes], tuple(map(str, known)), len(known)
     for name in names:
         for kind in kinds[name]:
@@ -532,9 +549,9 @@ def _read_target(
             _require_numbers(kind, name)
     made = []
     for table in tables:
-        found = [table.numbers(name) for name in names]
+        found = [table.get_numbers(name) for name in names]
         for name, values in zip(names, found, strict=True):
-            _require_full(table, name, np.isnan(values))
+            _require_not_empty(table, name, np.isnan(values))
         made.append(torch.from_numpy(np.stack(found, axis=1)))
     whole = all(
         pa.types.is_integer(kind) or pa.types.is_boolean(kind)
@@ -566,7 +583,9 @@ def _read_target(
     return [one.long() for one in flat], tuple(columns.class_names), classes
 
 
-def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Columns) -> None:
+def _require_shared_settings(
+    read: Sequence[_InputColumn], tables: Sequence[_ArrowTable], columns: TableOptions
+) -> None:
     """What text means must not depend on the rows that one machine has."""
     open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
     if open_ones:
@@ -574,30 +593,30 @@ def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Col
             f"the categories of {open_ones[0]!r} are missing; every machine must name the same: "
             f"categories = {{ {open_ones[0]} = [...] }}"
         )
-    kinds = [tables[0].require(name).type for name in columns.targets]
+    kinds = [tables[0].get_column(name).type for name in columns.target_names]
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
         raise ConfigError(
-            f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names = [...]"
+            f"the classes of {columns.target_names[0]!r} are missing; every machine must name the same: class_names = [...]"
         )
     if not text and whole and len(kinds) == 1 and columns.classes is None:
         raise ConfigError(
-            f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0 for regression)"
+            f"classes is missing; every machine must say how many {columns.target_names[0]!r} has (0 for regression)"
         )
 
 
-def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
+def _require_not_empty(table: _ArrowTable, name: str, empty: np.ndarray) -> None:
     rows = np.flatnonzero(empty)
     if len(rows):
         raise DataError(
-            f"target {name!r} is empty in {len(rows)} rows (the first {table.where(int(rows[0]))}); drop those rows"
+            f"target {name!r} is empty in {len(rows)} rows (the first {table.locate_row(int(rows[0]))}); drop those rows"
         )
 
 
-def _require_words(tables: Sequence[_Table], name: str) -> None:
+def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
     """Refuse a column of text that was meant as numbers: most of its many values are, written as no number is."""
     for table in tables:
-        column = table.require(name)
+        column = table.get_column(name)
         if pa.types.is_dictionary(column.type):
             continue
         values = [value for value in column.unique().to_pylist() if value is not None]
@@ -609,7 +628,7 @@ def _require_words(tables: Sequence[_Table], name: str) -> None:
         if other is not None and numbers > max(_FEW, len(values) / 2):
             place = column.to_pylist().index(other)
             raise DataError(
-                f"column {name!r} is text, though most of it are numbers: it has {other!r} {table.where(place)}; "
+                f"column {name!r} is text, though most of it are numbers: it has {other!r} {table.locate_row(place)}; "
                 "correct that, leave it empty, or give the column's categories"
             )
 

@@ -15,7 +15,7 @@ MID_GRAY = 128
 """The fill of rotated uint8 images: zero after the papers' normalization with mean 0.5."""
 
 
-def rotate(
+def rotate_images(
     x: Shaped[Tensor, "samples *features"], degrees: float | int, fill: int = MID_GRAY
 ) -> Shaped[Tensor, "samples *features"]:
     """Rotate square images counter-clockwise about their center.
@@ -52,7 +52,7 @@ def rotate(
     return torch.where(inside, turned, outside)
 
 
-def blur(
+def blur_images(
     x: Shaped[Tensor, "samples *features"], radius: float
 ) -> Shaped[Tensor, "samples *features"]:
     """Blur uint8 images, one by one, with Pillow's Gaussian filter.
@@ -73,7 +73,7 @@ def blur(
     return torch.from_numpy(out).reshape(x.movedim(1, -1).shape).movedim(-1, 1)
 
 
-def noisy(
+def add_noise(
     x: Float[Tensor, "samples *features"], sigma: float, generator: np.random.Generator
 ) -> Float[Tensor, "samples *features"]:
     """Add Gaussian noise, drawn once for each value, to normalized inputs.
@@ -90,7 +90,7 @@ def noisy(
 @final
 @dataclass(frozen=True)
 class Rotate:
-    """`rotate` with its angle and fill."""
+    """`rotate_images` with its angle and fill."""
 
     degrees: float
     fill: int = MID_GRAY
@@ -99,13 +99,13 @@ class Rotate:
         self, x: Shaped[Tensor, "samples *features"]
     ) -> Shaped[Tensor, "samples *features"]:
         """Turn a batch."""
-        return rotate(x, self.degrees, self.fill)
+        return rotate_images(x, self.degrees, self.fill)
 
 
 @final
 @dataclass(frozen=True)
 class Blur:
-    """`blur` with its radius."""
+    """`blur_images` with its radius."""
 
     radius: float
 
@@ -113,7 +113,7 @@ class Blur:
         self, x: Shaped[Tensor, "samples *features"]
     ) -> Shaped[Tensor, "samples *features"]:
         """Blur a batch."""
-        return blur(x, self.radius)
+        return blur_images(x, self.radius)
 
 
 Transform = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ plain stack of layers as a native program. `make` chooses by the model and the a
 """
 
 from coterie.engine._base import Engine, cross_entropy
-from coterie.engine._choice import ENGINES, default_block, make
+from coterie.engine._choice import ENGINES, default_block, make_engine
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
@@ -16,5 +16,5 @@ from coterie.engine.optim import LocalTraining, RowOptimizer
 
 __all__ = [
     "ENGINES", "CompiledEngine", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
-    "cross_entropy", "default_block", "make", "use_threads",
+    "cross_entropy", "default_block", "make_engine", "use_threads",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 An engine is independent of clients, rounds and methods: it takes rows of the population's matrix
 and work to do on them. Engines compute the same results at different speeds. The default `train`
-and `measure` use `gradients` and `forward`; an engine may implement the whole step instead.
+and `measure_pairs` use `compute_gradients` and `forward`; an engine may implement the whole step instead.
 """
 
 import warnings
@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from coterie.engine._work import Pairs, Training, alike, sent
+from coterie.engine._work import EvaluationPairs, TrainingWork, group_equal_values, move_indices
 from coterie.engine.optim import RowOptimizer
-from coterie.engine.privacy import PrivateSteps, shares
+from coterie.engine.privacy import PrivateSteps, clip_factors
 from coterie.errors import ModelError
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import LOSS
@@ -29,13 +29,13 @@ MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, Index
 """What a module of somebody else's raises where it cannot take what it is given."""
 
 # input entries of one evaluation call, which bounds the activations
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+_MAX_INPUT_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
-_ALONE = 32
+_SAMPLES_ONE_MODEL = 32
 # numbers of models, one for each sample, that are held at once
-_HELD = {"cpu": 1 << 22, "cuda": 1 << 28}
+_MAX_MODEL_ENTRIES = {"cpu": 1 << 22, "cuda": 1 << 28}
 # samples of one call of many models; sums must not depend on how many they are
-_PIECE = {"cpu": 256, "cuda": 2048}
+_SAMPLES_MANY_MODELS = {"cpu": 256, "cuda": 2048}
 
 
 cross_entropy, squared_error = CrossEntropy(), SquaredError()
@@ -47,7 +47,7 @@ class Engine(ABC):
     Args:
         layout: how the module's tensors lie in a row.
         objective: the loss of each sample.
-        precision: see `engine.precision.computing`.
+        precision: see `engine.precision.product_precision`.
 
     Attributes:
         metrics: what is measured: the loss, and what the objective says that it is judged by.
@@ -58,19 +58,19 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
-    does: ClassVar[str] = "an engine of its own"
+    description: ClassVar[str] = "an engine of its own"
     reason: str = ""
     compile_seconds: float = 0.0
     # how many times smaller blocks are than asked for, since the memory did not hold them
-    _pieces: int = 1
+    _block_divisor: int = 1
 
     def __init__(self, layout: Layout, objective: Objective, precision: str = "full") -> None:
         self.layout, self.objective, self.precision = layout, objective, precision
-        self.metrics = measured(objective)
+        self.metrics = metric_names(objective)
         self.modules: tuple[nn.Module, ...] = (layout.train_module, layout.eval_module)
 
     @abstractmethod
-    def gradients(
+    def compute_gradients(
         self,
         rows: Float[Tensor, "clients params"],
         x: Float[Tensor, "clients samples *features"],
@@ -99,14 +99,14 @@ class Engine(ABC):
     ) -> Float[Tensor, "clients samples *outputs"]:
         """Return the outputs in evaluation mode; `x` with one leading entry is shared by all rows."""
 
-    def one_by_one(self, device: torch.device) -> bool:
+    def runs_one_by_one(self, device: torch.device) -> bool:
         """Return whether `forward` runs one model after another, so that measuring many at once gains nothing."""
         return False
 
     # ------------------------------------------------------------------ training
 
     def train(
-        self, rows: Float[Tensor, "clients params"], work: Training, block: int
+        self, rows: Float[Tensor, "clients params"], work: TrainingWork, block: int
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place, `block` of them at once.
 
@@ -121,9 +121,9 @@ class Engine(ABC):
         losses = rows.new_full(work.length.shape, torch.nan)
         start = 0
         while start < len(rows):
-            step = max(1, block // self._pieces)
+            step = max(1, block // self._block_divisor)
             part = slice(start, min(start + step, len(rows)))
-            now = work.part(part)
+            now = work.select_clients(part)
             changing = [rows[part], *(() if now.moments is None else (now.moments,))]
             before = [tensor.clone() for tensor in changing]
             try:
@@ -135,32 +135,34 @@ class Engine(ABC):
                     ) from None
                 for tensor, earlier in zip(changing, before, strict=True):
                     tensor.copy_(earlier)
-                self._shrink()
+                self._halve_blocks()
                 continue
             start = part.stop
         return losses.cpu()
 
-    def _shrink(self) -> None:
+    def _halve_blocks(self) -> None:
         """Work in blocks of half the size from now on, since the last block did not fit into memory."""
-        self._pieces *= 2
+        self._block_divisor *= 2
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        text = f"out of memory: blocks of clients are {self._pieces} times smaller from now on; no result changes"
+        text = f"out of memory: blocks of clients are {self._block_divisor} times smaller from now on; no result changes"
         warnings.warn(text, stacklevel=4)
 
-    def _train_block(self, rows: Tensor, work: Training) -> Tensor:
+    def _train_block(self, rows: Tensor, work: TrainingWork) -> Tensor:
         if work.private is not None:
-            return self._train_privately(rows, work, work.private)
+            return self._train_block_privately(rows, work, work.private)
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = rows.new_full(work.length.shape, torch.nan)
         rates = None if work.rates is None else work.rates.to(rows.device)
-        for step in range(work.steps):
-            for size, members in work.groups(step):
+        for step in range(work.num_steps):
+            for size, members in work.group_by_size(step):
                 whole = len(members) == len(rows)
                 part, state = (
-                    (rows, optimizer) if whole else (rows[members], optimizer.take(members))
+                    (rows, optimizer) if whole else (rows[members], optimizer.select_rows(members))
                 )
-                loss, grads, buffers = self.gradients(part, *work.batch(members, step, size))
+                loss, grads, buffers = self.compute_gradients(
+                    part, *work.gather_batch(members, step, size)
+                )
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
@@ -175,22 +177,26 @@ class Engine(ABC):
                 losses[members, step] = loss.to(losses)
                 if not whole:
                     rows[members] = part
-                    optimizer.put(members, state)
+                    optimizer.store_rows(members, state)
         return losses
 
-    def _train_privately(self, rows: Tensor, work: Training, private: PrivateSteps) -> Tensor:
+    def _train_block_privately(
+        self, rows: Tensor, work: TrainingWork, private: PrivateSteps
+    ) -> Tensor:
         """Train on clipped gradients with noise; running statistics stay as they are."""
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = rows.new_full(work.length.shape, torch.nan)
-        for step in range(work.steps):
-            members = private.members(step)
+        for step in range(work.num_steps):
+            members = private.active_clients(step)
             if not len(members):
                 continue
             whole, there = len(members) == len(rows), members.to(rows.device)
-            part, state = (rows, optimizer) if whole else (rows[there], optimizer.take(there))
-            found, sums = self._clipped(part, work, members, step, private.dp.clip)
-            grads = private.released(sums, members, step)
+            part, state = (
+                (rows, optimizer) if whole else (rows[there], optimizer.select_rows(there))
+            )
+            found, sums = self._sum_clipped_gradients(part, work, members, step, private.dp.clip)
+            grads = private.add_noise(sums, members, step)
             if work.anchor is not None and work.prox:
                 grads = grads.add_(
                     part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox
@@ -200,51 +206,53 @@ class Engine(ABC):
             losses[there, step] = found
             if not whole:
                 rows[there] = part
-                optimizer.put(there, state)
+                optimizer.store_rows(there, state)
         return losses
 
-    def _clipped(
-        self, rows: Tensor, work: Training, members: Tensor, step: int, clip: float
+    def _sum_clipped_gradients(
+        self, rows: Tensor, work: TrainingWork, members: Tensor, step: int, clip: float
     ) -> tuple[Float[Tensor, " members"], Float[Tensor, "members trainable"]]:
         """Return the mean loss of each member's batch, NaN for an empty one, and the sum of its clipped gradients.
 
         Sums are taken sample by sample, so that they do not depend on how many gradients are held
         at once.
         """
-        alone, owner, _ = work.alone(members, step)
+        alone, owner, _ = work.split_into_samples(members, step)
         sums = torch.zeros_like(rows[:, : self.layout.trainable])
         total = rows.new_zeros(len(rows))
         size = max(
             1,
-            _HELD.get(rows.device.type, _HELD["cuda"]) // self._pieces // max(1, self.layout.size),
+            _MAX_MODEL_ENTRIES.get(rows.device.type, _MAX_MODEL_ENTRIES["cuda"])
+            // self._block_divisor
+            // max(1, self.layout.size),
         )
         for start in range(0, len(owner), size):
             some = slice(start, start + size)
-            loss, gradients = self.sample_gradients(rows[owner[some]], alone.part(some))
-            gradients.mul_(shares(gradients, clip))
+            loss, gradients = self.sample_gradients(rows[owner[some]], alone.select_clients(some))
+            gradients.mul_(clip_factors(gradients, clip))
             sums.index_add_(0, owner[some], gradients)
             total.index_add_(0, owner[some], loss.to(total))
         return total / work.length[members, step].to(total), sums
 
     def sample_gradients(
-        self, rows: Float[Tensor, "samples params"], work: Training
+        self, rows: Float[Tensor, "samples params"], work: TrainingWork
     ) -> tuple[Float[Tensor, " samples"], Float[Tensor, "samples trainable"]]:
         """Return the loss of single samples, and its gradient in a model for each.
 
         Args:
             rows: the models; may be overwritten.
-            work: one step of one sample for each; see `Training.alone`.
+            work: one step of one sample for each; see `TrainingWork.split_into_samples`.
         """
         everybody = torch.arange(len(rows), device=rows.device)
-        loss, gradients, _ = self.gradients(rows, *work.batch(everybody, 0, 1))
+        loss, gradients, _ = self.compute_gradients(rows, *work.gather_batch(everybody, 0, 1))
         return loss, gradients
 
     # ------------------------------------------------------------------ evaluation
 
-    def measure(
+    def measure_pairs(
         self,
         table: Float[Tensor, "models params"],
-        pairs: Pairs,
+        pairs: EvaluationPairs,
         inputs: Mapping[str, Tensor],
         block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
@@ -256,12 +264,12 @@ class Engine(ABC):
             inputs: values of the layout's input buffers, one per row of the table.
             block: number of models run at once.
         """
-        alone, work = self.one_by_one(table.device), pairs.there()
+        alone, work = self.runs_one_by_one(table.device), pairs.to_sample_device()
         if getattr(self.objective, "whole", False):
-            return self._measure_whole(table, pairs, inputs, block)
+            return self._measure_joint_loss(table, pairs, inputs, block)
         while True:
             totals = {name: table.new_zeros(len(pairs.models)) for name in self.metrics}
-            step = 1 if alone else max(1, block // self._pieces)
+            step = 1 if alone else max(1, block // self._block_divisor)
             try:
                 if alone or len(pairs.count) < len(pairs.models):
                     self._measure_sets(table, work, pairs.sets, inputs, step, totals)
@@ -269,78 +277,87 @@ class Engine(ABC):
                     self._measure_blocks(table, work, pairs.count[pairs.sets], inputs, step, totals)
                 break
             except torch.OutOfMemoryError:
-                if self._pieces > _CHUNK["cuda"]:
+                if self._block_divisor > _MAX_INPUT_ENTRIES["cuda"]:
                     raise ModelError(
                         "the memory does not hold the measurement of one model on one sample"
                     ) from None
-                self._shrink()
+                self._halve_blocks()
         means = torch.stack(list(totals.values())) / pairs.count[pairs.sets].to(table)
         return dict(zip(totals, means.cpu(), strict=True))
 
     def _measure_sets(
         self,
         table: Tensor,
-        pairs: Pairs,
+        pairs: EvaluationPairs,
         sets: Tensor,
         inputs: Mapping[str, Tensor],
         block: int,
         totals: dict[str, Tensor],
     ) -> None:
         """Prepare each set once, in pieces, and run every model that is measured on it; `sets` is on the CPU."""
-        size, most = self._piece(pairs, table)
+        size, most = self._chunk_sizes(pairs, table)
         order = torch.argsort(sets, stable=True)
         found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
         who = order.to(table.device).split(repeats.tolist())
         for number, chosen in zip(found.tolist(), who, strict=True):
             for places in pairs.places[number, : int(pairs.count[number])].split(size):
                 x, y = (
-                    pairs.inputs(pairs.sets[chosen[:1]], places[None]),
-                    pairs.samples.targets(places),
+                    pairs.prepare_inputs(pairs.sets[chosen[:1]], places[None]),
+                    pairs.samples.prepare_targets(places),
                 )
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
                     outputs = self.forward(
                         table[models], x, {k: v[models] for k, v in inputs.items()}
                     )
-                    for name, value in self._values(outputs, y.expand(len(part), *y.shape)).items():
+                    for name, value in self._sample_metrics(
+                        outputs, y.expand(len(part), *y.shape)
+                    ).items():
                         totals[name][part] += value.sum(1)
 
     def _measure_blocks(
         self,
         table: Tensor,
-        pairs: Pairs,
+        pairs: EvaluationPairs,
         count: Tensor,
         inputs: Mapping[str, Tensor],
         block: int,
         totals: dict[str, Tensor],
     ) -> None:
         """Run a block of models at once, each on a different set; sets of equal size together, so none is padded."""
-        size, most = self._piece(pairs, table)
-        numbers, who = zip(*alike(count), strict=True) if len(count) else ((), ())
-        for number, members in zip(numbers, sent(who, table.device), strict=True):
+        size, most = self._chunk_sizes(pairs, table)
+        numbers, who = zip(*group_equal_values(count), strict=True) if len(count) else ((), ())
+        for number, members in zip(numbers, move_indices(who, table.device), strict=True):
             for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
                 chosen = {k: v[models] for k, v in inputs.items()}
                 for places in pairs.places[sets, :number].split(size, dim=1) if number else ():
-                    outputs = self.forward(table[models], pairs.inputs(sets, places), chosen)
-                    for name, value in self._values(outputs, pairs.samples.targets(places)).items():
+                    outputs = self.forward(
+                        table[models], pairs.prepare_inputs(sets, places), chosen
+                    )
+                    for name, value in self._sample_metrics(
+                        outputs, pairs.samples.prepare_targets(places)
+                    ).items():
                         totals[name][part] += value.sum(1)
 
-    def _piece(self, pairs: Pairs, table: Tensor) -> tuple[int, int]:
+    def _chunk_sizes(self, pairs: EvaluationPairs, table: Tensor) -> tuple[int, int]:
         """Return the number of samples of a set in one call, which does not depend on the block, and of models."""
-        entries = self._entries(table) // max(1, pairs.samples.x[0].numel())
+        entries = self._max_entries(table) // max(1, pairs.samples.x[0].numel())
         piece = (
-            _ALONE
-            if self.one_by_one(table.device)
-            else _PIECE.get(table.device.type, _PIECE["cuda"])
+            _SAMPLES_ONE_MODEL
+            if self.runs_one_by_one(table.device)
+            else _SAMPLES_MANY_MODELS.get(table.device.type, _SAMPLES_MANY_MODELS["cuda"])
         )
         size = max(1, min(piece, entries))
         return size, max(1, entries // size)
 
-    def _entries(self, table: Tensor) -> int:
-        return _CHUNK.get(table.device.type, _CHUNK["cuda"]) // self._pieces
+    def _max_entries(self, table: Tensor) -> int:
+        return (
+            _MAX_INPUT_ENTRIES.get(table.device.type, _MAX_INPUT_ENTRIES["cuda"])
+            // self._block_divisor
+        )
 
-    def _values(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def _sample_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return each metric of every sample: [models, samples]."""
         models, samples = outputs.shape[:2]
         flat = outputs.reshape(models * samples, *outputs.shape[2:])
@@ -351,25 +368,27 @@ class Engine(ABC):
         values = (value.to(outputs.dtype).reshape(models, samples) for value in found)
         return dict(zip(self.metrics, values, strict=True))
 
-    def _measure_whole(
-        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+    def _measure_joint_loss(
+        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor], block: int
     ) -> dict[str, Tensor]:
         """Measure where a sample's loss depends on the other samples of its set."""
         totals = {
             name: torch.full((len(pairs.models),), torch.nan, dtype=table.dtype)
             for name in self.metrics
         }
-        for number, part, outputs in self.outputs(table, pairs, inputs, block):
-            targets = pairs.samples.targets(pairs.places[number, : int(pairs.count[number])])
+        for number, part, outputs in self.iterate_outputs(table, pairs, inputs, block):
+            targets = pairs.samples.prepare_targets(
+                pairs.places[number, : int(pairs.count[number])]
+            )
             for pair, own in zip(part.tolist(), outputs, strict=True):
-                for name, value in self._values(own[None], targets[None]).items():
+                for name, value in self._sample_metrics(own[None], targets[None]).items():
                     totals[name][pair] = value.mean().cpu()
         return totals
 
-    def outputs(
+    def iterate_outputs(
         self,
         table: Float[Tensor, "models params"],
-        pairs: Pairs,
+        pairs: EvaluationPairs,
         inputs: Mapping[str, Tensor],
         block: int,
     ) -> Iterator[tuple[int, Int[Tensor, " some"], Float[Tensor, "some samples *outputs"]]]:
@@ -385,8 +404,8 @@ class Engine(ABC):
             The number of a set, some of the pairs with it (their places among all pairs, on the
             CPU), and the outputs of their models on all of its samples, where the models are.
         """
-        work, alone = pairs.there(), self.one_by_one(table.device)
-        size, most = self._piece(work, table)
+        work, alone = pairs.to_sample_device(), self.runs_one_by_one(table.device)
+        size, most = self._chunk_sizes(work, table)
         step = 1 if alone else max(1, min(block, most))
         for number in torch.unique(pairs.sets).tolist():
             who = (pairs.sets == number).nonzero().flatten()
@@ -398,13 +417,13 @@ class Engine(ABC):
                 models = pairs.models[part].to(table.device)
                 chosen = {name: value[models] for name, value in inputs.items()}
                 found = [
-                    self.forward(table[models], work.inputs(of, some[None]), chosen)
+                    self.forward(table[models], work.prepare_inputs(of, some[None]), chosen)
                     for some in places.split(size)
                 ]
                 yield number, part, torch.cat(found, 1)
 
 
-def measured(objective: Objective) -> tuple[str, ...]:
+def metric_names(objective: Objective) -> tuple[str, ...]:
     """Return what models are measured by on samples: the loss, and what the objective is judged by beside it."""
     metric = getattr(objective, "metric", None)
     return (LOSS.name,) if metric is None else (LOSS.name, metric)

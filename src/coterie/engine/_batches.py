@@ -24,27 +24,27 @@ class BatchPlan:
             None where every step has a batch.
     """
 
-    order: Int[Tensor, "clients steps batch"]
-    length: Int[Tensor, "clients steps"]
+    sample_order: Int[Tensor, "clients steps batch"]
+    batch_sizes: Int[Tensor, "clients steps"]
     last_epoch: Int[Tensor, " clients"]
-    count: Int[Tensor, " clients"] | None = None
+    poisson_steps: Int[Tensor, " clients"] | None = None
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """The largest number of steps of any client."""
-        return self.order.shape[1]
+        return self.sample_order.shape[1]
 
     @property
-    def taken(self) -> Bool[Tensor, "clients steps"]:
+    def active_steps(self) -> Bool[Tensor, "clients steps"]:
         """Which steps each client takes."""
         return (
-            self.length > 0
-            if self.count is None
-            else torch.arange(self.steps) < self.count[:, None]
+            self.batch_sizes > 0
+            if self.poisson_steps is None
+            else torch.arange(self.num_steps) < self.poisson_steps[:, None]
         )
 
 
-def plan(
+def draw_batches(
     local: LocalTraining,
     samples: Int[Tensor, " clients"],
     ids: Int[Tensor, " clients"],
@@ -60,10 +60,10 @@ def plan(
         rng: the streams of the round.
         purpose: names the stream, so that a second training in one round draws anew.
     """
-    if local.private is not None:
-        return _poisson(local, samples, ids, rng, purpose)
+    if local.dp_settings is not None:
+        return _draw_poisson_batches(local, samples, ids, rng, purpose)
     schedules = [
-        _one(local, n, rng.generator(purpose, client))
+        _draw_client_batches(local, n, rng.generator(purpose, client))
         for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
     ]
     steps = max((len(batches) for batches, _ in schedules), default=0)
@@ -78,7 +78,7 @@ def plan(
     return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), last)
 
 
-def rate(local: LocalTraining, samples: int) -> float:
+def poisson_rate(local: LocalTraining, samples: int) -> float:
     """Return the probability with which Poisson sampling takes each of a client's samples in a step.
 
     Example:
@@ -88,7 +88,7 @@ def rate(local: LocalTraining, samples: int) -> float:
     return min(local.batch_size, samples) / max(1, samples)
 
 
-def _poisson(
+def _draw_poisson_batches(
     local: LocalTraining,
     samples: Int[Tensor, " clients"],
     ids: Int[Tensor, " clients"],
@@ -97,11 +97,11 @@ def _poisson(
 ) -> BatchPlan:
     """Draw batches into which each sample comes by a draw of its own; as many steps as there are otherwise."""
     sizes = samples.tolist()
-    count = torch.tensor([steps(local, n) for n in sizes], dtype=torch.int64)
+    count = torch.tensor([count_steps(local, n) for n in sizes], dtype=torch.int64)
     each = count if local.steps is not None else count // max(1, local.epochs)
     drawn = [
         [
-            np.flatnonzero(row < rate(local, n))
+            np.flatnonzero(row < poisson_rate(local, n))
             for row in rng.generator(purpose, client).random((number, n))
         ]
         for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True)
@@ -118,13 +118,13 @@ def _poisson(
     return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), count - each, count)
 
 
-def _one(
+def _draw_client_batches(
     local: LocalTraining, samples: int, stream: np.random.Generator
 ) -> tuple[list[np.ndarray], int]:
     """Return one client's batches and the first step of its last epoch."""
     size = min(local.batch_size, samples)
 
-    def epoch() -> list[np.ndarray]:
+    def draw_epoch() -> list[np.ndarray]:
         order = stream.permutation(samples)
         stop = samples // size * size if local.drop_last else samples
         return [order[start : start + size] for start in range(0, stop, size)]
@@ -132,16 +132,16 @@ def _one(
     batches: list[np.ndarray] = []
     if local.steps is not None:
         while len(batches) < local.steps:
-            batches += epoch()
+            batches += draw_epoch()
         return batches[: local.steps], 0
     last = 0
     for _ in range(local.epochs):
         last = len(batches)
-        batches += epoch()
+        batches += draw_epoch()
     return batches, last
 
 
-def steps(local: LocalTraining, samples: int) -> int:
+def count_steps(local: LocalTraining, samples: int) -> int:
     """Return the number of optimizer steps of a client with a number of samples.
 
     Example:
@@ -154,7 +154,7 @@ def steps(local: LocalTraining, samples: int) -> int:
     return local.epochs * (samples // size if local.drop_last else -(-samples // size))
 
 
-def smallest(local: LocalTraining, samples: int) -> int:
+def smallest_batch_size(local: LocalTraining, samples: int) -> int:
     """Return the size of the smallest batch of a client with a number of samples.
 
     Example:
@@ -171,5 +171,7 @@ def last_epoch_mean(
     losses: Float[Tensor, "clients steps"], schedule: BatchPlan
 ) -> Float[Tensor, " clients"]:
     """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
-    inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)
+    inside = (torch.arange(schedule.num_steps) >= schedule.last_epoch[:, None]) & (
+        schedule.batch_sizes > 0
+    )
     return torch.where(inside, losses, 0).sum(1) / inside.sum(1)

@@ -15,7 +15,7 @@ from coterie.engine.native import stack
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError
-from coterie.errors import ConfigError, ModelError, OutOfMemory, first_line, unknown
+from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -26,19 +26,19 @@ ENGINES: dict[str, type[Engine]] = {
 }
 
 # of compiling a plain stack, and another module, once for a machine and a model
-_SECONDS = {True: 2.0, False: 15.0}
+_COMPILE_SECONDS = {True: 2.0, False: 15.0}
 # seconds of the vmap engine for a sample, and for a product in its forward pass
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10
 
-_ASKED = "as set"  # why an engine runs that was named
+_AS_REQUESTED = "as set"  # why an engine runs that was named
 
-_UNBATCHED = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
+_NO_BATCHING_RULE = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
 
 # products of a client's batch above which a CPU is faster with one client after another
-_BATCH = 500_000
+_MAX_BATCH_PRODUCTS = 500_000
 
 
-def products(layout: Layout, x: Tensor) -> int:
+def count_products(layout: Layout, x: Tensor) -> int:
     """Return the approximate number of multiplications in the forward pass of one sample.
 
     Args:
@@ -49,17 +49,17 @@ def products(layout: Layout, x: Tensor) -> int:
         >>> products(Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), torch.zeros(5, 1, 4, 4))
         96
     """
-    with torch.no_grad(), _Products() as counted:
+    with torch.no_grad(), _ProductCounter() as counted:
         layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
-    return counted.found // len(x)
+    return counted.count // len(x)
 
 
-class _Products(TorchDispatchMode):
+class _ProductCounter(TorchDispatchMode):
     """Counts the multiplications of matrix products and convolutions while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = 0
+        self.count = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,17 +71,17 @@ class _Products(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         if name in ("mm", "bmm"):
-            self.found += out.numel() * args[0].shape[-1]
+            self.count += out.numel() * args[0].shape[-1]
         elif name in ("addmm", "baddbmm"):
-            self.found += out.numel() * args[1].shape[-1]
+            self.count += out.numel() * args[1].shape[-1]
         elif name == "convolution":
-            self.found += out.numel() * args[1][0].numel()
+            self.count += out.numel() * args[1][0].numel()
         elif name == "mkldnn_rnn_layer":
-            self.found += args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
+            self.count += args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
         return out
 
 
-def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
+def is_compiling_worthwhile(layout: Layout, x: Tensor, expected: float | None) -> bool:
     """Return whether training is expected to take longer than compiling.
 
     The answer depends on the model and the amount of work alone, so that a run and its repetition
@@ -95,12 +95,12 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     if expected is None or x.device.type != "cpu":
         return False
     return (
-        expected * (_SAMPLE + _PRODUCT * products(layout, x))
-        > _SECONDS[stack.is_stack(layout.train_module)]
+        expected * (_SAMPLE + _PRODUCT * count_products(layout, x))
+        > _COMPILE_SECONDS[stack.is_stack(layout.train_module)]
     )
 
 
-def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
+def is_batching_worthwhile(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
     """Return whether one batched program for a block of clients is expected to be faster than one client at a time.
 
     With small products a CPU waits for the interpreter, and a batched program shares that cost
@@ -113,11 +113,13 @@ def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
         batch_size: samples of a client's step; None for unknown.
     """
     return (
-        x.device.type != "cpu" or batch_size is None or batch_size * products(layout, x) <= _BATCH
+        x.device.type != "cpu"
+        or batch_size is None
+        or batch_size * count_products(layout, x) <= _MAX_BATCH_PRODUCTS
     )
 
 
-def make(
+def make_engine(
     name: str,
     layout: Layout,
     objective: Objective,
@@ -142,7 +144,7 @@ def make(
             few.
         batch_size: samples of a client's step; "auto" batches clients only where that is expected
             to be faster.
-        precision: see `engine.precision.computing`.
+        precision: see `engine.precision.product_precision`.
         cuda_graphs: see `VmapEngine`.
         own_optimizer: the import path of an optimizer that only the loop engine runs; None for
             another.
@@ -153,7 +155,7 @@ def make(
         ModelError: when the module cannot be run on such inputs at all.
     """
     if name != "auto" and name not in ENGINES:
-        raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
+        raise ConfigError(describe_unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
         raise ConfigError(
             f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine"
@@ -163,7 +165,7 @@ def make(
             f"optimizer = {own_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
             "or 'loop'"
         )
-    loop, problem = _loop(layout, objective, x, y, precision)
+    loop, problem = _make_loop_engine(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
         shape = tuple(x.shape[1:])
@@ -171,80 +173,83 @@ def make(
             f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}"
         ) from error
     if name == "loop":
-        return _because(loop, _ASKED)
+        return _set_reason(loop, _AS_REQUESTED)
     if own_optimizer:
-        return _because(loop, f"the optimizer {own_optimizer} has no faster program here")
+        return _set_reason(loop, f"the optimizer {own_optimizer} has no faster program here")
     against = []  # what speaks against a faster engine
     if name in ("auto", "compiled"):
-        unfit = _too_little(layout, x, expected, precision) if name == "auto" else None
+        unfit = _why_not_compile(layout, x, expected, precision) if name == "auto" else None
         if unfit is None:
             try:
-                return _because(
-                    CompiledEngine(layout, objective, x, y), _ASKED if name == "compiled" else ""
+                return _set_reason(
+                    CompiledEngine(layout, objective, x, y),
+                    _AS_REQUESTED if name == "compiled" else "",
                 )
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
                 if name == "compiled" or isinstance(error, CompilerError):
-                    other = "vmap" if batching_pays(layout, x, batch_size) else "loop"
+                    other = "vmap" if is_batching_worthwhile(layout, x, batch_size) else "loop"
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
         against.append(unfit)
-    if name != "vmap" and not batching_pays(layout, x, batch_size):
-        return _because(
+    if name != "vmap" and not is_batching_worthwhile(layout, x, batch_size):
+        return _set_reason(
             loop, *against, "the products of a batch are too large for many clients at once"
         )
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        problem = _failure(engine, x, y)
-    slow = [found for one in said if (found := _UNBATCHED.search(str(one.message)))]
+        problem = _find_failure(engine, x, y)
+    slow = [found for one in said if (found := _NO_BATCHING_RULE.search(str(one.message)))]
     for one in said:
-        if not _UNBATCHED.search(str(one.message)):
+        if not _NO_BATCHING_RULE.search(str(one.message)):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     if problem is None and slow and name != "vmap":
-        return _because(
+        return _set_reason(
             loop, *against, f"{slow[0][1]} runs over one client after another all the same"
         )
     if problem is None:
-        return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
+        return _set_reason(engine, *against, *([_AS_REQUESTED] if name == "vmap" else []))
     layer, error = problem
     against.append(f"{layer} cannot be run over many clients at once ({first_line(error)})")
     warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
-    return _because(loop, *against)
+    return _set_reason(loop, *against)
 
 
-def _because(engine: Engine, *why: str) -> Engine:
+def _set_reason(engine: Engine, *why: str) -> Engine:
     """Let an engine say why it runs: what was asked for, or what speaks against the faster ones."""
     reasons = "; ".join(filter(None, why))
-    engine.reason = f"{engine.name}, {engine.does}" + (f": {reasons}" if reasons else "")
+    engine.reason = f"{engine.name}, {engine.description}" + (f": {reasons}" if reasons else "")
     return engine
 
 
-def _too_little(layout: Layout, x: Tensor, expected: float | None, precision: str) -> str | None:
+def _why_not_compile(
+    layout: Layout, x: Tensor, expected: float | None, precision: str
+) -> str | None:
     """Return why "auto" does not compile a module, if it does not."""
     if x.device.type != "cpu":
         return "native programs run on a CPU"
     if precision != "full":
         return "native programs compute in full precision"
-    return None if compiling_pays(layout, x, expected) else "too little work to compile"
+    return None if is_compiling_worthwhile(layout, x, expected) else "too little work to compile"
 
 
-def _loop(
+def _make_loop_engine(
     layout: Layout, objective: Objective, x: Tensor, y: Tensor, precision: str
 ) -> tuple[LoopEngine, tuple[str, Exception] | None]:
     """Return the loop engine, with channels last where the module can be run so on a CPU; and why it cannot be run."""
     convolves = any(isinstance(part, nn.Conv2d) for part in layout.train_module.modules())
     if convolves and x.device.type == "cpu":
         loop = LoopEngine(layout, objective, precision, channels_last=True)
-        if _failure(loop, x, y) is None:
+        if _find_failure(loop, x, y) is None:
             return loop, None
     loop = LoopEngine(layout, objective, precision)
-    return loop, _failure(loop, x, y)
+    return loop, _find_failure(loop, x, y)
 
 
-def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
+def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
     """Try an engine on two equal clients; return the layer at which it failed and the error."""
     layout = engine.layout
-    rows = torch.cat([layout.flatten_copy(layout.train_module)[None]] * 2)
+    rows = torch.cat([layout.flatten_rewritten(layout.train_module)[None]] * 2)
     inputs = layout.zero_inputs(2)
     trail: list[str] = []
     handles = []
@@ -258,11 +263,11 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
     x2, y2 = torch.stack([x, x]), torch.stack([y, y])
     try:
         # a foreign module must not draw from anybody's stream
-        with Rng(0).torch_globals("engine.trial"):
-            engine.gradients(rows, x2, y2, inputs)
+        with Rng(0).temporary_torch_seed("engine.trial"):
+            engine.compute_gradients(rows, x2, y2, inputs)
             engine.forward(rows, x2, inputs)
     except MODULE_ERRORS as error:
-        if OutOfMemory.is_said_by(error):  # of the machine at this moment, not of the module
+        if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
             raise
         return (trail[-1] if trail else type(layout.train_module).__name__), error
     finally:

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from coterie.engine._own_optimizer import own_optimizer
+from coterie.engine._own_optimizer import make_custom_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
-from coterie.models.layout import Layout, ReturnedBatchNorm, Slot, copied
+from coterie.models.layout import FunctionalBatchNorm, Layout, Slot, copy_module
 
 
 class FlatModel:
@@ -37,25 +37,25 @@ class FlatModel:
     def __init__(self, layout: Layout, device: torch.device, channels_last: bool = False) -> None:
         self.layout = layout
         self.train_module, self.eval_module = (
-            _copied(module, device) for module in (layout.train_module, layout.eval_module)
+            _copy_to_device(module, device) for module in (layout.train_module, layout.eval_module)
         )
         for part in self.train_module.modules():
-            if isinstance(part, ReturnedBatchNorm):
+            if isinstance(part, FunctionalBatchNorm):
                 part.in_place = True
-        self._turned = self._convolutions() if channels_last else frozenset()
+        self._channels_last = self._conv_weight_names() if channels_last else frozenset()
         self._row = torch.zeros(layout.size, dtype=layout.dtype, device=device)
         self.trained = self._row[: layout.trainable]
         self.gradient = torch.zeros_like(self.trained)
         # running statistics, each a view of the row
-        self._kept: list[tuple[dict, str, Tensor]] = []
+        self._running_stats: list[tuple[dict, str, Tensor]] = []
         # buffers that are set, with the module's own values
-        self._inputs: list[tuple[dict, str, str, Tensor]] = []
+        self._input_buffers: list[tuple[dict, str, str, Tensor]] = []
         # buffers that are neither, with a copy of each
-        self._fixed: list[tuple[dict, str, Tensor, Tensor]] = []
+        self._fixed_buffers: list[tuple[dict, str, Tensor, Tensor]] = []
         for module in (self.train_module, self.eval_module):
-            self._bind(module)
+            self._bind_tensors(module)
 
-    def _convolutions(self) -> frozenset[str]:
+    def _conv_weight_names(self) -> frozenset[str]:
         """Return the names of the weights of two-dimensional convolutions."""
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
         found = {id(part.weight) for part in self.train_module.modules() if isinstance(part, kinds)}
@@ -63,19 +63,23 @@ class FlatModel:
             name for name, tensor in self.train_module.named_parameters() if id(tensor) in found
         )
 
-    def _bind(self, module: nn.Module) -> None:
+    def _bind_tensors(self, module: nn.Module) -> None:
         """Put the tensors of a module into the row."""
         views = dict(
-            zip((slot.name for slot in self.layout.slots), self._views(self._row), strict=True)
+            zip(
+                (slot.name for slot in self.layout.slots),
+                self._split_vector(self._row),
+                strict=True,
+            )
         )
         trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
         gradients = dict(
-            zip((slot.name for slot in trained), self._views(self.gradient), strict=True)
+            zip((slot.name for slot in trained), self._split_vector(self.gradient), strict=True)
         )
         for name, parameter in list(module.named_parameters()):
             if name not in views:  # frozen: of all models alike
                 continue
-            own = _lent(module, parameter, views[name])
+            own = _bind_parameter(module, parameter, views[name])
             if name in gradients and module is self.train_module:
                 own.grad = gradients[name]
         shared: dict[int, Tensor] = {}
@@ -85,17 +89,17 @@ class FlatModel:
                 if buffer is None:
                     continue
                 if head + name in self.layout.inputs:
-                    self._inputs.append((part._buffers, name, head + name, buffer))
+                    self._input_buffers.append((part._buffers, name, head + name, buffer))
                 elif head + name in views:
                     # which counts its changes apart from other views
                     shared[id(buffer)] = views[head + name].data
-                    self._kept.append((part._buffers, name, shared[id(buffer)]))
+                    self._running_stats.append((part._buffers, name, shared[id(buffer)]))
                 elif id(buffer) in shared:  # under a second name
-                    self._kept.append((part._buffers, name, shared[id(buffer)]))
+                    self._running_stats.append((part._buffers, name, shared[id(buffer)]))
                 else:
-                    self._fixed.append((part._buffers, name, buffer, buffer.clone()))
+                    self._fixed_buffers.append((part._buffers, name, buffer, buffer.clone()))
 
-    def _views(self, vector: Tensor, turned: bool = True) -> list[Tensor]:
+    def _split_vector(self, vector: Tensor, turned: bool = True) -> list[Tensor]:
         """Return the tensors that lie in a vector of the length of a row or of its trained part.
 
         Args:
@@ -103,65 +107,65 @@ class FlatModel:
             turned: whether it has the order of this model, or that of a row.
         """
 
-        def view(slot: Slot) -> Tensor:
+        def view_slot(slot: Slot) -> Tensor:
             part = vector[slot.start : slot.stop]
-            if turned and slot.name in self._turned:
+            if turned and slot.name in self._channels_last:
                 outputs, inputs, height, width = slot.shape
                 return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
             return part.view(slot.shape)
 
-        return [view(slot) for slot in self.layout.slots if slot.stop <= len(vector)]
+        return [view_slot(slot) for slot in self.layout.slots if slot.stop <= len(vector)]
 
-    def take(self, own: Tensor, other: Tensor) -> None:
+    def copy_from_row(self, own: Tensor, other: Tensor) -> None:
         """Copy a vector in the order of a row into one in the order of this model."""
-        self._copy(own, other, True)
+        self._copy_vector(own, other, True)
 
-    def give(self, own: Tensor, other: Tensor) -> None:
+    def copy_to_row(self, own: Tensor, other: Tensor) -> None:
         """Copy a vector in the order of this model into one in the order of a row."""
-        self._copy(other, own, False)
+        self._copy_vector(other, own, False)
 
-    def _copy(self, target: Tensor, source: Tensor, turned: bool) -> None:
-        if not self._turned:
+    def _copy_vector(self, target: Tensor, source: Tensor, turned: bool) -> None:
+        if not self._channels_last:
             target.copy_(source)
             return
         for to, values in zip(
-            self._views(target, turned), self._views(source, not turned), strict=True
+            self._split_vector(target, turned), self._split_vector(source, not turned), strict=True
         ):
             to.copy_(values)
 
-    def load(self, row: Float[Tensor, " params"]) -> None:
+    def load_row(self, row: Float[Tensor, " params"]) -> None:
         """Take over a model; what else the module keeps is as it was at first."""
-        self.take(self._row, row)
-        for buffers, name, view in self._kept:
+        self.copy_from_row(self._row, row)
+        for buffers, name, view in self._running_stats:
             buffers[name] = view
-        for buffers, name, buffer, value in self._fixed:
+        for buffers, name, buffer, value in self._fixed_buffers:
             buffers[name] = buffer.copy_(value)
 
-    def store(self, row: Float[Tensor, " params"]) -> None:
+    def store_row(self, row: Float[Tensor, " params"]) -> None:
         """Write the model into a row."""
-        self.give(self._row, row)
+        self.copy_to_row(self._row, row)
 
     def set_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Set the input buffers of the modules; those that are not given have the module's own values."""
-        for buffers, name, path, value in self._inputs:
+        for buffers, name, path, value in self._input_buffers:
             buffers[name] = inputs.get(path, value)
 
-    def settle(self) -> None:
+    def sync_running_stats(self) -> None:
         """Take over the running statistics that a module has replaced instead of writing into them."""
-        for buffers, name, view in self._kept:
+        for buffers, name, view in self._running_stats:
             found = buffers[name]
             if found is not view:
                 view.copy_(found.detach())
                 buffers[name] = view
 
 
-def _copied(module: nn.Module, device: torch.device) -> nn.Module:
+def _copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device, with the frozen weights of the original where those are there."""
     there = all(one.device == device for one in module.parameters())
-    return copied(module) if there else copy.deepcopy(module).to(device)
+    return copy_module(module) if there else copy.deepcopy(module).to(device)
 
 
-def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
+def _bind_parameter(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
     """Let a parameter of a module have the memory of a view; return it."""
     if type(view) is Tensor:
         parameter.data = view
@@ -183,15 +187,15 @@ class FlatOptimizer:
     """
 
     def __init__(self, model: FlatModel, local: LocalTraining) -> None:
-        self.model, self.local, self.arguments = model, local, local.arguments
-        self.moments = [torch.zeros_like(model.trained) for _ in range(local.moments)]
+        self.model, self.local, self.arguments = model, local, local.optimizer_arguments
+        self.moments = [torch.zeros_like(model.trained) for _ in range(local.num_moments)]
         self.taken = torch.zeros((), dtype=torch.float32, device=model.trained.device)
         self._number = 0  # of the last step of this training
-        self._rows: RowOptimizer | None = None  # of what has no fused kernel
-        self._own: torch.optim.Optimizer | None = None
+        self._row_optimizer: RowOptimizer | None = None  # of what has no fused kernel
+        self._custom: torch.optim.Optimizer | None = None
 
     @contextmanager
-    def state(
+    def use_state(
         self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None
     ) -> Iterator[None]:
         """Begin a training and end it.
@@ -207,24 +211,26 @@ class FlatOptimizer:
         for own in self.moments:
             own.fill_(self.local.initial_accumulator_value)
         for own, kept in zip(self.moments, given, strict=False):
-            self.model.take(own, kept)
-        self._begin(taken)
+            self.model.copy_from_row(own, kept)
+        self._begin_training(taken)
         yield
         for own, kept in zip(self.moments, given, strict=False):
-            self.model.give(own, kept)
+            self.model.copy_to_row(own, kept)
 
-    def _begin(self, taken: Tensor | None) -> None:
+    def _begin_training(self, taken: Tensor | None) -> None:
         local, kind = self.local, self.local.optimizer
         self._number = 0
-        if local.own:
+        if local.custom_optimizer:
             parameter = nn.Parameter(self.model.trained)
             parameter.grad = self.model.gradient
-            self._own = own_optimizer(local.own, self.arguments, local.lr, [parameter])
+            self._custom = make_custom_optimizer(
+                local.custom_optimizer, self.arguments, local.lr, [parameter]
+            )
         elif kind in ("rmsprop", "adagrad"):
-            self._rows = RowOptimizer(
+            self._row_optimizer = RowOptimizer(
                 local, self.model.trained[None], taken=None if taken is None else taken[None]
             )
-            self._rows.state = [one[None] for one in self.moments]
+            self._row_optimizer.state = [one[None] for one in self.moments]
         elif kind == "sgd" and taken is not None and self.arguments["dampening"]:
             self._number = int(taken)  # only the first gradient of all is not dampened
 
@@ -232,16 +238,18 @@ class FlatOptimizer:
         """Update the parameters by their gradient; `lr` is that of the settings when None."""
         rate = self.local.lr if lr is None else lr
         self._number += 1
-        if self._own is not None:
-            for group in self._own.param_groups:
+        if self._custom is not None:
+            for group in self._custom.param_groups:
                 group["lr"] = rate
-            self._own.step()
-        elif self._rows is not None:
-            self._rows.step(self.model.trained[None], self.model.gradient[None], self._number, rate)
+            self._custom.step()
+        elif self._row_optimizer is not None:
+            self._row_optimizer.step(
+                self.model.trained[None], self.model.gradient[None], self._number, rate
+            )
         else:
-            self._fused(rate)
+            self._step_fused(rate)
 
-    def _fused(self, rate: float) -> None:
+    def _step_fused(self, rate: float) -> None:
         given, parameters, gradients = self.arguments, [self.model.trained], [self.model.gradient]
         if self.local.optimizer == "sgd":
             torch._fused_sgd_(

@@ -16,7 +16,7 @@ Results = tuple[Tensor, ...]
 _FIRST, _MOST = 3, 16
 
 
-class Capture:
+class GraphCapture:
     """Captures calls, in one pool of memory: of its graphs, no two may run at the same time."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Capture:
         return replay
 
 
-class Replayed:
+class ReplayedFunction:
     """A function of tensors that is replayed as CUDA graphs: the processor launches one graph instead of each kernel.
 
     A function that cannot be captured is called as it is from then on.
@@ -54,7 +54,7 @@ class Replayed:
     Args:
         function: of tensors on one device, whose results depend on the values of its arguments
             alone.
-        capture: see `Capture.__call__`; that of a new `Capture` when None.
+        capture: see `GraphCapture.__call__`; that of a new `GraphCapture` when None.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Replayed:
         function: Callable[..., Results],
         capture: Callable[..., Callable[[], Results]] | None = None,
     ) -> None:
-        self._function, self._capture = function, capture or Capture()
+        self._function, self._capture = function, capture or GraphCapture()
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._captured: dict[tuple[Any, ...], tuple[list[Tensor], Callable[[], Results]]] = {}
         self._works = True
@@ -71,14 +71,14 @@ class Replayed:
         """Return the results of the function, in memory of their own."""
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         self._seen[shape] += 1
-        if shape not in self._captured and not self._ready(shape, tensors):
+        if shape not in self._captured and not self._try_capture(shape, tensors):
             return self._function(*tensors)
         held, replay = self._captured[shape]
         for place, tensor in zip(held, tensors, strict=True):
             place.copy_(tensor)
         return tuple(result.clone() for result in replay())
 
-    def _ready(self, shape: tuple[Any, ...], tensors: Sequence[Tensor]) -> bool:
+    def _try_capture(self, shape: tuple[Any, ...], tensors: Sequence[Tensor]) -> bool:
         """Capture a shape that has come often enough; return whether that was done."""
         if not self._works or self._seen[shape] <= _FIRST or len(self._captured) >= _MOST:
             return False

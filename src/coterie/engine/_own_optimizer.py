@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie._util.importing import imported
+from coterie._util.importing import import_object
 from coterie.errors import ConfigError
 from coterie.rng import Rng
 
 _STEPS, _RATE = 4, 0.01
 
 
-def own_optimizer(
+def make_custom_optimizer(
     path: str, options: Mapping[str, Any], lr: float, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Make an optimizer.
@@ -34,7 +34,7 @@ def own_optimizer(
         ConfigError: when there is no such class, or it does not take these arguments.
     """
     what = f"optimizer {path!r}"
-    kind = imported(path, what)
+    kind = import_object(path, what)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(
             f"{what} is {kind!r}; expected a class that extends torch.optim.Optimizer"
@@ -51,7 +51,7 @@ def own_optimizer(
         ) from error
 
 
-def check(path: str, options: Mapping[str, Any]) -> None:
+def check_custom_optimizer(path: str, options: Mapping[str, Any]) -> None:
     """Check that an optimizer needs no closure and treats every entry alone, on a few numbers.
 
     Raises:
@@ -64,11 +64,11 @@ def check(path: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{said} ({error}); expected numbers, texts, true or false, and lists of them"
         ) from error
-    _tried(path, text)
+    _check_elementwise(path, text)
 
 
 @lru_cache(maxsize=64)
-def _tried(path: str, options: str) -> None:
+def _check_elementwise(path: str, options: str) -> None:
     """Let it step on a vector, and on the matrix and the two vectors that lie in it."""
     start, *gradients = torch.from_numpy(
         Rng(0).generator("optimizer.check").normal(size=(1 + _STEPS, 12))
@@ -76,8 +76,8 @@ def _tried(path: str, options: str) -> None:
     scale = torch.tensor([1.0] * 6 + [100.0] * 3 + [0.01] * 3, dtype=torch.float64)
     steps = [gradient * scale for gradient in gradients]
     arguments = json.loads(options)
-    whole = _stepped(path, arguments, start, steps, ((12,),))
-    parts = _stepped(path, arguments, start, steps, ((2, 3), (3,), (3,)))
+    whole = _run_steps(path, arguments, start, steps, ((12,),))
+    parts = _run_steps(path, arguments, start, steps, ((2, 3), (3,), (3,)))
     if not torch.allclose(whole, parts, rtol=1e-9, atol=1e-12):
         raise ConfigError(
             f"optimizer {path!r} does not treat every parameter alone: a step on a vector differs from steps on its "
@@ -85,7 +85,7 @@ def _tried(path: str, options: str) -> None:
         )
 
 
-def _stepped(
+def _run_steps(
     path: str,
     options: Mapping[str, Any],
     start: Tensor,
@@ -98,7 +98,7 @@ def _stepped(
         nn.Parameter(one.reshape(shape))
         for one, shape in zip(start.clone().split(sizes), shapes, strict=True)
     ]
-    optimizer = own_optimizer(path, options, _RATE, parts)
+    optimizer = make_custom_optimizer(path, options, _RATE, parts)
     for gradient in gradients:
         for part, one in zip(parts, gradient.split(sizes), strict=True):
             part.grad = one.reshape(part.shape).clone()

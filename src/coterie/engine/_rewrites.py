@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coterie.models.layout import copied
+from coterie.models.layout import copy_module
 
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
 # entries of the windows of a client's batch above which a device convolves without them
-_WINDOWS = 1 << 22
+_MAX_WINDOW_ENTRIES = 1 << 22
 
 
-def placed(tensor: Tensor) -> Tensor:
+def align_memory(tensor: Tensor) -> Tensor:
     """Return a tensor with the memory alignment of a new tensor, since some products round by alignment.
 
     Without this a client's last bits would depend on its row, and so on the other hosted clients.
@@ -29,7 +29,7 @@ def placed(tensor: Tensor) -> Tensor:
     )
 
 
-class Separately(TorchDispatchMode):
+class UnbatchedProducts(TorchDispatchMode):
     """While active, batched matrix products are computed matrix by matrix.
 
     On some processors, the batched products of CPU libraries round by a matrix's position in the
@@ -47,7 +47,10 @@ class Separately(TorchDispatchMode):
         if func is torch.ops.aten.bmm.default:
             factors = zip(*args, strict=True)
             return torch.stack(
-                [torch.mm(placed(a.contiguous()), placed(b.contiguous())) for a, b in factors]
+                [
+                    torch.mm(align_memory(a.contiguous()), align_memory(b.contiguous()))
+                    for a, b in factors
+                ]
             )
         return func(*args, **(kwargs or {}))
 
@@ -61,7 +64,7 @@ def grad_and_value(
     """
     import torch._functorch.eager_transforms as steps
 
-    def differentiated(trained: dict[str, Tensor], *rest: Any) -> tuple[Any, tuple[Tensor, Any]]:
+    def compute(trained: dict[str, Tensor], *rest: Any) -> tuple[Any, tuple[Tensor, Any]]:
         with steps.grad_increment_nesting() as level, torch.enable_grad():
             wrapped: dict[str, Tensor]
             wrapped, others = steps._wrap_all_tensors((trained, rest), level)
@@ -80,10 +83,10 @@ def grad_and_value(
             whole: Any = (found, (loss, aux))
             return steps._undo_create_differentiable(whole, level)
 
-    return differentiated
+    return compute
 
 
-def gathered_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_by_gather(outputs: Tensor, targets: Tensor) -> Tensor:
     """As `_base.cross_entropy`: the steps into which PyTorch takes it apart under vmap, for which it loads sympy."""
     return -torch.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
 
@@ -114,12 +117,12 @@ class StridedMaxPool(nn.Module):
         for i in range(self.height):
             for j in range(self.width):
                 part = x[..., i : rows : self.height, j : columns : self.width]
-                best = part if best is None else self._larger(best, part)
+                best = part if best is None else self._elementwise_max(best, part)
         assert best is not None
         return best
 
     @staticmethod
-    def _larger(best: Tensor, part: Tensor) -> Tensor:
+    def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return torch.maximum(best, part)
         return torch.where((part > best) | part.isnan(), part, best)
@@ -142,7 +145,7 @@ class UnfoldedConv2d(nn.Module):
         self.kernel, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
 
-    def sides(self, x: Tensor) -> tuple[int, int]:
+    def output_sides(self, x: Tensor) -> tuple[int, int]:
         """Return the height and the width of the result."""
         each = zip(x.shape[-2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
         height, width = (
@@ -154,17 +157,17 @@ class UnfoldedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
         windows = functional.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
-        return self.product(windows.transpose(0, 1).flatten(1), x)
+        return self.multiply_windows(windows.transpose(0, 1).flatten(1), x)
 
-    def product(self, windows: Tensor, x: Tensor) -> Tensor:
+    def multiply_windows(self, windows: Tensor, x: Tensor) -> Tensor:
         """Return the product with the windows of a batch of images: one for the whole batch."""
         y = torch.mm(self.weight.flatten(1), windows)
         if self.bias is not None:
             y = y + self.bias[:, None]
-        return y.unflatten(1, (len(x), *self.sides(x))).transpose(0, 1)
+        return y.unflatten(1, (len(x), *self.output_sides(x))).transpose(0, 1)
 
 
-def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
+def _window_slices(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
     """Return the places that each entry of a kernel meets, in an image whose sides are the last two of a size.
 
     Args:
@@ -182,7 +185,7 @@ def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, sl
     return [(row, column) for row in sides[0] for column in sides[1]]
 
 
-class _Windows(torch.autograd.Function):
+class _ExtractWindows(torch.autograd.Function):
     """All windows of a batch of images, [channels, places in the kernel, samples, rows, columns].
 
     PyTorch's own unfolding launches a kernel for every sample.
@@ -194,7 +197,7 @@ class _Windows(torch.autograd.Function):
     def forward(x: Tensor, windows: tuple[int, ...]) -> Tensor:
         """Take the windows of images that lie channel by channel."""
         return torch.stack(
-            [x[..., rows, columns] for rows, columns in _patches(x.shape, windows)], 1
+            [x[..., rows, columns] for rows, columns in _window_slices(x.shape, windows)], 1
         )
 
     @staticmethod
@@ -206,7 +209,7 @@ class _Windows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Add up what the windows say of each pixel."""
         found = grads[0].new_zeros(ctx.size)
-        for number, (rows, columns) in enumerate(_patches(ctx.size, ctx.windows)):
+        for number, (rows, columns) in enumerate(_window_slices(ctx.size, ctx.windows)):
             found[..., rows, columns] += grads[0][:, number]
         return found, None
 
@@ -221,20 +224,23 @@ class WindowedConv2d(UnfoldedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
-        if len(x) * math.prod(self.sides(x)) * math.prod(self.weight.shape[1:]) > _WINDOWS:
+        if (
+            len(x) * math.prod(self.output_sides(x)) * math.prod(self.weight.shape[1:])
+            > _MAX_WINDOW_ENTRIES
+        ):
             return functional.conv2d(
                 x, self.weight, self.bias, self.stride, self.padding, self.dilation
             )
         padded = functional.pad(
             x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0])
         )
-        windows: Tensor = _Windows.apply(  # type: ignore[no-untyped-call]
+        windows: Tensor = _ExtractWindows.apply(  # type: ignore[no-untyped-call]
             padded.transpose(0, 1), (*self.kernel, *self.dilation, *self.stride)
         )
-        return self.product(windows.flatten(0, 1).flatten(1), x)
+        return self.multiply_windows(windows.flatten(0, 1).flatten(1), x)
 
 
-def unfolded(
+def unfold_convolution(
     conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d
 ) -> UnfoldedConv2d | None:
     """Return the same convolution as a matrix product, or None where it has groups or another kind of padding."""
@@ -244,36 +250,40 @@ def unfolded(
     return as_product(conv)
 
 
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+def _as_pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-def strided(pool: nn.MaxPool2d) -> StridedMaxPool | None:
+def make_strided_pool(pool: nn.MaxPool2d) -> StridedMaxPool | None:
     """Return the same pooling over strided slices, or None where windows overlap or are padded."""
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return None
-    kernel, stride = _pair(pool.kernel_size), _pair(pool.stride)
-    if kernel != stride or _pair(pool.padding) != (0, 0) or _pair(pool.dilation) != (1, 1):
+    kernel, stride = _as_pair(pool.kernel_size), _as_pair(pool.stride)
+    if kernel != stride or _as_pair(pool.padding) != (0, 0) or _as_pair(pool.dilation) != (1, 1):
         return None
     return StridedMaxPool(*kernel)
 
 
-def faster(module: nn.Module) -> nn.Module:
+def with_strided_pools(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which costly layers are written in a faster way; its tensors keep their names."""
-    return _replaced(module, lambda part: strided(part) if isinstance(part, nn.MaxPool2d) else None)
+    return _replace_layers(
+        module, lambda part: make_strided_pool(part) if isinstance(part, nn.MaxPool2d) else None
+    )
 
 
-def independent(module: nn.Module) -> nn.Module:
+def with_unfolded_convolutions(module: nn.Module) -> nn.Module:
     """Return a copy with layers whose results for a client do not depend on other clients, to the last bit."""
-    return _replaced(module, unfolded)
+    return _replace_layers(module, unfold_convolution)
 
 
-def batched(module: nn.Module) -> nn.Module:
+def with_windowed_convolutions(module: nn.Module) -> nn.Module:
     """Return a copy with layers that a device computes for many clients at once in a faster way."""
-    return _replaced(module, lambda part: unfolded(part, WindowedConv2d))
+    return _replace_layers(module, lambda part: unfold_convolution(part, WindowedConv2d))
 
 
-def _replaced(module: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+def _replace_layers(
+    module: nn.Module, better: Callable[[nn.Module], nn.Module | None]
+) -> nn.Module:
     def visit(parent: nn.Module) -> None:
         for name, child in parent.named_children():
             new = better(child)
@@ -282,6 +292,6 @@ def _replaced(module: nn.Module, better: Callable[[nn.Module], nn.Module | None]
             else:
                 setattr(parent, name, new)
 
-    holder = nn.ModuleList([copied(module)])
+    holder = nn.ModuleList([copy_module(module)])
     visit(holder)
     return holder[0].train(module.training)

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from coterie.engine._base import Engine, Objective, cross_entropy
-from coterie.engine._graphs import Replayed
+from coterie.engine._graphs import ReplayedFunction
 from coterie.engine._rewrites import (
-    Separately,
-    batched,
-    faster,
-    gathered_cross_entropy,
+    UnbatchedProducts,
+    cross_entropy_by_gather,
     grad_and_value,
-    independent,
+    with_strided_pools,
+    with_unfolded_convolutions,
+    with_windowed_convolutions,
 )
-from coterie.engine.precision import computing
+from coterie.engine.precision import product_precision
 from coterie.models.layout import Layout
 
 _CONVOLUTIONS = (
@@ -38,13 +38,13 @@ class VmapEngine(Engine):
     Args:
         layout: of the module.
         objective: the loss of each sample.
-        precision: see `engine.precision.computing`.
+        precision: see `engine.precision.product_precision`.
         cuda_graphs: capture the gradients of a block as CUDA graphs and replay them; for a CUDA
             device.
     """
 
     name: ClassVar[str] = "vmap"
-    does: ClassVar[str] = "many clients at once"
+    description: ClassVar[str] = "many clients at once"
 
     def __init__(
         self,
@@ -54,22 +54,25 @@ class VmapEngine(Engine):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__(layout, objective, precision)
-        self._eval_module = faster(layout.eval_module)
-        trained = {"cpu": independent(layout.train_module), "other": batched(layout.train_module)}
+        self._eval_module = with_strided_pools(layout.eval_module)
+        trained = {
+            "cpu": with_unfolded_convolutions(layout.train_module),
+            "other": with_windowed_convolutions(layout.train_module),
+        }
         self.modules = (*trained.values(), self._eval_module)
-        self._convolves = any(
+        self._has_convolutions = any(
             isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules()
         )
         self._gradients = {
-            device: vmap(grad_and_value(partial(self._loss, module)))
+            device: vmap(grad_and_value(partial(self._batch_loss, module)))
             for device, module in trained.items()
         }
-        self._replayed = Replayed(self._device_gradients) if cuda_graphs else None
-        self._objective = gathered_cross_entropy if objective == cross_entropy else objective
-        self._forward = vmap(self._outputs)
-        self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
+        self._replayed = ReplayedFunction(self._run_device_gradients) if cuda_graphs else None
+        self._objective = cross_entropy_by_gather if objective == cross_entropy else objective
+        self._forward = vmap(self._model_outputs)
+        self._forward_shared = vmap(self._model_outputs, in_dims=(0, None, 0))
 
-    def _loss(
+    def _batch_loss(
         self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
     ) -> tuple[Tensor, dict]:
         tensors = {**trained, **state, **inputs}
@@ -78,66 +81,71 @@ class VmapEngine(Engine):
         ).mean()
         return loss, {name: tensors[name] for name in state}
 
-    def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
+    def _model_outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
         return functional_call(self._eval_module, {**tensors, **inputs}, (x,)).to(self.layout.dtype)
 
-    def one_by_one(self, device: torch.device) -> bool:
-        """See `Engine.one_by_one`. Convolutions with different weights for every model are slow on a CPU."""
-        return self._convolves and device.type == "cpu"
+    def runs_one_by_one(self, device: torch.device) -> bool:
+        """See `Engine.runs_one_by_one`. Convolutions with different weights for every model are slow on a CPU."""
+        return self._has_convolutions and device.type == "cpu"
 
-    def gradients(
+    def compute_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Engine.gradients`."""
+        """See `Engine.compute_gradients`."""
         cpu = rows.device.type == "cpu"
-        with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
+        with (
+            product_precision(self.precision, rows.device),
+            UnbatchedProducts() if cpu else nullcontext(),
+        ):
             if self._replayed is not None and not cpu:
                 loss, grads, after = self._replayed(
                     rows, x, y, *(inputs[name] for name in self.layout.inputs)
                 )
                 return loss, grads, after
-            return self._computed("cpu" if cpu else "other", rows, x, y, inputs)
+            return self._run_gradients("cpu" if cpu else "other", rows, x, y, inputs)
 
-    def _device_gradients(
+    def _run_device_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        return self._computed(
+        return self._run_gradients(
             "other", rows, x, y, dict(zip(self.layout.inputs, inputs, strict=True))
         )
 
-    def _computed(
+    def _run_gradients(
         self, device: str, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
-        views = layout.views(rows.detach())
+        views = layout.split_rows(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
         grads, (losses, new_state) = self._gradients[device](
-            trained, state, {**inputs, **self._frozen(rows)}, x, y
+            trained, state, {**inputs, **self._frozen_weights(rows)}, x, y
         )
         after = (
-            layout.concat(new_state, trainable=False, lead=1)
+            layout.join_tensors(new_state, trainable=False, lead=1)
             if state
             else rows[:, layout.trainable :]
         )
-        return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
+        return losses.detach(), layout.join_tensors(grads, trainable=True, lead=1), after.detach()
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         cpu = rows.device.type == "cpu"
         with (
             torch.no_grad(),
-            computing(self.precision, rows.device),
-            Separately() if cpu else nullcontext(),
+            product_precision(self.precision, rows.device),
+            UnbatchedProducts() if cpu else nullcontext(),
         ):
-            views, given = self.layout.views(rows), {**inputs, **self._frozen(rows)}
-            if self.one_by_one(rows.device):
-                return torch.stack([self._one(views, x, given, i) for i in range(len(rows))])
+            views, given = self.layout.split_rows(rows), {**inputs, **self._frozen_weights(rows)}
+            if self.runs_one_by_one(rows.device):
+                return torch.stack(
+                    [self._forward_one(views, x, given, i) for i in range(len(rows))]
+                )
             if len(x) == 1 and not cpu:
                 return self._forward_shared(views, x[0], given)
             return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)
 
-    def _frozen(self, rows: Tensor) -> dict[str, Tensor]:
+    def _frozen_weights(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the frozen weights for each row, not copied: a product with one for all rounds by their number.
 
         On a GPU, where results agree within a tolerance, the module's own are faster.
@@ -149,10 +157,10 @@ class VmapEngine(Engine):
             for name, tensor in self.layout.frozen.items()
         }
 
-    def _one(
+    def _forward_one(
         self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int
     ) -> Tensor:
         tensors = {name: view[i] for name, view in views.items()}
-        return self._outputs(
+        return self._model_outputs(
             tensors, x[i if len(x) > 1 else 0], {name: value[i] for name, value in inputs.items()}
         )

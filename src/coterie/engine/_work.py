@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie.data.source import is_images, normalized
+from coterie.data.source import is_images, normalize_images
 from coterie.engine._augment import CropFlip
-from coterie.engine.noise import Noise
+from coterie.engine.noise import InputNoise
 from coterie.engine.optim import LocalTraining
 from coterie.engine.privacy import PrivateSteps
 from coterie.models.layout import splitmix
@@ -20,7 +20,7 @@ from coterie.models.layout import splitmix
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 # steps of a client, and entries of their inputs, that are gathered at once
 _STEPS, _GATHERED = 64, 1 << 18
-_COMPARED = 1 << 26  # entries of rows that a device compares at once
+_MAX_COMPARED_ENTRIES = 1 << 26  # entries of rows that a device compares at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Inputs, targets and values of the input buffers of some members of a block."""
@@ -39,8 +39,8 @@ class RawSamples:
         std: per channel.
     """
 
-    x: Shaped[Tensor, "samples *features"]
-    y: Shaped[Tensor, "samples *targets"]
+    x: Shaped[Tensor, "samples *input_shape"]
+    y: Shaped[Tensor, "samples *prepare_targets"]
     dtype: torch.dtype
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -54,7 +54,7 @@ class RawSamples:
         return self.x.device
 
     @property
-    def features(self) -> tuple[int, ...]:
+    def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.x.shape[1:])
 
@@ -63,39 +63,39 @@ class RawSamples:
         """Whether the inputs are images of bytes."""
         return is_images(self.x[0])
 
-    def inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def prepare_inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return samples as engines take them: as numbers, images scaled and normalized."""
         x = self.x[places.to(self.device)]
         if not self.is_images:
             return x.to(self.dtype)
-        return normalized(x, self.dtype, *(self._channels if self.mean else ()))
+        return normalize_images(x, self.dtype, *(self._channel_stats if self.mean else ()))
 
-    def black(self) -> Float[Tensor, " channels"]:
+    def black_pixel(self) -> Float[Tensor, " channels"]:
         """Return the value of a black pixel as the model takes it, per channel."""
-        channels = self.features[0]
+        channels = self.input_shape[0]
         if not self.is_images or not self.mean:
             return torch.zeros(channels, dtype=self.dtype, device=self.device)
-        mean, std = self._channels
+        mean, std = self._channel_stats
         return (-mean / std).flatten()
 
     @cached_property
-    def _channels(self) -> tuple[Tensor, Tensor]:
+    def _channel_stats(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel, shaped like an image."""
-        shape = (-1, *(1 for _ in self.features[1:]))
+        shape = (-1, *(1 for _ in self.input_shape[1:]))
         mean, std = (
             torch.tensor(each, dtype=self.dtype, device=self.device)
             for each in (self.mean, self.std)
         )
         return mean.reshape(shape), std.reshape(shape)
 
-    def targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    def prepare_targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Return targets: integers as int64, numbers as `dtype`."""
         y = self.y[places.to(self.device)]
         return y.to(self.dtype) if y.is_floating_point() else y.to(torch.int64)
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingWork:
     """One local training of some clients: everything an engine needs beside the models.
 
     Lengths of batches, which decide what is done when, stay on the CPU. All other tensors are where
@@ -130,7 +130,7 @@ class Training:
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
     keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
     augment: CropFlip | None = None
-    noise: Noise | None = None
+    noise: InputNoise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
     taken: Int[Tensor, " clients"] | None = None
     rates: Float[Tensor, "clients steps"] | None = None
@@ -138,11 +138,11 @@ class Training:
     private: PrivateSteps | None = None
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """The largest number of steps of any client."""
         return self.length.shape[1]
 
-    def part(self, rows: slice) -> "Training":
+    def select_clients(self, rows: slice) -> "TrainingWork":
         """Return the training of some of the clients."""
         return replace(
             self,
@@ -154,15 +154,15 @@ class Training:
             augment=None
             if self.augment is None
             else replace(self.augment, keys=self.augment.keys[rows]),
-            noise=None if self.noise is None else self.noise.part(rows),
+            noise=None if self.noise is None else self.noise.select_clients(rows),
             moments=None if self.moments is None else self.moments[rows],
             taken=None if self.taken is None else self.taken[rows],
             rates=None if self.rates is None else self.rates[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
-            private=None if self.private is None else self.private.part(rows),
+            private=None if self.private is None else self.private.select_clients(rows),
         )
 
-    def at(self, step: int, query: int = 0) -> "Training":
+    def single_step(self, step: int, query: int = 0) -> "TrainingWork":
         """Return one step as a training of its own, with the draws it has here, and without anchor and moments.
 
         Args:
@@ -185,12 +185,12 @@ class Training:
             moments=None,
             taken=None,
             rates=None,
-            private=None if self.private is None else self.private.at(step, query),
+            private=None if self.private is None else self.private.single_step(step, query),
         )
 
-    def alone(
+    def split_into_samples(
         self, members: Int[Tensor, " members"], step: int
-    ) -> "tuple[Training, Int[Tensor, ' samples'], Int[Tensor, ' samples']]":
+    ) -> "tuple[TrainingWork, Int[Tensor, ' samples'], Int[Tensor, ' samples']]":
         """Return a step of some clients as trainings of one sample each.
 
         Args:
@@ -234,21 +234,21 @@ class Training:
         )
         return work, owner, who
 
-    def batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
+    def gather_batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
         """Return the batches of some clients in a step."""
         places = self.places[members, step, :size]
         values = {name: value[members, step] for name, value in self.inputs.items()}
         if self.keys is not None:
             keys, names = self.keys
             values |= dict.fromkeys(names, step_keys(keys[members], step))
-        x = self.samples.inputs(places)
+        x = self.samples.prepare_inputs(places)
         if self.augment is not None:
             x = self.augment(x, members, step)
         if self.noise is not None:
-            x = self.noise.add(x, members, step, places)
-        return x, self.samples.targets(places), values
+            x = self.noise.add_to(x, members, step, places)
+        return x, self.samples.prepare_targets(places), values
 
-    def batches(self, row: int) -> Iterator[Batch]:
+    def iterate_batches(self, row: int) -> Iterator[Batch]:
         """Return the batch of each step of one client, without the axis of members.
 
         Samples of several steps of equal size are gathered at once, since that costs as much as for
@@ -260,14 +260,14 @@ class Training:
         while start < len(lengths):
             size = lengths[start]
             most = start + max(
-                1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features))))
+                1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.input_shape))))
             )
             stop = next(
                 (step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths)
             )
             steps = range(start, min(most, stop))
             places = self.places[row, start : steps.stop, :size]
-            x, y = self.samples.inputs(places), self.samples.targets(places)
+            x, y = self.samples.prepare_inputs(places), self.samples.prepare_targets(places)
             for number, step in enumerate(steps):
                 values = {name: value[row, step] for name, value in self.inputs.items()}
                 if self.keys is not None:
@@ -277,19 +277,24 @@ class Training:
                 if self.augment is not None:
                     own = self.augment(own, member, step)
                 if self.noise is not None:
-                    own = self.noise.add(own, member, step, at)
+                    own = self.noise.add_to(own, member, step, at)
                 yield own[0], y[number], values
             start = steps.stop
 
-    def groups(self, step: int) -> list[tuple[int, Int[Tensor, " members"]]]:
+    def group_by_size(self, step: int) -> list[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""
-        return self._groups[step]
+        return self._groups_by_step[step]
 
     @cached_property
-    def _groups(self) -> list[list[tuple[int, Tensor]]]:
+    def _groups_by_step(self) -> list[list[tuple[int, Tensor]]]:
         """The groups of every step, whose members go to the samples' device at once."""
-        steps = [[(size, rows) for size, rows in alike(length) if size] for length in self.length.T]
-        there = iter(sent([rows for groups in steps for _, rows in groups], self.samples.device))
+        steps = [
+            [(size, rows) for size, rows in group_equal_values(length) if size]
+            for length in self.length.T
+        ]
+        there = iter(
+            move_indices([rows for groups in steps for _, rows in groups], self.samples.device)
+        )
         return [[(size, next(there)) for size, _ in groups] for groups in steps]
 
 
@@ -299,7 +304,9 @@ def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients
     return keys + (away - (1 << 64) if away >> 63 else away)
 
 
-def alike(values: Int[Tensor, " entries"]) -> Iterator[tuple[int, Int[Tensor, " places"]]]:
+def group_equal_values(
+    values: Int[Tensor, " entries"],
+) -> Iterator[tuple[int, Int[Tensor, " places"]]]:
     """Return each value that occurs, in ascending order, and the places where it does.
 
     Example:
@@ -310,7 +317,7 @@ def alike(values: Int[Tensor, " entries"]) -> Iterator[tuple[int, Int[Tensor, " 
         yield value, (values == value).nonzero().flatten()
 
 
-def sent(
+def move_indices(
     parts: Sequence[Int[Tensor, " entries"]], device: torch.device
 ) -> list[Int[Tensor, " entries"]]:
     """Return index tensors on a device, to which they go in one copy."""
@@ -322,7 +329,7 @@ def sent(
 
 
 @dataclass(frozen=True)
-class Pairs:
+class EvaluationPairs:
     """Pairs of a model and a set of samples on which it is measured.
 
     Args:
@@ -339,21 +346,21 @@ class Pairs:
     count: Int[Tensor, " sets"]
     models: Int[Tensor, " pairs"]
     sets: Int[Tensor, " pairs"]
-    noise: Noise | None = None
+    noise: InputNoise | None = None
 
-    def there(self) -> "Pairs":
+    def to_sample_device(self) -> "EvaluationPairs":
         """Return the same pairs with all but the sizes of sets on the samples' device."""
         device = self.samples.device
         noise = None if self.noise is None else self.noise.to(device)
         places, models, sets = (each.to(device) for each in (self.places, self.models, self.sets))
         return replace(self, places=places, models=models, sets=sets, noise=noise)
 
-    def inputs(
+    def prepare_inputs(
         self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]
     ) -> Float[Tensor, "members width *features"]:
         """Return samples of some sets as the model takes them."""
-        x = self.samples.inputs(places)
-        return x if self.noise is None else self.noise.add(x, sets, 0, places)
+        x = self.samples.prepare_inputs(places)
+        return x if self.noise is None else self.noise.add_to(x, sets, 0, places)
 
 
 def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
@@ -368,7 +375,7 @@ def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"
     return lost
 
 
-def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
+def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
     """Return for each row the first row that equals it; a row with NaN may count as different from all others.
 
     Example:
@@ -383,7 +390,7 @@ def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
         leader: dict[float, int] = {}
         pairs = [(row, leader.setdefault(sums[row], row)) for row in open_]
         later = [(row, other) for row, other in pairs if row != other]
-        same = _equal(rows, later)
+        same = _compare_rows(rows, later)
         for (row, other), is_ in zip(later, same, strict=True):
             if is_:
                 first[row] = other
@@ -391,13 +398,13 @@ def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
     return first
 
 
-def _equal(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+def _compare_rows(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
     """Return for each pair of rows whether they are equal; a device is asked about many pairs at once."""
     if rows.device.type == "cpu":
         return [torch.equal(rows[one], rows[other]) for one, other in pairs]
     if not pairs:
         return []
-    size = max(1, _COMPARED // max(1, rows.shape[1]))
+    size = max(1, _MAX_COMPARED_ENTRIES // max(1, rows.shape[1]))
     one, other = torch.tensor(pairs).T.to(rows.device)
     found = [
         (rows[a] == rows[b]).all(1) for a, b in zip(one.split(size), other.split(size), strict=True)

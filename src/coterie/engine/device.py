@@ -9,7 +9,7 @@ from coterie.errors import ConfigError
 _KNOWN = "'cpu', 'cuda', or 'cuda:1' for the second device of several"
 
 
-def check(device: str) -> None:
+def check_device(device: str) -> None:
     """Refuse a device that this machine does not have, or on which Coterie does not compute.
 
     Args:
@@ -30,21 +30,21 @@ def check(device: str) -> None:
         return
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
-        raise ConfigError(f"device is {device!r}, but {_why_none()}, or set device = 'cpu'")
+        raise ConfigError(f"device is {device!r}, but {_why_no_cuda()}, or set device = 'cpu'")
     if int(found[1] or 0) >= number:
         known = "'cuda'" if number == 1 else f"'cuda:0' to 'cuda:{number - 1}'"
         raise ConfigError(f"device is {device!r}; this machine has {known}")
 
 
-def _why_none() -> str:
+def _why_no_cuda() -> str:
     """Say why there is no CUDA device, and what to do."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (pytorch.org/get-started)"
     return f"PyTorch {torch.__version__} finds no CUDA device: look at its driver (nvidia-smi)"
 
 
-def here() -> str:
+def describe_devices() -> str:
     """Say in a line which CUDA devices this machine has, or why it has none."""
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(number)]
-    return f"CUDA: {', '.join(names)}" if names else f"no CUDA: {_why_none()}"
+    return f"CUDA: {', '.join(names)}" if names else f"no CUDA: {_why_no_cuda()}"

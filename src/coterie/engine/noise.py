@@ -13,7 +13,7 @@ _WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Noise:
+class InputNoise:
     """Gaussian noise on prepared inputs.
 
     A draw depends on the client's key, the step, the sample's number within its client's data (or
@@ -27,22 +27,22 @@ class Noise:
         sigma: standard deviation, for each client; 0 for none.
         width: samples in each client's row of the padded data, or in the test set. Samples are
             addressed by their index in the flattened table, so a sample's number within its row is
-            that index modulo `width`.
+            that index modulo `samples_per_row`.
     """
 
     keys: Int[Tensor, " clients"]
     sigma: Float[Tensor, " clients"]
-    width: int
+    samples_per_row: int
 
-    def part(self, rows: slice) -> "Noise":
+    def select_clients(self, rows: slice) -> "InputNoise":
         """Return the noise of some of the clients."""
-        return Noise(self.keys[rows], self.sigma[rows], self.width)
+        return InputNoise(self.keys[rows], self.sigma[rows], self.samples_per_row)
 
-    def to(self, device: torch.device) -> "Noise":
+    def to(self, device: torch.device) -> "InputNoise":
         """Return the same noise for inputs on a device."""
-        return Noise(self.keys.to(device), self.sigma.to(device), self.width)
+        return InputNoise(self.keys.to(device), self.sigma.to(device), self.samples_per_row)
 
-    def add(
+    def add_to(
         self,
         x: Float[Tensor, "members samples *features"],
         members: Int[Tensor, " members"],
@@ -65,13 +65,15 @@ class Noise:
                 return x
         who = members[loud]
         start = splitmix(self.keys[who] + step)[:, None]
-        normal = gaussian(splitmix(start + places[loud] % self.width), math.prod(x.shape[2:]))
+        normal = draw_gaussian(
+            splitmix(start + places[loud] % self.samples_per_row), math.prod(x.shape[2:])
+        )
         scale = self.sigma[who].reshape(-1, *(1 for _ in x.shape[1:]))
         x[loud] += (scale * normal.reshape(len(who), *x.shape[1:])).to(x.dtype)
         return x
 
 
-def gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size"]:
+def draw_gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size"]:
     """Return standard normal draws, `size` of them for each key, in float64.
 
     Each 64 bits give two draws, so none is beyond 6.7. Keys must be well mixed: adjacent keys would

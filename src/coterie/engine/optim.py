@@ -9,7 +9,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import path_of
+from coterie._util.importing import find_import_path
 from coterie._util.settings import (
     Configurable,
     NonNegativeFloat,
@@ -18,9 +18,15 @@ from coterie._util.settings import (
     Share,
 )
 from coterie.engine import _own_optimizer
-from coterie.engine.privacy import DPSGD, require_accountant, stored_dp
-from coterie.engine.schedules import LrSchedule, Own, rates, read_schedules, stored_schedules
-from coterie.errors import ConfigError, require, unknown
+from coterie.engine.privacy import DPSGD, check_accountant, dp_table
+from coterie.engine.schedules import (
+    CustomSchedule,
+    LrSchedule,
+    compute_learning_rates,
+    parse_schedules,
+    schedule_tables,
+)
+from coterie.errors import ConfigError, describe_unknown, require
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
@@ -42,8 +48,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """The optimizers of every engine, with their arguments beside the learning rate and PyTorch's defaults of these."""
 
-_ARGUMENTS = tuple(dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments))
-YOUNGER = (*(name for name in _ARGUMENTS if name not in ("momentum", "weight_decay")),
+_OPTIMIZER_ARGUMENTS = tuple(
+    dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments)
+)
+ADDED_FIELDS = (*(name for name in _OPTIMIZER_ARGUMENTS if name not in ("momentum", "weight_decay")),
            "optimizer_options", "lr_schedule", "dp")  # fmt: skip
 """Fields of `LocalTraining` that are younger than runs that are about."""
 
@@ -124,19 +132,19 @@ class LocalTraining(Configurable):
     def __post_init__(self) -> None:
         """Keep what Python can name, and a file cannot, by its import path or as a table."""
         if isinstance(self.optimizer, type):
-            object.__setattr__(self, "optimizer", path_of(self.optimizer, "optimizer"))
-        object.__setattr__(self, "lr_schedule", stored_schedules(self.lr_schedule))
-        object.__setattr__(self, "dp", stored_dp(self.dp))
+            object.__setattr__(self, "optimizer", find_import_path(self.optimizer, "optimizer"))
+        object.__setattr__(self, "lr_schedule", schedule_tables(self.lr_schedule))
+        object.__setattr__(self, "dp", dp_table(self.dp))
         super().__post_init__()
 
     def check(self) -> None:
         """The arguments must be those of the optimizer, and only one with a state can keep it."""
-        if self.own is None and self.optimizer not in OPTIMIZERS:
+        if self.custom_optimizer is None and self.optimizer not in OPTIMIZERS:
             raise ConfigError(
-                f"{unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class"
+                f"{describe_unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class"
             )
         usual = {item.name: item.default for item in fields(self)}
-        for name in _ARGUMENTS:
+        for name in _OPTIMIZER_ARGUMENTS:
             if (
                 name not in OPTIMIZERS.get(self.optimizer, ())
                 and (found := getattr(self, name)) != usual[name]
@@ -146,13 +154,13 @@ class LocalTraining(Configurable):
                 )
                 advice = (
                     "put it into optimizer_options"
-                    if self.own
+                    if self.custom_optimizer
                     else f"leave it out, or take one of {who}"
                 )
                 raise ConfigError(
                     f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}"
                 )
-        plain = self.own is not None or not self.optimizer_options
+        plain = self.custom_optimizer is not None or not self.optimizer_options
         require(
             plain,
             "optimizer_options",
@@ -164,29 +172,29 @@ class LocalTraining(Configurable):
         require(ahead, "nesterov", True, "momentum above 0 and dampening 0 with it")
         if self.persistent_client_optimizer:
             text = f"one of {', '.join(OPTIMIZERS)} with it: the state of {self.optimizer!r} is not kept between rounds"
-            require(self.own is None, "persistent_client_optimizer", True, text)
+            require(self.custom_optimizer is None, "persistent_client_optimizer", True, text)
             sentence = (
                 "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
             )
-            require(self.moments > 0, "persistent_client_optimizer", True, sentence)
-        read_schedules(self.lr_schedule)
+            require(self.num_moments > 0, "persistent_client_optimizer", True, sentence)
+        parse_schedules(self.lr_schedule)
         text = f"one of {', '.join(OPTIMIZERS)} with dp: another class may look at more than the gradient"
-        require(self.own is None or self.dp is None, "optimizer", self.optimizer, text)
+        require(self.custom_optimizer is None or self.dp is None, "optimizer", self.optimizer, text)
 
     @property
-    def private(self) -> DPSGD | None:
+    def dp_settings(self) -> DPSGD | None:
         """The settings of DP-SGD; None for plain gradients."""
         return None if self.dp is None else DPSGD(**self.dp)
 
     @property
-    def own(self) -> str | None:
+    def custom_optimizer(self) -> str | None:
         """The import path of an optimizer that is not one of `OPTIMIZERS`; None for one of them."""
         return self.optimizer if ":" in self.optimizer else None
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def optimizer_arguments(self) -> dict[str, Any]:
         """The arguments of the optimizer beside `lr`, by PyTorch's names."""
-        if self.own:
+        if self.custom_optimizer:
             return dict(self.optimizer_options or {})
         usual, given = (
             OPTIMIZERS[self.optimizer],
@@ -197,7 +205,7 @@ class LocalTraining(Configurable):
     @property
     def schedules(self) -> tuple[LrSchedule, ...]:
         """The learning-rate schedules, whose factors multiply; none for a constant rate."""
-        return read_schedules(self.lr_schedule)
+        return parse_schedules(self.lr_schedule)
 
     @property
     def needs_rounds(self) -> bool:
@@ -205,7 +213,7 @@ class LocalTraining(Configurable):
         return any(one.over == "rounds" and one.needs_total for one in self.schedules)
 
     @property
-    def moments(self) -> int:
+    def num_moments(self) -> int:
         """How many numbers the optimizer remembers of each parameter."""
         moving = int(self.momentum > 0)
         counts = {
@@ -217,41 +225,47 @@ class LocalTraining(Configurable):
         }
         return counts.get(self.optimizer, 0)
 
-    def rates(
+    def learning_rates(
         self, length: Int[Tensor, "clients steps"], round: int, rounds: int | None
     ) -> Float[Tensor, "clients steps"] | None:
         """Return the learning rate of each step of a local training; None when it is `lr` in all; see `schedules`."""
         schedules = self.schedules
-        return rates(schedules, self.lr, length, round, rounds) if schedules else None
+        return (
+            compute_learning_rates(schedules, self.lr, length, round, rounds) if schedules else None
+        )
 
-    def verify(self) -> None:
+    def check_imports(self) -> None:
         """Import what is named by its path and try it on a few numbers.
 
         Raises:
             ConfigError: when it is not there, or does not do what is needed.
         """
-        if self.own:
-            _own_optimizer.check(self.own, self.arguments)
+        if self.custom_optimizer:
+            _own_optimizer.check_custom_optimizer(self.custom_optimizer, self.optimizer_arguments)
         if self.dp is not None:
-            require_accountant()
+            check_accountant()
         for schedule in self.schedules:
-            if isinstance(schedule, Own):
-                schedule.function()
+            if isinstance(schedule, CustomSchedule):
+                schedule.import_function()
 
-    def identity(self) -> dict[str, Any]:
+    def result_settings(self) -> dict[str, Any]:
         """Return what decides the results, in which younger fields are said only where they differ from defaults."""
         usual = {item.name: item.default for item in fields(self)}
-        younger = {*YOUNGER, "persistent_client_optimizer"}
+        younger = {*ADDED_FIELDS, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
-        return said if self.own else {**said, "weight_decay": self.arguments["weight_decay"]}
+        return (
+            said
+            if self.custom_optimizer
+            else {**said, "weight_decay": self.optimizer_arguments["weight_decay"]}
+        )
 
 
-GRADIENT = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
+GRADIENT_ONLY = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
 """A step that moves nothing, and whose momentum, which starts at zero, becomes the gradient: in every engine."""
 
 
 @dataclass(frozen=True)
-class Moments:
+class OptimizerState:
     """What clients keep of their optimizers between rounds, for each model that they train (a track).
 
     Args:
@@ -264,9 +278,9 @@ class Moments:
     taken: Int[Tensor, "clients tracks"]
 
     @staticmethod
-    def fresh(
+    def initial(
         local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]
-    ) -> "Moments":
+    ) -> "OptimizerState":
         """Return those of clients that have not trained.
 
         Args:
@@ -276,9 +290,9 @@ class Moments:
         """
         clients, trainable = rows.shape
         values = rows.new_full(
-            (clients, tracks, local.moments, trainable), local.initial_accumulator_value
+            (clients, tracks, local.num_moments, trainable), local.initial_accumulator_value
         )
-        return Moments(values, torch.zeros(clients, tracks, dtype=torch.int64))
+        return OptimizerState(values, torch.zeros(clients, tracks, dtype=torch.int64))
 
 
 class RowOptimizer:
@@ -292,7 +306,7 @@ class RowOptimizer:
         local: which optimizer and its settings.
         rows: the trainable parameters; only their shape and type are used.
         moments: the state to go on from, updated in place; a fresh one when None.
-        taken: with `moments`: steps taken before.
+        taken: with `num_moments`: steps taken before.
     """
 
     def __init__(
@@ -302,15 +316,16 @@ class RowOptimizer:
         moments: Float[Tensor, "clients moments trainable"] | None = None,
         taken: Int[Tensor, " clients"] | None = None,
     ) -> None:
-        if local.own:
+        if local.custom_optimizer:
             raise ConfigError(
-                f"optimizer {local.own!r} trains one client after another; expected engine = 'loop'"
+                f"optimizer {local.custom_optimizer!r} trains one client after another; expected engine = 'loop'"
             )
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
-        self.arguments = local.arguments
+        self.arguments = local.optimizer_arguments
         if moments is None:
             self.state = [
-                torch.full_like(rows, local.initial_accumulator_value) for _ in range(local.moments)
+                torch.full_like(rows, local.initial_accumulator_value)
+                for _ in range(local.num_moments)
             ]
         else:
             self.state = list(moments.unbind(1))
@@ -340,24 +355,28 @@ class RowOptimizer:
             count = (self.taken + number)[:, None].double()
         decay, kind = self.arguments["weight_decay"], self.local.optimizer
         if decay and kind == "adamw":
-            rows.mul_(_like(rows, 1 - rate * decay))
+            rows.mul_(_match_dtype(rows, 1 - rate * decay))
         elif decay:
             grads = grads.add_(rows * decay)
-        steps = {"sgd": self._sgd, "rmsprop": self._rmsprop, "adagrad": self._adagrad}
-        steps.get(kind, self._adam)(rows, grads, rate, count)
+        steps = {
+            "sgd": self._step_sgd,
+            "rmsprop": self._step_rmsprop,
+            "adagrad": self._step_adagrad,
+        }
+        steps.get(kind, self._step_adam)(rows, grads, rate, count)
 
-    def _sgd(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+    def _step_sgd(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         momentum, dampening = self.arguments["momentum"], self.arguments["dampening"]
         if momentum:
             own = grads
             if dampening:
                 later = (count > 1).double() if isinstance(count, Tensor) else count > 1
-                own = grads * _like(rows, 1 - dampening * later)
+                own = grads * _match_dtype(rows, 1 - dampening * later)
             velocity = self.state[0].mul_(momentum).add_(own)
             grads = grads.add_(velocity * momentum) if self.arguments["nesterov"] else velocity
-        rows.sub_(grads * _like(rows, rate))
+        rows.sub_(grads * _match_dtype(rows, rate))
 
-    def _adam(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+    def _step_adam(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         first, second = self.state
         beta1, beta2 = self.arguments["betas"]
         first.lerp_(grads, 1 - beta1)
@@ -365,7 +384,7 @@ class RowOptimizer:
         scale = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.arguments["eps"])
         rows.sub_(torch.div(first, scale).mul_(rate / (1 - beta1**count)))
 
-    def _rmsprop(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+    def _step_rmsprop(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         square, *others = self.state
         alpha, momentum = self.arguments["alpha"], self.arguments["momentum"]
         square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)
@@ -376,26 +395,28 @@ class RowOptimizer:
         change = grads / spread.sqrt().add_(self.arguments["eps"])
         if momentum:
             change = others[0].mul_(momentum).add_(change)
-        rows.sub_(change * _like(rows, rate))
+        rows.sub_(change * _match_dtype(rows, rate))
 
-    def _adagrad(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+    def _step_adagrad(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         total = self.state[0].addcmul_(grads, grads)
         change = grads / total.sqrt().add_(self.arguments["eps"])
-        rows.sub_(change * _like(rows, rate / (1 + (count - 1) * self.arguments["lr_decay"])))
+        rows.sub_(
+            change * _match_dtype(rows, rate / (1 + (count - 1) * self.arguments["lr_decay"]))
+        )
 
-    def take(self, chosen: Tensor) -> "RowOptimizer":
+    def select_rows(self, chosen: Tensor) -> "RowOptimizer":
         """Return the optimizer of some rows, on copies of their state."""
         part = RowOptimizer(self.local, torch.empty(0, 0))
         part.state = [one[chosen] for one in self.state]
         part.taken = None if self.taken is None else self.taken[chosen]
         return part
 
-    def put(self, chosen: Tensor, part: "RowOptimizer") -> None:
+    def store_rows(self, chosen: Tensor, part: "RowOptimizer") -> None:
         """Take back the state of some rows."""
         for own, other in zip(self.state, part.state, strict=True):
             own[chosen] = other
 
 
-def _like(rows: Tensor, value: Any) -> Any:
+def _match_dtype(rows: Tensor, value: Any) -> Any:
     """Return a number of each row in the type of the rows, in which it then multiplies them."""
     return value.to(rows.dtype) if isinstance(value, Tensor) else value

@@ -10,14 +10,14 @@ import torch
 from coterie.errors import ConfigError, require
 
 Precision = Literal["full", "tf32", "bf16"]
-_TURN = RLock()
+_LOCK = RLock()
 
 
-def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:
+def check_precision(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:
     """Refuse a precision that a device does not support.
 
     Args:
-        precision: see `computing`.
+        precision: see `product_precision`.
         cuda_graphs: whether steps are to be captured and replayed.
         device: where models live.
         dtype: of the models.
@@ -47,7 +47,7 @@ def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) ->
 
 
 @contextmanager
-def computing(precision: str, device: torch.device) -> Iterator[None]:
+def product_precision(precision: str, device: torch.device) -> Iterator[None]:
     """Compute products at a precision, and restore PyTorch's settings afterwards.
 
     Threads take turns: settings are those of the process, and modules are lent the tensors of one
@@ -58,27 +58,27 @@ def computing(precision: str, device: torch.device) -> Iterator[None]:
             with mantissas of 10 bits; "bf16": bfloat16 by `torch.autocast`.
         device: the device of the products.
     """
-    with _TURN, _set(precision, device):
+    with _LOCK, _set_precision(precision, device):
         yield
 
 
 @contextmanager
-def _set(precision: str, device: torch.device) -> Iterator[None]:
+def _set_precision(precision: str, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
         before = matmul.allow_tf32, cudnn.allow_tf32
         matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
         try:
-            with _autocast(precision, device):
+            with _make_autocast(precision, device):
                 yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
     else:
-        with _autocast(precision, device):
+        with _make_autocast(precision, device):
             yield
 
 
-def _autocast(precision: str, device: torch.device) -> torch.autocast:
+def _make_autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(
         device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
     )

@@ -21,11 +21,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie._util import extras
-from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveFloat, parse, plain
+from coterie._util.settings import (
+    NONE,
+    Configurable,
+    NonNegativeFloat,
+    PositiveFloat,
+    parse_settings,
+    to_plain,
+)
 from coterie.errors import ConfigError
 
 # of Rényi divergences: small epsilons have their best order there
-_MORE_ORDERS = (128, 256, 512, 1024)
+_EXTRA_ORDERS = (128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class DPSGD(Configurable):
     delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
 
 
-def stored_dp(given: Any) -> Any:
+def dp_table(given: Any) -> Any:
     """Return settings of DP-SGD as a study file keeps them: a table with every key, or None; what is none, as it is.
 
     Raises:
@@ -57,13 +64,13 @@ def stored_dp(given: Any) -> Any:
     if given is None or given == NONE:
         return None
     if isinstance(given, DPSGD):
-        return plain(given)
+        return to_plain(given)
     if not isinstance(given, Mapping):
         return given  # which the field's declaration refuses
-    return plain(parse(DPSGD, given, "dp"))
+    return to_plain(parse_settings(DPSGD, given, "dp"))
 
 
-Normal = Callable[[int, int, int], Float[np.ndarray, " trainable"]]
+DrawNormal = Callable[[int, int, int], Float[np.ndarray, " trainable"]]
 """(row of the client, step, number of the query) -> standard normal draws, one for each trained parameter."""
 
 
@@ -82,10 +89,10 @@ class PrivateSteps:
     dp: DPSGD
     expected: Float[Tensor, " clients"]
     count: Int[Tensor, " clients"]
-    normal: Normal
+    normal: DrawNormal
     query: int = 0
 
-    def part(self, rows: slice) -> "PrivateSteps":
+    def select_clients(self, rows: slice) -> "PrivateSteps":
         """Return those of some of the clients."""
         first = rows.start or 0
         return replace(
@@ -95,7 +102,7 @@ class PrivateSteps:
             normal=lambda row, step, query: self.normal(first + row, step, query),
         )
 
-    def at(self, step: int, query: int) -> "PrivateSteps":
+    def single_step(self, step: int, query: int) -> "PrivateSteps":
         """Return those of one step, as a training of its own."""
         return replace(
             self,
@@ -104,12 +111,15 @@ class PrivateSteps:
             query=query,
         )
 
-    def members(self, step: int) -> Int[Tensor, " members"]:
+    def active_clients(self, step: int) -> Int[Tensor, " active_clients"]:
         """Return who takes a step."""
         return (self.count > step).nonzero().flatten()
 
-    def released(
-        self, sums: Float[Tensor, "members trainable"], members: Int[Tensor, " members"], step: int
+    def add_noise(
+        self,
+        sums: Float[Tensor, "members trainable"],
+        members: Int[Tensor, " active_clients"],
+        step: int,
     ) -> Float[Tensor, "members trainable"]:
         """Return the private gradient of each member's batch.
 
@@ -126,7 +136,7 @@ class PrivateSteps:
         return sums.div_(self.expected[members, None].to(sums))
 
 
-def shares(
+def clip_factors(
     gradients: Float[Tensor, "samples trainable"], clip: float
 ) -> Float[Tensor, "samples 1"]:
     """Return the factor of each sample's gradient that shortens it to a norm of at most `clip`.
@@ -153,7 +163,7 @@ def shares(
 
 
 @dataclass(frozen=True, order=True)
-class Query:
+class PrivateQuery:
     """A kind of use of a client's training data.
 
     Args:
@@ -168,28 +178,30 @@ class Query:
 
 
 @dataclass
-class Spent:
+class PrivacyLedger:
     """How often the training data of each client were asked for a private gradient: all that epsilon depends on.
 
     Args:
         uses: by client and kind of query, how often.
     """
 
-    uses: dict[tuple[int, Query], int] = field(default_factory=dict)
+    uses: dict[tuple[int, PrivateQuery], int] = field(default_factory=dict)
 
-    def add(self, client: int, query: Query, times: int) -> None:
+    def add_uses(self, client: int, query: PrivateQuery, times: int) -> None:
         """Count uses of a client's data; a negative number takes back."""
         if times:
             self.uses[client, query] = self.uses.get((client, query), 0) + times
 
-    def share(self, other: "Spent", clients: Iterable[int]) -> None:
+    def charge_clients(self, other: "PrivacyLedger", clients: Iterable[int]) -> None:
         """Count all that another one has as used of the data of each of some clients, and empty it."""
         for client in clients:
             for (_, query), times in other.uses.items():
-                self.add(client, query, times)
+                self.add_uses(client, query, times)
         other.uses.clear()
 
-    def epsilon(self, ids: Int[Tensor, " clients"], delta: float) -> Float[Tensor, " clients"]:
+    def compute_epsilon(
+        self, ids: Int[Tensor, " clients"], delta: float
+    ) -> Float[Tensor, " clients"]:
         r"""Return the $\varepsilon$ of each client for a $\delta$, in float64: 0 for data that were not used.
 
         By Rényi divergences of the subsampled Gaussian mechanism (Mironov, Talwar, Zhang, 2019,
@@ -201,9 +213,9 @@ class Spent:
         divergence: dict[int, np.ndarray] = {}
         for (client, query), times in sorted(self.uses.items()):
             if client in wanted and times > 0:
-                divergence[client] = divergence.get(client, 0.0) + times * _divergences(query)
+                divergence[client] = divergence.get(client, 0.0) + times * _renyi_divergences(query)
         for client, values in divergence.items():
-            found[wanted[client]] = _epsilon(values, delta)
+            found[wanted[client]] = _smallest_epsilon(values, delta)
         return found
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -230,36 +242,36 @@ class Spent:
                 tensors[name].tolist() for name in ("client", "rate", "noise", "gradients", "times")
             ]
             for client, rate, noise, gradients, times in zip(*columns, strict=True):
-                self.uses[client, Query(rate, noise, gradients)] = times
+                self.uses[client, PrivateQuery(rate, noise, gradients)] = times
 
 
-def require_accountant() -> None:
+def check_accountant() -> None:
     """Refuse private training where the package that computes epsilon is not installed.
 
     Raises:
         ConfigError: with the command that installs it.
     """
     try:
-        _accountant()
+        _load_accountant()
     except ImportError as error:
         raise ConfigError(
-            f"dp needs an accountant, opacus, which cannot be imported ({error}); {extras.install('privacy')}"
+            f"dp needs an accountant, opacus, which cannot be imported ({error}); {extras.install_command('privacy')}"
         ) from None
 
 
 @lru_cache(maxsize=1)
-def _accountant() -> tuple[Any, tuple[float, ...]]:
+def _load_accountant() -> tuple[Any, tuple[float, ...]]:
     """Return opacus's formulas, and the orders of the divergences."""
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis import rdp
 
-    return rdp, tuple(map(float, (*RDPAccountant.DEFAULT_ALPHAS, *_MORE_ORDERS)))
+    return rdp, tuple(map(float, (*RDPAccountant.DEFAULT_ALPHAS, *_EXTRA_ORDERS)))
 
 
 @lru_cache(maxsize=4096)
-def _divergences(query: Query) -> Float[np.ndarray, " orders"]:
+def _renyi_divergences(query: PrivateQuery) -> Float[np.ndarray, " orders"]:
     """Return the Rényi divergence of each order."""
-    rdp, orders = _accountant()
+    rdp, orders = _load_accountant()
     noise = query.noise / query.gradients**0.5
     if not noise:
         return np.full(len(orders), np.inf)
@@ -268,9 +280,9 @@ def _divergences(query: Query) -> Float[np.ndarray, " orders"]:
     )
 
 
-def _epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
+def _smallest_epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
     """Return the smallest epsilon that any order gives."""
-    rdp, orders = _accountant()
+    rdp, orders = _load_accountant()
     if not np.isfinite(divergences).any():
         return float("inf")
     with warnings.catch_warnings():

@@ -16,8 +16,15 @@ from annotated_types import Gt, Le
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import imported, kind_of, path_of
-from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveInt, parse, plain
+from coterie._util.importing import find_import_path, import_object, parse_kind
+from coterie._util.settings import (
+    NONE,
+    Configurable,
+    NonNegativeFloat,
+    PositiveInt,
+    parse_settings,
+    to_plain,
+)
 from coterie.errors import ConfigError
 
 
@@ -44,7 +51,7 @@ class LrSchedule(Configurable):
         """Whether a factor depends on how many rounds or steps there are in all."""
         return False
 
-    def factor(self, number: int, total: int) -> float:
+    def lr_factor(self, number: int, total: int) -> float:
         """Return the factor on the learning rate.
 
         Args:
@@ -56,7 +63,7 @@ class LrSchedule(Configurable):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Warmup(LrSchedule):
+class WarmupSchedule(LrSchedule):
     """Rise in equal parts to the whole rate: `LinearLR` of PyTorch.
 
     Args:
@@ -69,14 +76,14 @@ class Warmup(LrSchedule):
     length: PositiveInt
     start: Annotated[float, Gt(0), Le(1)] = 1 / 3
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
         return self.start + (1 - self.start) * min(1.0, number / self.length)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Linear(LrSchedule):
+class LinearSchedule(LrSchedule):
     """Change in equal parts from one factor to another, then stay: `LinearLR` of PyTorch.
 
     Args:
@@ -96,8 +103,8 @@ class Linear(LrSchedule):
         """See `LrSchedule.needs_total`."""
         return self.length is None
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
         return self.start + (self.end - self.start) * min(
             1.0, number / (self.length or max(1, total))
         )
@@ -105,7 +112,7 @@ class Linear(LrSchedule):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Cosine(LrSchedule):
+class CosineSchedule(LrSchedule):
     """Fall along half a cosine, then stay: `CosineAnnealingLR` of PyTorch up to its `T_max`.
 
     Args:
@@ -123,15 +130,15 @@ class Cosine(LrSchedule):
         """See `LrSchedule.needs_total`."""
         return self.length is None
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
         way = min(1.0, number / (self.length or max(1, total)))
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * way)) / 2
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Exponential(LrSchedule):
+class ExponentialSchedule(LrSchedule):
     """Multiply by a factor each time: `ExponentialLR` of PyTorch.
 
     Args:
@@ -142,14 +149,14 @@ class Exponential(LrSchedule):
     summary: ClassVar[str] = "times `gamma` each round or step"
     gamma: Annotated[float, Gt(0)]
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
         return self.gamma**number
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Step(LrSchedule):
+class StepSchedule(LrSchedule):
     """Multiply by a factor now and then: `StepLR` and `MultiStepLR` of PyTorch.
 
     Args:
@@ -171,8 +178,8 @@ class Step(LrSchedule):
                 f"every is {self.every!r} and at is {list(self.at)}; expected one of the two"
             )
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
         passed = (
             sum(number >= one for one in self.at) if self.every is None else number // self.every
         )
@@ -181,7 +188,7 @@ class Step(LrSchedule):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Own(LrSchedule):
+class CustomSchedule(LrSchedule):
     """A function of yours, (number, total) -> factor, by its import path.
 
     Args:
@@ -198,9 +205,9 @@ class Own(LrSchedule):
         """See `LrSchedule.needs_total`."""
         return True
 
-    def factor(self, number: int, total: int) -> float:
-        """See `LrSchedule.factor`."""
-        found = self.function()(number, total)
+    def lr_factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.lr_factor`."""
+        found = self.import_function()(number, total)
         if (
             isinstance(found, bool)
             or not isinstance(found, Real)
@@ -212,14 +219,14 @@ class Own(LrSchedule):
             )
         return float(found)
 
-    def function(self) -> Callable[[int, int], Any]:
+    def import_function(self) -> Callable[[int, int], Any]:
         """Import the function.
 
         Raises:
             ConfigError: when it is not there, or does not take two numbers.
         """
         what = f"lr_schedule {self.path!r}"
-        found = imported(self.path, what)
+        found = import_object(self.path, what)
         try:
             inspect.signature(found).bind(0, 1)
         except (TypeError, ValueError) as error:
@@ -230,16 +237,17 @@ class Own(LrSchedule):
 
 
 SCHEDULES: dict[str, type[LrSchedule]] = {
-    one.kind: one for one in (Warmup, Linear, Cosine, Exponential, Step)
+    one.kind: one
+    for one in (WarmupSchedule, LinearSchedule, CosineSchedule, ExponentialSchedule, StepSchedule)
 }
 """Every bundled schedule by its name."""
 
-Given = str | Mapping[str, Any] | LrSchedule | Callable[[int, int], float]
+ScheduleLike = str | Mapping[str, Any] | LrSchedule | Callable[[int, int], float]
 """One schedule, as users give it: a name, an import path, a table, an instance or a function."""
 
 
-def read_schedules(
-    given: Given | Sequence[Given] | None, where: str = "lr_schedule"
+def parse_schedules(
+    given: ScheduleLike | Sequence[ScheduleLike] | None, where: str = "lr_schedule"
 ) -> tuple[LrSchedule, ...]:
     """Make schedules, without importing what is named by its path.
 
@@ -259,20 +267,20 @@ def read_schedules(
     if given is None:
         return ()
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return tuple(_read(one, f"{where}[{number}]") for number, one in enumerate(given))
-    return (_read(given, where),)
+        return tuple(_parse_schedule(one, f"{where}[{number}]") for number, one in enumerate(given))
+    return (_parse_schedule(given, where),)
 
 
-def _read(given: Given, where: str) -> LrSchedule:
+def _parse_schedule(given: ScheduleLike, where: str) -> LrSchedule:
     if isinstance(given, LrSchedule):
         return given
-    kind, table = kind_of(given, SCHEDULES, "schedule", where)
+    kind, table = parse_kind(given, SCHEDULES, "schedule", where)
     if kind in SCHEDULES:
-        return parse(SCHEDULES[kind], table, where)
-    return parse(Own, {**table, "path": kind}, where)
+        return parse_settings(SCHEDULES[kind], table, where)
+    return parse_settings(CustomSchedule, {**table, "path": kind}, where)
 
 
-def stored_schedules(given: Any) -> Any:
+def schedule_tables(given: Any) -> Any:
     """Return schedules as a study file keeps them: what is no plain value becomes a table.
 
     Example:
@@ -282,15 +290,15 @@ def stored_schedules(given: Any) -> Any:
     if given == NONE:  # which is a text, as a name is
         return None
     if isinstance(given, list | tuple):
-        return tuple(stored_schedules(one) for one in given)
-    if isinstance(given, Own):
+        return tuple(schedule_tables(one) for one in given)
+    if isinstance(given, CustomSchedule):
         return {"kind": given.path, "over": given.over}
     if isinstance(given, LrSchedule):
-        return {"kind": given.kind, **plain(given)}
-    return {"kind": path_of(given, "lr_schedule")} if callable(given) else given
+        return {"kind": given.kind, **to_plain(given)}
+    return {"kind": find_import_path(given, "lr_schedule")} if callable(given) else given
 
 
-def rates(
+def compute_learning_rates(
     schedules: Sequence[LrSchedule],
     lr: float,
     length: Int[Tensor, "clients steps"],
@@ -321,10 +329,10 @@ def rates(
                 raise ConfigError(
                     f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), their number"
                 )
-            found *= schedule.factor(max(0, round), rounds or 0)
+            found *= schedule.lr_factor(max(0, round), rounds or 0)
             continue
         for total in own.unique().tolist():
-            factors = [schedule.factor(step, total) for step in range(total)] + [0.0] * (
+            factors = [schedule.lr_factor(step, total) for step in range(total)] + [0.0] * (
                 length.shape[1] - total
             )
             found[own == total] *= torch.tensor(factors, dtype=torch.float64)

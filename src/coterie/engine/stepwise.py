@@ -12,15 +12,15 @@ from torch import Tensor
 from coterie._util import pages
 from coterie.engine._base import Engine
 from coterie.engine._batches import BatchPlan, last_epoch_mean
-from coterie.engine._work import Training, not_finite
-from coterie.engine.optim import GRADIENT, RowOptimizer
+from coterie.engine._work import TrainingWork, not_finite
+from coterie.engine.optim import GRADIENT_ONLY, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.functional import metrics
 
 
 @dataclass(eq=False)
-class Stepwise:
-    """One local training of some clients, whose steps a method takes itself; see `Task.stepwise`.
+class StepwiseTraining:
+    """One local training of some clients, whose steps a method takes itself; see `Task.train_stepwise`.
 
     Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train`
     would use in it.
@@ -39,7 +39,7 @@ class Stepwise:
             taken before.
         used: told that a gradient of a step's batch was taken, and how many there were so far with
             it.
-        only: which trained parameters `descend` moves; all when None.
+        only: which trained parameters `apply_gradient` moves; all when None.
 
     Attributes:
         count: the largest number of steps of any client.
@@ -47,7 +47,7 @@ class Stepwise:
     """
 
     engine: Engine
-    work: Training
+    work: TrainingWork
     block: int
     schedule: BatchPlan
     foreign: Callable[[int, int], AbstractContextManager[None]]
@@ -58,15 +58,15 @@ class Stepwise:
     only: Bool[Tensor, " trainable"] | None = None
     losses: Float[Tensor, "clients steps"] = field(init=False)
     _samples: Int[Tensor, " clients"] = field(init=False)  # processed
-    _optimizers: "dict[int, _Kept]" = field(init=False, default_factory=dict)
+    _optimizers: "dict[int, _TrackOptimizer]" = field(init=False, default_factory=dict)
     # gradients of each step's batch
     _asked: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse an optimizer that cannot be asked for single steps."""
-        if self.work.local.own:
+        if self.work.local.custom_optimizer:
             raise ConfigError(
-                f"optimizer {self.work.local.own!r} is not known here; this method takes its steps itself, with one of "
+                f"optimizer {self.work.local.custom_optimizer!r} is not known here; this method takes its steps itself, with one of "
                 "Coterie's own optimizers: 'sgd' or 'adam', for example"
             )
         length = self.work.length
@@ -74,15 +74,15 @@ class Stepwise:
         self._samples = torch.zeros(len(length), dtype=torch.int64)
 
     @property
-    def count(self) -> int:
+    def num_steps(self) -> int:
         """The largest number of steps of any client."""
-        return self.work.steps
+        return self.work.num_steps
 
-    def active(self, step: int) -> Bool[Tensor, " clients"]:
+    def active_clients(self, step: int) -> Bool[Tensor, " clients"]:
         """Return, on the CPU, which clients have a batch in a step: after its last one a client has none."""
-        return self.schedule.taken[:, step]
+        return self.schedule.active_steps[:, step]
 
-    def gradient(
+    def compute_gradient(
         self, params: Float[Tensor, "clients params"], step: int
     ) -> Float[Tensor, "clients trainable"]:
         """Return the gradient of the mean loss of each client's batch; zeros for a client without one.
@@ -98,8 +98,8 @@ class Stepwise:
         shape = len(params), 1, trainable
         found = pages.empty(*shape, dtype=params.dtype, device=params.device).zero_()
         work = replace(
-            self.work.at(step, self._asked.get(step, 0)),
-            local=GRADIENT,
+            self.work.single_step(step, self._asked.get(step, 0)),
+            local=GRADIENT_ONLY,
             moments=found,
             taken=torch.zeros(len(params), dtype=torch.int64),
             foreign=lambda row: self.foreign(step, row),
@@ -113,7 +113,7 @@ class Stepwise:
         self.spent(time.perf_counter() - started)
         return found[:, 0]
 
-    def descend(
+    def apply_gradient(
         self,
         params: Float[Tensor, "clients params"],
         gradient: Float[Tensor, "clients trainable"],
@@ -130,19 +130,19 @@ class Stepwise:
         """
         started = time.perf_counter()
         if track not in self._optimizers:
-            self._optimizers[track] = _Kept(
+            self._optimizers[track] = _TrackOptimizer(
                 *self.kept(track), torch.zeros(len(params), dtype=torch.int64)
             )
         self._optimizers[track].step(self, params, gradient, step)
         self.spent(time.perf_counter() - started)
 
-    def rates(self, step: int) -> Float[Tensor, " clients"]:
+    def learning_rates(self, step: int) -> Float[Tensor, " clients"]:
         """Return the learning rate of each client in a step, in float64 and on the CPU."""
         if self.work.rates is None:
             return torch.full((len(self.work.length),), self.work.local.lr, dtype=torch.float64)
         return self.work.rates[:, step]
 
-    def report(self, *params: Float[Tensor, "clients params"]) -> dict[str, Tensor]:
+    def finish(self, *params: Float[Tensor, "clients params"]) -> dict[str, Tensor]:
         """End the training, and return what `Task.train` reports: `train_samples` counts those of all gradients.
 
         Args:
@@ -152,7 +152,7 @@ class Stepwise:
         for track, optimizer in self._optimizers.items():
             if optimizer.moments is not None and optimizer.before is not None:
                 self.leave(track, optimizer.moments, optimizer.before + optimizer.taken)
-        stepped = self.schedule.length > 0
+        stepped = self.schedule.batch_sizes > 0
         losses = self.losses
         lost = torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
         for models in params:
@@ -166,7 +166,7 @@ class Stepwise:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _TrackOptimizer:
     """An optimizer on the trained parameters of the clients, or on some of them.
 
     Args:
@@ -181,26 +181,26 @@ class _Kept:
     _optimizer: RowOptimizer | None = None
     _calls: int = 0
 
-    def step(self, steps: Stepwise, params: Tensor, gradient: Tensor, step: int) -> None:
-        """Take a step; see `Stepwise.descend`. Who has a batch now had one in each step before."""
-        columns = _columns(steps.only, steps.engine.layout.trainable)
+    def step(self, steps: StepwiseTraining, params: Tensor, gradient: Tensor, step: int) -> None:
+        """Take a step; see `StepwiseTraining.apply_gradient`. Who has a batch now had one in each step before."""
+        columns = _select_columns(steps.only, steps.engine.layout.trainable)
         inside = isinstance(columns, slice)
         rows, slope = params[:, columns], gradient[:, columns]
         if self._optimizer is None:
             moments = None if self.moments is None else self.moments[:, :, columns]
             self._optimizer = RowOptimizer(steps.work.local, rows, moments, self.before)
-        active, rate = steps.active(step), None
+        active, rate = steps.active_clients(step), None
         if steps.work.rates is not None:
-            rate = steps.rates(step)[:, None].to(params.device)
+            rate = steps.learning_rates(step)[:, None].to(params.device)
         self._calls += 1
         self.taken += active
         if bool(active.all()):
             self._optimizer.step(rows, slope, self._calls, rate)
         else:
             members = active.nonzero().flatten().to(params.device)
-            part, some = self._optimizer.take(members), rows[members]
+            part, some = self._optimizer.select_rows(members), rows[members]
             part.step(some, slope[members], self._calls, None if rate is None else rate[members])
-            self._optimizer.put(members, part)
+            self._optimizer.store_rows(members, part)
             rows[members] = some
         if not inside:
             params[:, columns] = rows
@@ -208,7 +208,7 @@ class _Kept:
                 self.moments[:, :, columns] = torch.stack(self._optimizer.state, 1)
 
 
-def _columns(
+def _select_columns(
     only: Bool[Tensor, " trainable"] | None, trainable: int
 ) -> slice | Int[Tensor, " columns"]:
     """Return the columns of a row that are moved: a range where they lie together, which needs no copy."""

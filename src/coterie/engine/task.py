@@ -16,40 +16,53 @@ from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
-from coterie.engine._base import MODULE_ERRORS, measured
-from coterie.engine._batches import BatchPlan, last_epoch_mean, plan, rate, smallest, steps
-from coterie.engine._choice import default_block, make
-from coterie.engine._work import Pairs, RawSamples, Training, distinct, not_finite
-from coterie.engine.device import check as check_device
-from coterie.engine.noise import Noise
-from coterie.engine.optim import LocalTraining, Moments
-from coterie.engine.precision import check as check_precision
-from coterie.engine.privacy import PrivateSteps, Query, Spent
-from coterie.engine.stepwise import Stepwise
+from coterie.engine._base import MODULE_ERRORS, metric_names
+from coterie.engine._batches import (
+    BatchPlan,
+    count_steps,
+    draw_batches,
+    last_epoch_mean,
+    poisson_rate,
+    smallest_batch_size,
+)
+from coterie.engine._choice import default_block, make_engine
+from coterie.engine._work import (
+    EvaluationPairs,
+    RawSamples,
+    TrainingWork,
+    first_equal_rows,
+    not_finite,
+)
+from coterie.engine.device import check_device as check_device
+from coterie.engine.noise import InputNoise
+from coterie.engine.optim import LocalTraining, OptimizerState
+from coterie.engine.precision import check_precision as check_precision
+from coterie.engine.privacy import PrivacyLedger, PrivateQuery, PrivateSteps
+from coterie.engine.stepwise import StepwiseTraining
 from coterie.errors import ConfigError, ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
-from coterie.functional.losses import Loss, loss_targets, usual_loss
+from coterie.functional.losses import Loss, cast_targets, default_loss
 from coterie.functional.metrics import SampleMetric, Undefined
 from coterie.models.layout import (
     BUFFER_POLICIES,
-    Inputs,
+    FunctionalBatchNorm,
+    InputConversion,
     Layout,
     ModelSource,
-    ReturnedBatchNorm,
-    initial,
-    source,
-    template,
+    draw_initial_params,
+    make_template,
+    resolve_model,
 )
-from coterie.models.part import Part
+from coterie.models.part import ParameterSharing
 from coterie.rng import EVERYONE, Rng
 
 
 @dataclass(frozen=True)
-class Positions:
+class SplitPositions:
     """Positions of the samples of one split in each client's row, padded with 0."""
 
-    at: Int[Tensor, "clients samples"]
+    indices: Int[Tensor, "clients samples"]
     count: Int[Tensor, " clients"]
 
 
@@ -60,15 +73,15 @@ class Shared:
     federation: Federation
     samples: RawSamples  # every sample of every client, one after another
     tests: tuple[RawSamples, ...]
-    positions: dict[str, Positions]
+    positions: dict[str, SplitPositions]
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     # by split: models, losses; NaN: not yet
     scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     train_seconds: float = 0.0
-    spent: Spent = field(default_factory=Spent)
+    spent: PrivacyLedger = field(default_factory=PrivacyLedger)
 
 
-def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
+def find_positions(split: Int[Tensor, "clients samples"], wanted: int) -> SplitPositions:
     """Find the samples of one split.
 
     Args:
@@ -81,10 +94,12 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
         :, : max(1, int(count.max()))
     ]
     inside = torch.arange(order.shape[1]) < count[:, None]
-    return Positions(torch.where(inside, order, 0), count)
+    return SplitPositions(torch.where(inside, order, 0), count)
 
 
-def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) -> Inputs:
+def _find_input_conversion(
+    module: nn.Module, federation: Federation, dtype: torch.dtype
+) -> InputConversion:
     """Return what becomes of an input before the module takes it.
 
     Whole numbers stay whole for a module that can take them (an embedding needs them), and are
@@ -93,13 +108,13 @@ def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) ->
     x = federation.x[0, :2]
     whole = not (federation.parts or x.is_floating_point() or is_images(x[0]))
     if not whole:
-        return Inputs(federation.parts)
-    layout = Layout(module, dtype, Inputs(whole=True))
+        return InputConversion(federation.parts)
+    layout = Layout(module, dtype, InputConversion(whole=True))
     try:
         with torch.no_grad():
             layout.eval_module(x)
     except MODULE_ERRORS:
-        return Inputs()
+        return InputConversion()
     return layout.arguments
 
 
@@ -107,15 +122,15 @@ def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) ->
 class Carried:
     """The state of the optimizers of the clients of a round: what trainings start from, and what they leave."""
 
-    before: Moments
-    after: Moments | None = None  # a copy, made when the first training ends
+    before: OptimizerState
+    after: OptimizerState | None = None  # a copy, made when the first training ends
 
     def leave(
         self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0
     ) -> None:
         """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
         if self.after is None:
-            self.after = Moments(self.before.values.clone(), self.before.taken.clone())
+            self.after = OptimizerState(self.before.values.clone(), self.before.taken.clone())
         lost = not_finite(moments.flatten(1))
         moments[lost] = initial
         self.after.values[rows, track] = moments
@@ -140,7 +155,7 @@ class Task:
         buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters,
             "local" keeps each client's own, "reset" restores the initial ones.
         shared: patterns of the tensors that clients share; everything when empty. See
-            `models.part.chosen`.
+            `models.part.match_patterns`.
         similarity_on: patterns of the tensors in which models are compared, of those that are
             trained and shared.
         home: (layout) -> patterns of the tensors that stay at home beside.
@@ -158,7 +173,7 @@ class Task:
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
-        own_optimizer: `LocalTraining.own`, which only the loop engine runs.
+        own_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
         rounds: of the run, for learning-rate schedules that run over all of them.
         pool: the task of one client that has everybody's samples, for methods that declare that
             they need it.
@@ -215,11 +230,13 @@ class Task:
         check_device(device)
         check_precision(precision, cuda_graphs, device, dtype)
         federation.validate()
-        self.model = source(model, federation.features, federation.outputs)
-        module = template(self.model)
-        self.objective = loss or usual_loss(federation.y.flatten(0, 1), federation.classes)
-        self.layout = Layout(module, dtype, _arguments(module, federation, dtype)).to(device)
-        self.part = Part.of(
+        self.model = resolve_model(model, federation.features, federation.outputs)
+        module = make_template(self.model)
+        self.objective = loss or default_loss(federation.y.flatten(0, 1), federation.classes)
+        self.layout = Layout(module, dtype, _find_input_conversion(module, federation, dtype)).to(
+            device
+        )
+        self.part = ParameterSharing.from_patterns(
             self.layout, shared, similarity_on, () if home is None else home(self.layout), owner
         )
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
@@ -229,10 +246,10 @@ class Task:
             federation.classes,
         )
         self.clusters = clusters
-        where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
+        where = {name: find_positions(federation.split, number) for name, number in SPLITS.items()}
 
         def samples(x: Tensor, y: Tensor) -> RawSamples:
-            targets = loss_targets(self.objective, y, dtype).to(device)
+            targets = cast_targets(self.objective, y, dtype).to(device)
             return RawSamples(x.to(device), targets, dtype, federation.mean, federation.std)
 
         everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
@@ -244,12 +261,12 @@ class Task:
         self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
         probe = torch.arange(8) % max(1, len(everything))
-        x, y = everything.inputs(probe), everything.targets(probe)
+        x, y = everything.prepare_inputs(probe), everything.prepare_targets(probe)
         self._check_outputs(x)
-        self.metrics = tuple(one for one in metrics if one.name not in measured(self.objective))
+        self.metrics = tuple(one for one in metrics if one.name not in metric_names(self.objective))
         for metric in self.metrics:
-            self.objective.require(metric, y)
-        self.engine = make(
+            self.objective.check_metric_fits(metric, y)
+        self.engine = make_engine(
             engine,
             self.layout,
             self.objective,
@@ -282,7 +299,7 @@ class Task:
             )
         for samples in (self._shared.samples, *self._shared.tests):
             if len(samples):
-                self.objective.fits(outputs, samples.y)
+                self.objective.check_data(outputs, samples.y)
 
     def check_batches(self, local: LocalTraining) -> None:
         """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.
@@ -291,10 +308,15 @@ class Task:
             ModelError: with the client, and what to do.
         """
         counts = self.counts("train").tolist()
-        alone = [row for row, samples in enumerate(counts) if smallest(local, samples) == 1]
+        alone = [
+            row for row, samples in enumerate(counts) if smallest_batch_size(local, samples) == 1
+        ]
         if not alone or self._takes_one():
             return
-        name, samples = self._shared.federation.name_of(int(self._at[alone[0]])), counts[alone[0]]
+        name, samples = (
+            self._shared.federation.client_name(int(self._at[alone[0]])),
+            counts[alone[0]],
+        )
         more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
         needs, other = (
             "batch normalization needs two or more",
@@ -320,11 +342,11 @@ class Task:
             ModelError: for batch normalization, or a loss that joins the samples of a batch.
             ConfigError: for a delta of 1 / training samples of a client, or more.
         """
-        if local.private is None:
+        if local.dp_settings is None:
             return
         for name, part in self.layout.train_module.named_modules():
             kind = type(part).__name__.removeprefix("Returned")
-            joins = isinstance(part, ReturnedBatchNorm | nn.modules.batchnorm._BatchNorm)
+            joins = isinstance(part, FunctionalBatchNorm | nn.modules.batchnorm._BatchNorm)
             if joins or (
                 isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
             ):
@@ -337,7 +359,7 @@ class Task:
                 f"local.dp needs a loss of each sample, and loss {self.objective.kind!r} joins those of a batch: take "
                 "another loss, or leave dp out"
             )
-        most, delta = int(self.counts("train").max()), local.private.delta
+        most, delta = int(self.counts("train").max()), local.dp_settings.delta
         if delta * most >= 1:
             raise ConfigError(
                 f"dp.delta is {delta:g}; expected less than 1 / {most}, the most training samples of a client: with "
@@ -349,7 +371,7 @@ class Task:
         try:
             with torch.no_grad():
                 copy.deepcopy(self.layout.train_module)(
-                    self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64))
+                    self._shared.samples.prepare_inputs(torch.zeros(1, dtype=torch.int64))
                 )
         except ValueError as error:
             return "more than one value a channel" not in str(error)
@@ -363,7 +385,7 @@ class Task:
         return self._shared.federation
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> PrivacyLedger:
         """What private training has spent of each hosted client's privacy so far, all views of this task together."""
         return self._shared.spent
 
@@ -414,30 +436,30 @@ class Task:
         """Return the first models again; with a shared start, a view of one row."""
         if self._fixed:
             return (
-                self.layout.flatten_copy(self.layout.train_module)
+                self.layout.flatten_rewritten(self.layout.train_module)
                 .to(self.device)
                 .expand(len(self), -1)
             )
         key = (rng.seed, self.init_mode)
         if self.init_mode != "per_client":
             if key not in self._shared.origins:
-                self._shared.origins[key] = self._draw(rng.at(-1), EVERYONE)
+                self._shared.origins[key] = self._draw(rng.at_round(-1), EVERYONE)
             return self._shared.origins[key].expand(len(self), -1)
-        return torch.stack([self._draw(rng.at(-1), client) for client in self.ids.tolist()])
+        return torch.stack([self._draw(rng.at_round(-1), client) for client in self.ids.tolist()])
 
     def _draw(self, rng: Rng, client: int) -> Tensor:
         if self.init_mode == "given":
-            return self.layout.flatten_copy(self.layout.train_module).to(self.device)
-        return initial(self.model, self.layout, rng, client).to(self.device)
+            return self.layout.flatten_rewritten(self.layout.train_module).to(self.device)
+        return draw_initial_params(self.model, self.layout, rng, client).to(self.device)
 
     def fresh(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
         """Return independently drawn first models, the same in every process; the first of them is $w^0$.
 
         With `init="given"` the first has the module's own values and the others are drawn.
         """
-        first = self._draw(rng.at(-1), EVERYONE)
+        first = self._draw(rng.at_round(-1), EVERYONE)
         others = [
-            initial(self.model, self.layout, rng.at(-1), purpose=f"init.{c}")
+            draw_initial_params(self.model, self.layout, rng.at_round(-1), purpose=f"init.{c}")
             for c in range(1, count)
         ]
         return torch.stack([first, *(row.to(self.device) for row in others)])
@@ -451,22 +473,22 @@ class Task:
         """
         start = self.layout.trainable
         if self.buffers == "average" or start == self.layout.size:
-            return self.part.kept(before, merged)
+            return self.part.keep_local(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
             own = (
-                self.layout.flatten_copy(self.layout.train_module)[start:]
+                self.layout.flatten_rewritten(self.layout.train_module)[start:]
                 .to(merged)
                 .expand(len(merged), -1)
             )
-        return self.part.kept(before, torch.cat([merged[:, :start], own], dim=1))
+        return self.part.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
 
     # ------------------------------------------------------------------ data
 
     def _places(self, split: str) -> Int[Tensor, "clients samples"]:
         """Return the indices of each hosted client's samples of a split among all samples."""
         width = self._shared.federation.split.shape[1]
-        return self._at[:, None] * width + self._shared.positions[split].at[self._at]
+        return self._at[:, None] * width + self._shared.positions[split].indices[self._at]
 
     def class_counts(self) -> Int[Tensor, "clients classes"]:
         """Return how many training samples of each class every hosted client has; no columns for regression."""
@@ -481,7 +503,7 @@ class Task:
 
     # ------------------------------------------------------------------ training
 
-    def carrying(self, moments: Moments | None) -> "Task":
+    def carrying(self, moments: OptimizerState | None) -> "Task":
         """Return a view whose clients continue from an optimizer state, if the local training keeps one.
 
         All its trainings start from that state; what they leave is in `moments` of the view.
@@ -494,17 +516,19 @@ class Task:
         return view
 
     @property
-    def moments(self) -> Moments | None:
+    def moments(self) -> OptimizerState | None:
         """The state of these clients' optimizers after the trainings of this view and of its rows; None if not kept."""
         if self._carried is None:
             return None
         carried, rows = self._carried
         left = carried.after or carried.before
         return (
-            left if len(rows) == len(left.taken) else Moments(left.values[rows], left.taken[rows])
+            left
+            if len(rows) == len(left.taken)
+            else OptimizerState(left.values[rows], left.taken[rows])
         )
 
-    def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
+    def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> OptimizerState:
         """Return the initial state of the optimizers.
 
         Args:
@@ -514,11 +538,11 @@ class Task:
         like = torch.empty(1, dtype=self.dtype, device=self.device).expand(
             len(self), self.layout.trainable
         )
-        return Moments.fresh(local, tracks, like)
+        return OptimizerState.initial(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
         """Return the most optimizer steps any hosted client takes in one local training."""
-        return max((steps(local, int(n)) for n in self.samples), default=0)
+        return max((count_steps(local, int(n)) for n in self.samples), default=0)
 
     def train(
         self,
@@ -562,7 +586,9 @@ class Task:
                 f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}"
             )
         started = time.perf_counter()
-        schedule = plan(local, self.counts("train"), self.ids, self._hidden(rng, local), purpose)
+        schedule = draw_batches(
+            local, self.counts("train"), self.ids, self._hidden(rng, local), purpose
+        )
         moments, taken = self._kept(local, track)
         work = replace(
             self._training(rng, local, schedule, purpose, inputs),
@@ -573,20 +599,24 @@ class Task:
         )
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
-        stepped = schedule.length > 0
+        stepped = schedule.batch_sizes > 0
         lost = not_finite(out) | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
         info = {
             metrics.LOSS.name: last_epoch_mean(losses, schedule),
             "losses": losses,
-            "train_samples": schedule.length.sum(1),
+            "train_samples": schedule.batch_sizes.sum(1),
             metrics.DIVERGED.name: lost,
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
             carried.leave(
-                rows, track, moments, taken + schedule.taken.sum(1), local.initial_accumulator_value
+                rows,
+                track,
+                moments,
+                taken + schedule.active_steps.sum(1),
+                local.initial_accumulator_value,
             )
-        self._use(local, schedule.taken.sum(1), 1)
+        self._use(local, schedule.active_steps.sum(1), 1)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 
@@ -597,15 +627,15 @@ class Task:
         schedule: BatchPlan,
         purpose: str,
         inputs: Mapping[str, Tensor] | None = None,
-    ) -> Training:
+    ) -> TrainingWork:
         """Return a local training as engines take it, from a fresh optimizer; see `train`."""
         noise = self._noise(rng, f"{purpose}.noise")
-        order = schedule.order.clamp(min=0)
+        order = schedule.sample_order.clamp(min=0)
         places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
-        return Training(
+        return TrainingWork(
             self._shared.samples,
             places.to(self.device),
-            schedule.length,
+            schedule.batch_sizes,
             local,
             inputs=inputs or {},
             keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys)
@@ -613,8 +643,10 @@ class Task:
             else None,
             augment=self._augment(local, rng, purpose),
             noise=None if noise is None else noise.to(self._shared.samples.device),
-            rates=local.rates(schedule.taken.to(torch.int64), rng.round, self.rounds),
-            foreign=lambda row: rng.torch_globals(
+            rates=local.learning_rates(
+                schedule.active_steps.to(torch.int64), rng.round, self.rounds
+            ),
+            foreign=lambda row: rng.temporary_torch_seed(
                 f"{purpose}.torch", int(self.ids[row]), self.device
             ),
             private=self._private(rng, local, schedule, purpose),
@@ -624,14 +656,14 @@ class Task:
         """Return the streams of which batches and noise are drawn."""
         return (
             rng
-            if local.private is None or self._secret is None
+            if local.dp_settings is None or self._secret is None
             else replace(rng, seed=self._secret)
         )
 
     def _private(
         self, rng: Rng, local: LocalTraining, schedule: BatchPlan, purpose: str
     ) -> PrivateSteps | None:
-        if local.private is None or schedule.count is None:
+        if local.dp_settings is None or schedule.poisson_steps is None:
             return None
         self.check_private(local)
         hidden, size = self._hidden(rng, local), self.layout.trainable
@@ -641,20 +673,20 @@ class Task:
             return stream.standard_normal(size)
 
         expected = self.counts("train").clamp(max=local.batch_size).double()
-        return PrivateSteps(local.private, expected, schedule.count, normal)
+        return PrivateSteps(local.dp_settings, expected, schedule.poisson_steps, normal)
 
     def _use(self, local: LocalTraining, times: Int[Tensor, " clients"], number: int) -> None:
         """Count so many batches of each client of which a private gradient was released, the `number`-th of it."""
-        if local.private is None:
+        if local.dp_settings is None:
             return
-        noise, spent = local.private.noise_multiplier, self._shared.spent
+        noise, spent = local.dp_settings.noise_multiplier, self._shared.spent
         for client, samples, often in zip(
             self.ids.tolist(), self.counts("train").tolist(), times.tolist(), strict=True
         ):
-            share = rate(local, samples)
-            spent.add(client, Query(share, noise, number), often)
+            share = poisson_rate(local, samples)
+            spent.add_uses(client, PrivateQuery(share, noise, number), often)
             if number > 1:
-                spent.add(client, Query(share, noise, number - 1), -often)
+                spent.add_uses(client, PrivateQuery(share, noise, number - 1), -often)
 
     def stepwise(
         self,
@@ -663,7 +695,7 @@ class Task:
         *,
         purpose: str = "batches",
         only: Bool[Tensor, " trainable"] | None = None,
-    ) -> Stepwise:
+    ) -> StepwiseTraining:
         """Return a local training whose steps a method takes itself, gradient by gradient.
 
         For methods whose local work is not `train`'s: several models that move together, a gradient
@@ -688,7 +720,9 @@ class Task:
                     steps.descend(params, steps.gradient(params, step), step)
                 info = steps.report(params)
         """
-        schedule = plan(local, self.counts("train"), self.ids, self._hidden(rng, local), purpose)
+        schedule = draw_batches(
+            local, self.counts("train"), self.ids, self._hidden(rng, local), purpose
+        )
 
         def spent(seconds: float) -> None:
             self._shared.train_seconds += seconds
@@ -698,18 +732,20 @@ class Task:
                 carried, rows = self._carried
                 carried.leave(rows, track, moments, taken, local.initial_accumulator_value)
 
-        return Stepwise(
+        return StepwiseTraining(
             self.engine,
             self._training(rng, local, schedule, purpose),
             self.block,
             schedule,
-            lambda step, row: rng.torch_globals(
+            lambda step, row: rng.temporary_torch_seed(
                 f"{purpose}.torch.{step}", int(self.ids[row]), self.device
             ),
             spent,
             leave,
             lambda track: self._kept(local, track),
-            lambda step, number: self._use(local, schedule.taken[:, step].to(torch.int64), number),
+            lambda step, number: self._use(
+                local, schedule.active_steps[:, step].to(torch.int64), number
+            ),
             only,
         )
 
@@ -725,11 +761,11 @@ class Task:
         if self._carried is not None:
             carried, rows = self._carried
             pool = pool.carrying(
-                Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]])
+                OptimizerState(carried.before.values[rows[:1]], carried.before.taken[rows[:1]])
             )
         started = time.perf_counter()
         out, info = pool.train(params, rng, local)
-        self._shared.spent.share(pool.spent, self.ids.tolist())
+        self._shared.spent.charge_clients(pool.spent, self.ids.tolist())
         self._shared.train_seconds += time.perf_counter() - started
         if self._carried is not None and (left := pool.moments) is not None:
             carried, rows = self._carried
@@ -757,14 +793,14 @@ class Task:
 
     def _keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
         """Return the keys of the clients' draws for a purpose, where the samples are."""
-        return rng.keys(purpose, self.ids).to(self.device)
+        return rng.draw_keys(purpose, self.ids).to(self.device)
 
-    def _noise(self, rng: Rng, purpose: str) -> Noise | None:
+    def _noise(self, rng: Rng, purpose: str) -> InputNoise | None:
         federation = self._shared.federation
         if federation.noise is None:
             return None
-        return Noise(
-            rng.keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1]
+        return InputNoise(
+            rng.draw_keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1]
         )
 
     def _kept(self, local: LocalTraining, track: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -781,11 +817,11 @@ class Task:
         if local.augment == "none":
             return None
         samples = self._shared.samples
-        if len(samples.features) != 3:
+        if len(samples.input_shape) != 3:
             raise ModelError(
-                f"local.augment is {local.augment!r}; it takes images, found shape {samples.features}"
+                f"local.augment is {local.augment!r}; it takes images, found shape {samples.input_shape}"
             )
-        return CropFlip(self._keys(rng, f"{purpose}.augment"), local.padding, samples.black())
+        return CropFlip(self._keys(rng, f"{purpose}.augment"), local.padding, samples.black_pixel())
 
     # ------------------------------------------------------------------ evaluation
 
@@ -814,13 +850,13 @@ class Task:
     ) -> Float[Tensor, "clients samples"]:
         """Return the loss of each client's model on each sample of its own, on the CPU; NaN behind its last sample."""
         places, counts, everybody = self._places(split), self.counts(split), torch.arange(len(self))
-        pairs = Pairs(self._shared.samples, places, counts, everybody, everybody)
+        pairs = EvaluationPairs(self._shared.samples, places, counts, everybody, everybody)
         found = torch.full(places.shape, torch.nan, dtype=self.dtype)
-        for client, _, outputs in self.engine.outputs(
+        for client, _, outputs in self.engine.iterate_outputs(
             params, pairs, self.layout.zero_inputs(len(params)), self.block
         ):
             count = int(counts[client])
-            targets = self._shared.samples.targets(places[client, :count])
+            targets = self._shared.samples.prepare_targets(places[client, :count])
             found[client, :count] = self.objective(outputs[0], targets).to(found)
         return found
 
@@ -849,7 +885,13 @@ class Task:
         return out
 
     def _completed(
-        self, part: Part, own: Tensor, table: Tensor, models: Tensor, clients: Tensor, split: str
+        self,
+        part: ParameterSharing,
+        own: Tensor,
+        table: Tensor,
+        models: Tensor,
+        clients: Tensor,
+        split: str,
     ) -> Float[Tensor, " pairs"]:
         """Measure shared parts, each with the home part of who measures it, as many models at once as memory holds."""
         found = []
@@ -858,7 +900,7 @@ class Task:
                 table[models[some].to(table.device)],
                 own[clients[some].to(own.device)],
             )
-            joined = part.kept(readers, received)
+            joined = part.keep_local(readers, received)
             found.append(
                 self._measure(joined, torch.arange(len(some)), clients[some], split)[
                     metrics.LOSS.name
@@ -893,7 +935,7 @@ class Task:
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Measure pairs of (row of the table, hosted client) on the client's own data."""
         noise = self._noise(self._rng, "noise")
-        pairs = Pairs(
+        pairs = EvaluationPairs(
             self._shared.samples, self._places(split), self.counts(split), models, clients, noise
         )
         values = self._run(table, pairs, inputs)
@@ -902,10 +944,10 @@ class Task:
         return {metrics.LOSS.name: values[metrics.LOSS.name]} if repeats else values
 
     def _run(
-        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None
+        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
         extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
-        return self.engine.measure(table, pairs, extra, self.block)
+        return self.engine.measure_pairs(table, pairs, extra, self.block)
 
     def evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
@@ -925,7 +967,7 @@ class Task:
             for name in self.engine.metrics
         }
         serves = self._shared.federation.test_of[self._at]
-        same = distinct(params) if inputs is None else torch.arange(len(params))
+        same = first_equal_rows(params) if inputs is None else torch.arange(len(params))
         for number in range(len(self._shared.tests)):
             rows = (serves == number).nonzero().flatten()
             models, which = same[rows].unique(return_inverse=True)
@@ -950,7 +992,7 @@ class Task:
             metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted
         }
         serves = self._shared.federation.test_of[self._at]
-        same = distinct(params) if inputs is None else torch.arange(len(params))
+        same = first_equal_rows(params) if inputs is None else torch.arange(len(params))
         for number, test in enumerate(self._shared.tests if wanted else ()):
             rows = (serves == number).nonzero().flatten()
             models, which = same[rows].unique(return_inverse=True)
@@ -960,8 +1002,8 @@ class Task:
                 for metric in wanted
             }
             extra = self.layout.zero_inputs(len(params)) if inputs is None else inputs
-            targets = test.targets(torch.arange(len(test)))
-            for _, part, outputs in self.engine.outputs(params, pairs, extra, self.block):
+            targets = test.prepare_targets(torch.arange(len(test)))
+            for _, part, outputs in self.engine.iterate_outputs(params, pairs, extra, self.block):
                 for pair, own in zip(part.tolist(), outputs, strict=True):
                     for metric in wanted:
                         values[metric.name][pair] = self._judge(metric, own, targets)
@@ -971,26 +1013,26 @@ class Task:
 
     def _judge(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> float:
         """Return a metric of one model's outputs."""
-        seen = self.objective.seen_by(metric, outputs, targets)
+        seen = self.objective.metric_inputs(metric, outputs, targets)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Undefined)  # a NaN says it, and the run says why
             return metric(*(seen if metric.each else (each.cpu() for each in seen)))
 
-    def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
+    def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> EvaluationPairs:
         test = self._shared.tests[number]
         everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
-        return Pairs(
+        return EvaluationPairs(
             test, everything, size, models, torch.zeros_like(models), self._test_noise(number, 1)
         )
 
-    def _test_noise(self, number: int, sets: int) -> Noise | None:
+    def _test_noise(self, number: int, sets: int) -> InputNoise | None:
         """Return the noise of a test set that is cut into so many sets: that of its samples, however it is cut."""
         test = self._shared.federation.tests[number]
         if not test.noise:
             return None
         key = self._rng.generator(f"noise.test.{test.name}").integers(1 << 62)
         sigma = torch.full((sets,), test.noise, dtype=torch.float64)
-        return Noise(torch.full((sets,), int(key)), sigma, len(test.x))
+        return InputNoise(torch.full((sets,), int(key)), sigma, len(test.x))
 
     def evaluate_by_class(
         self, params: Float[Tensor, "clients params"]
@@ -1006,7 +1048,7 @@ class Task:
         }
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
-        serves, same = self._shared.federation.test_of[self._at], distinct(params)
+        serves, same = self._shared.federation.test_of[self._at], first_equal_rows(params)
         for place, test in enumerate(self._shared.tests):
             rows = (serves == place).nonzero().flatten()
             chosen, which = same[rows].unique(return_inverse=True)
@@ -1018,7 +1060,9 @@ class Task:
                 chosen.repeat_interleave(len(found)),
                 torch.arange(len(found)).repeat(len(chosen)),
             )
-            pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
+            pairs = EvaluationPairs(
+                test, places, count, models, sets, self._test_noise(place, len(found))
+            )
             means = {
                 n: v.reshape(len(chosen), len(found))
                 for n, v in self._run(params, pairs, None).items()
@@ -1033,7 +1077,7 @@ class Task:
 
     def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""
-        chosen, which = distinct(models).unique(return_inverse=True)
+        chosen, which = first_equal_rows(models).unique(return_inverse=True)
         right, total = torch.zeros(len(chosen), dtype=self.dtype), 0
         for number, test in enumerate(self._shared.tests):
             right += self._run(models, self._whole_test(number, chosen), None)[

@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.settings import Configurable, PositiveFloat
-from coterie.exchange.base import SAMPLES, Around, Exchange, Inbox, Limits, Message
+from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Limits, Message
 from coterie.functional import metrics, similarity
-from coterie.models.part import Part
+from coterie.models.part import ParameterSharing
 
 _LASTS = 0.9  # a shorter step than before counts as this share of the one before
 _STRIKES = 16  # quarantine grows no longer than 2 to the power of one less
@@ -42,7 +42,7 @@ class Acceptance(Configurable):
             others.
         clip: a model counts as if it were no farther from the reader's than `clip` times the
             reader's own training step (the largest of the recent ones).
-        samples: a peer counts for no more than `samples` times as many training samples as the
+        samples: a peer counts for no more than `num_samples` times as many training samples as the
             reader has.
         quarantine: leave a peer unread for 1, 2, 4, ... rounds, up to 32,768, each time that it is
             refused; each time that it is accepted takes one doubling back.
@@ -72,7 +72,7 @@ class Reputation:
     until: Int[Tensor, "clients population"]
 
     @staticmethod
-    def start(first: Float[Tensor, " clients"], population: int) -> "Reputation":
+    def from_first_losses(first: Float[Tensor, " clients"], population: int) -> "Reputation":
         """Return the memory of clients that judged nobody."""
         strikes, until = (
             torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32)
@@ -81,27 +81,29 @@ class Reputation:
             first.double(), torch.zeros(len(first), dtype=torch.float64), strikes, until
         )
 
-    def take(self, rows: Int[Tensor, " rows"]) -> "Reputation":
+    def take_rows(self, rows: Int[Tensor, " rows"]) -> "Reputation":
         """Return the memory of some clients."""
         return Reputation(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
-    def trained(
+    def after_training(
         self,
-        part: Part,
+        part: ParameterSharing,
         before: Float[Tensor, "clients params"],
         after: Float[Tensor, "clients params"],
     ) -> "Reputation":
         """Return the memory after a local training; one that changed nothing, or diverged, says nothing."""
         rows = torch.arange(len(after))[:, None]
-        moved = _distance(part, before, after, rows, torch.ones_like(rows, dtype=torch.bool))[:, 0]
+        moved = _shared_distances(
+            part, before, after, rows, torch.ones_like(rows, dtype=torch.bool)
+        )[:, 0]
         new = torch.maximum(moved, _LASTS * self.step)
         return replace(self, step=torch.where((moved > 0) & moved.isfinite(), new, self.step))
 
-    def readable(self, round: int) -> Bool[Tensor, "clients population"]:
+    def readable_members(self, round: int) -> Bool[Tensor, "clients population"]:
         """Return whom each client reads in a round; before the first one, everybody."""
         return self.until <= max(round, 0)
 
-    def judged(
+    def after_round(
         self,
         round: int,
         refused: Bool[Tensor, "clients population"],
@@ -124,7 +126,7 @@ class Judge(Protocol):
 
     samples: Tensor
     population: int
-    part: Part
+    part: ParameterSharing
 
     def counts(self, split: str) -> Int[Tensor, " clients"]:
         """Return how many samples each client has in a split."""
@@ -143,16 +145,16 @@ class Judge(Protocol):
 
 def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
     """Return the loss of each client's model on the data that it judges with, in float64; NaN without data."""
-    found = {split: task.loss(params, split).double().cpu() for split in _splits(task)}
-    return _by_split(task, found, torch.full((len(params),), torch.nan, dtype=torch.float64))
+    found = {split: task.loss(params, split).double().cpu() for split in _splits_to_judge_by(task)}
+    return _choose_by_split(task, found, torch.full((len(params),), torch.nan, dtype=torch.float64))
 
 
-def _splits(task: Judge) -> list[str]:
+def _splits_to_judge_by(task: Judge) -> list[str]:
     seen = task.counts("validation") > 0
     return [split for split, some in (("validation", seen), ("train", ~seen)) if bool(some.any())]
 
 
-def _by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
+def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
     """Choose for each client the values of its validation data, or of its training data where it has no others."""
     seen, out = task.counts("validation") > 0, nothing
     for split, value in found.items():
@@ -161,15 +163,17 @@ def _by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tens
     return out
 
 
-def _distance(part: Part, own: Tensor, table: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+def _shared_distances(
+    part: ParameterSharing, own: Tensor, table: Tensor, index: Tensor, mask: Tensor
+) -> Tensor:
     """Return the distances of what is shared."""
     if not part.whole:
-        own, table = part.shared.of(own), part.shared.of(table)
-    return similarity.distance(own, table, index, mask)
+        own, table = part.shared.select_from(own), part.shared.select_from(table)
+    return similarity.l2_distances(own, table, index, mask)
 
 
 @dataclass
-class _Pulled:
+class _PullDecision:
     """What was decided of the slots of one exchange of models."""
 
     peers: Tensor
@@ -178,7 +182,7 @@ class _Pulled:
     accepted: Tensor
 
 
-class Accepting(Around[Exchange]):
+class AcceptingExchange(ExchangeWrapper[Exchange]):
     """A wrapper of another exchange that refuses and bounds what is read, for the clients of one round.
 
     Args:
@@ -195,7 +199,7 @@ class Accepting(Around[Exchange]):
         self.inner, self.rules, self.task, self.round = inner, rules, task, round
         self.reputation = reputation
         self.passes = torch.zeros(len(reputation.first), dtype=torch.int64)
-        self._pulled: list[_Pulled] = []
+        self._pulled: list[_PullDecision] = []
         self._own: tuple[Tensor, Tensor] | None = None  # models, losses
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -203,23 +207,23 @@ class Accepting(Around[Exchange]):
         inbox = self.inner.pull(message, peers)
         column = peers.clamp(min=0)
         barred = (
-            ~self.reputation.readable(self.round).gather(1, column)
+            ~self.reputation.readable_members(self.round).gather(1, column)
             if self.rules.quarantine
             else peers < -1
         )
         arrived = inbox.mask & ~barred
-        fine = arrived & _sound(inbox, arrived)
+        fine = arrived & _check_numbers(inbox, arrived)
         scale = torch.ones(fine.shape, dtype=torch.float64)
         if message.params.shape[1]:
-            fine = self._useful(replace(inbox, mask=fine), message.params)
+            fine = self._check_losses(replace(inbox, mask=fine), message.params)
             radius = self.rules.clip * self.reputation.step[:, None]
-            far = _distance(self.task.part, message.params, inbox.table, inbox.index, fine)
+            far = _shared_distances(self.task.part, message.params, inbox.table, inbox.index, fine)
             scale = torch.where(fine & (radius > 0) & (far > radius), radius / far, scale)
-        self._pulled.append(_Pulled(peers, scale, arrived & ~fine, fine))
+        self._pulled.append(_PullDecision(peers, scale, arrived & ~fine, fine))
         most = self.rules.samples * self.task.samples.double()
         return replace(inbox, mask=fine, limits=Limits(message.params, scale, most))
 
-    def _useful(self, inbox: Inbox, own: Tensor) -> Bool[Tensor, "clients peers"]:
+    def _check_losses(self, inbox: Inbox, own: Tensor) -> Bool[Tensor, "clients peers"]:
         """Return which models are not much worse than their reader's, on its own data."""
         if self._own is None or self._own[0] is not own:
             self._own = own, own_losses(self.task, own)
@@ -228,12 +232,12 @@ class Accepting(Around[Exchange]):
         bound = torch.fmax(self.rules.worse * mine, first)
         bound = torch.where(mine.isfinite(), bound, first)
         counts, found = torch.zeros_like(self.passes), {}
-        for split in _splits(self.task):
+        for split in _splits_to_judge_by(self.task):
             rows = (self.task.counts("validation") > 0) == (split == "validation")
             some = inbox.mask & rows[:, None]
             found[split] = self.task.score(replace(inbox, mask=some), split).double().cpu()
             counts = torch.where(rows, self.task.counts(split), counts)
-        losses = _by_split(
+        losses = _choose_by_split(
             self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64)
         )
         self.passes = self.passes + inbox.mask.sum(1) * counts
@@ -244,9 +248,9 @@ class Accepting(Around[Exchange]):
         self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
     ) -> None:
         """Take note of how far the clients' own training moved their models."""
-        self.reputation = self.reputation.trained(self.task.part, before, after)
+        self.reputation = self.reputation.after_training(self.task.part, before, after)
 
-    def judged(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
+    def finish_round(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
         """Return what the clients remember after the round, and the report of the round with what was judged.
 
         Mixing weights become those that counted, after clipping; the passes of the trials are added
@@ -259,7 +263,7 @@ class Accepting(Around[Exchange]):
                 rows, at = slots.nonzero(as_tuple=True)
                 found[rows, one.peers[rows, at]] = True
         reputation = (
-            self.reputation.judged(self.round, refused, accepted)
+            self.reputation.after_round(self.round, refused, accepted)
             if self.rules.quarantine
             else self.reputation
         )
@@ -273,7 +277,7 @@ class Accepting(Around[Exchange]):
                 info["peers"] >= 0
             )
         if "peers" in info and "weights" in info and "own_weight" in info:
-            counted = info["weights"] * self._scale_of(info["peers"]).to(info["weights"])
+            counted = info["weights"] * self._slot_scales(info["peers"]).to(info["weights"])
             rest = torch.where(info["arrived"], info["weights"] - counted, 0).sum(1)
             out |= {
                 "weights": counted,
@@ -281,7 +285,7 @@ class Accepting(Around[Exchange]):
             }
         return reputation, out
 
-    def _scale_of(self, peers: Int[Tensor, "clients slots"]) -> Float[Tensor, "clients slots"]:
+    def _slot_scales(self, peers: Int[Tensor, "clients slots"]) -> Float[Tensor, "clients slots"]:
         out = torch.ones(peers.shape, dtype=torch.float64)
         for one in self._pulled:
             same = (peers[:, :, None] == one.peers[:, None, :]) & one.accepted[:, None, :]
@@ -290,7 +294,9 @@ class Accepting(Around[Exchange]):
         return out
 
 
-def _sound(inbox: Inbox, arrived: Bool[Tensor, "clients peers"]) -> Bool[Tensor, "clients peers"]:
+def _check_numbers(
+    inbox: Inbox, arrived: Bool[Tensor, "clients peers"]
+) -> Bool[Tensor, "clients peers"]:
     """Return which messages are numbers throughout, and claim some samples where they claim any."""
     sound = torch.ones(max(1, len(inbox.table)), dtype=torch.bool)
     parts = [inbox.table, *(value for value in inbox.fields.values() if value.is_floating_point())]

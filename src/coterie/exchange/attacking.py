@@ -15,10 +15,10 @@ from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.importing import imported_function
-from coterie._util.settings import Configurable, OwnFunction, PositiveFloat
-from coterie.errors import ConfigError, require, unknown
-from coterie.exchange.base import SAMPLES, Around, Exchange, Inbox, Message, Rule
+from coterie._util.importing import import_function
+from coterie._util.settings import Configurable, CustomFunction, PositiveFloat
+from coterie.errors import ConfigError, describe_unknown, require
+from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Message, Rule
 from coterie.rng import Rng
 
 LABEL_FLIP, COPY, LITTLE = "label-flip", "copy", "a-little-is-enough"
@@ -47,7 +47,7 @@ class Attack(Configurable):
         samples: the number of training samples that they claim; their own when None.
     """
 
-    kind: str | OwnFunction
+    kind: str | CustomFunction
     clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)]
     strength: PositiveFloat | None = None
     samples: PositiveFloat | None = None
@@ -55,24 +55,24 @@ class Attack(Configurable):
     def check(self) -> None:
         """A kind is known, or an import path; a strength is for kinds that have one."""
         if ":" not in str(self.kind) and self.kind not in KINDS:
-            known = unknown("kind", str(self.kind), KINDS)
+            known = describe_unknown("kind", str(self.kind), KINDS)
             raise ConfigError(f"{known}, or an import path (package.module:name)")
         fits = self.strength is None or self.kind not in (LABEL_FLIP, COPY)
         require(fits, "strength", self.strength, f"none for {self.kind!r}")
 
     @property
-    def looks(self) -> bool:
+    def needs_honest_models(self) -> bool:
         """Whether it depends on what the honest clients publish."""
         return str(self.kind) not in KINDS or self.kind == LITTLE
 
     @property
-    def power(self) -> float:
+    def effective_strength(self) -> float:
         """The strength, given or not."""
         return STRENGTHS.get(str(self.kind), 1.0) if self.strength is None else self.strength
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttackContext:
     """What an attack of yours knows.
 
     Args:
@@ -92,7 +92,7 @@ class Seen:
     rng: Rng
 
 
-class Attacking(Around[Exchange]):
+class AttackingExchange(ExchangeWrapper[Exchange]):
     """A wrapper of another exchange of all clients, in which some attack.
 
     Args:
@@ -126,19 +126,19 @@ class Attacking(Around[Exchange]):
         }
         self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._rng, self._number = rng, 0
-        self.inner.begin(rng)
+        self.inner.begin_round(rng)
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round."""
         self._active = ids
-        self.inner.enter(ids)
+        self.inner.set_active(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, the attackers what their attack says, and read."""
-        inbox = self.inner.pull(self._attacked(message), peers)
+        inbox = self.inner.pull(self._attack_message(message), peers)
         if message.params.shape[1]:
             for row, client in enumerate(self._active.tolist()):
                 arrived = inbox.mask[row].nonzero().flatten()
@@ -147,24 +147,26 @@ class Attacking(Around[Exchange]):
                     self._copied[client] = inbox.table[inbox.index[row, lowest]].clone()
         return inbox
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send to the server, the attackers what their attack says."""
-        return self.inner.serve(self._attacked(message), rule, shared)
+        return self.inner.ask_server(self._attack_message(message), rule, shared)
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Pass a round in which no client of this process takes part, while others gather what attackers look at."""
-        if not self._gathers:
-            return self.inner.idle(exchanges)
+        if not self._needs_gather:
+            return self.inner.skip_round(exchanges)
         for _ in range(exchanges):
-            self._everybody(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
-            self.inner.idle(1)
+            self._gather_published(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+            self.inner.skip_round(1)
         return None
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing: an attacker what its attack makes of its model now."""
-        self.inner.retire(ids, self._models(params, ids))
+        self.inner.retire_clients(ids, self._replace_models(params, ids))
 
-    def _attacked(self, message: Message) -> Message:
+    def _attack_message(self, message: Message) -> Message:
         number, self._number = self._number, self._number + 1
         fields = dict(message.fields)
         if SAMPLES in fields:
@@ -172,23 +174,28 @@ class Attacking(Around[Exchange]):
             for attack, ids in self.groups:
                 if attack.samples is not None:
                     fields[SAMPLES][torch.isin(self._active, ids)] = attack.samples
-        models = self._models(
-            message.params, self._active, number, self._everybody(message.params, self._active)
+        models = self._replace_models(
+            message.params,
+            self._active,
+            number,
+            self._gather_published(message.params, self._active),
         )
         return replace(message, params=models, fields=fields)
 
     @property
-    def _gathers(self) -> bool:
+    def _needs_gather(self) -> bool:
         """Whether an attack depends on models that other processes host."""
-        return self.gather is not None and any(attack.looks for attack, _ in self.groups)
+        return self.gather is not None and any(
+            attack.needs_honest_models for attack, _ in self.groups
+        )
 
-    def _everybody(self, params: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_published(self, params: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the models that all publish in an exchange, and whose they are, where an attack depends on them."""
-        if self.gather is None or not self._gathers:
+        if self.gather is None or not self._needs_gather:
             return params, ids
         return self.gather(params), self.gather(ids[:, None].double()).flatten().long()
 
-    def _models(
+    def _replace_models(
         self,
         params: Tensor,
         ids: Tensor,
@@ -198,18 +205,20 @@ class Attacking(Around[Exchange]):
         """Return models, those of the attackers changed; what has no columns stays."""
         out = params.clone()
         for attack, members in self.groups if params.shape[1] else ():
-            known, whose = everybody if everybody is not None and attack.looks else (params, ids)
+            known, whose = (
+                everybody if everybody is not None and attack.needs_honest_models else (params, ids)
+            )
             rows = torch.isin(whose, members).nonzero().flatten()
             if len(rows):
                 honest = known[~self.attackers[whose].to(known.device)]
-                made = self._made(attack, known[rows], honest, whose[rows], number).to(out)
+                made = self._make_models(attack, known[rows], honest, whose[rows], number).to(out)
                 out[torch.isin(ids, members)] = made[torch.isin(whose[rows], ids)]
         return out
 
-    def _made(
+    def _make_models(
         self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int
     ) -> Tensor:
-        kind, power = str(attack.kind), attack.power
+        kind, power = str(attack.kind), attack.effective_strength
         if kind == LABEL_FLIP:
             return own
         if kind == COPY:
@@ -230,8 +239,10 @@ class Attacking(Around[Exchange]):
             others = honest if len(honest) else own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)
-        function = imported_function(kind, f"attack {kind!r}")
-        made = function(Seen(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng))
+        function = import_function(kind, f"attack {kind!r}")
+        made = function(
+            AttackContext(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng)
+        )
         if not isinstance(made, Tensor) or made.shape != own.shape:
             found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise ConfigError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie.errors import ExchangeError
-from coterie.models.part import Part
+from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 
 # entries of a mix done at once: the temporary stays in a CPU's cache
@@ -63,7 +63,7 @@ class Message:
     def __len__(self) -> int:
         return len(self.params)
 
-    def rows(self, rows: Int[Tensor, " rows"]) -> "Message":
+    def take_rows(self, rows: Int[Tensor, " take_rows"]) -> "Message":
         """Return some of the rows; all rows in their order are not copied."""
         if torch.equal(rows, torch.arange(len(self))):
             return self
@@ -77,7 +77,7 @@ class Message:
         return sum(t[0].numel() * t.element_size() for t in each) if len(self.params) else 0
 
 
-def to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
+def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
     """Return the messages of some exchanges, each with ids, as tensors `name.NUMBER...` for a checkpoint."""
     out: dict[str, Tensor] = {}
     for number, message in messages.items():
@@ -87,8 +87,8 @@ def to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
     return out
 
 
-def from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]:
-    """Invert `to_tensors`; tensors of other names are passed over."""
+def messages_from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]:
+    """Invert `messages_to_tensors`; tensors of other names are passed over."""
     out = {}
     for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
         head = f"{name}.{number}.field."
@@ -133,8 +133,8 @@ class Inbox:
             table are 0.
         own: the reader's own models then, with which the received parts are completed to be
             measured.
-        limits: how far a message may move its reader, where that is bounded. `field`, `mix` and
-            `received` keep to it; `table` and `fields` hold what was sent.
+        limits: how far a message may move its reader, where that is bounded. `field_by_slot`, `mix` and
+            `limited_models` keep to it; `table` and `fields` hold what was sent.
     """
 
     table: Float[Tensor, "senders params"]
@@ -144,18 +144,20 @@ class Inbox:
     age: Int[Tensor, "clients peers"]
     fields: Mapping[str, Shaped[Tensor, "senders ..."]]
     bytes: Int[Tensor, "clients peers"]
-    part: Part | None = None
+    part: ParameterSharing | None = None
     own: Float[Tensor, "clients params"] | None = None
     limits: Limits | None = None
 
-    def field(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
+    def field_by_slot(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
         """Return an extra of each slot's sender. Slots without a message hold some sender's value: use the mask."""
         value = self.fields[name][self.index]
         if self.limits is None or name != SAMPLES:
             return value
         return torch.minimum(value, self.limits.samples[:, None].to(value))
 
-    def received(self, row: int, slots: Int[Tensor, " slots"]) -> Float[Tensor, "slots params"]:
+    def limited_models(
+        self, row: int, slots: Int[Tensor, " slots"]
+    ) -> Float[Tensor, "slots params"]:
         """Return the models in some slots of one client, each no farther from its own than the limits allow."""
         models = self.table[self.index[row, slots].to(self.table.device)]
         if self.limits is None:
@@ -178,18 +180,18 @@ class Inbox:
         short, the rest of its weight goes to the model that the reader published.
         """
         if self.limits is None:
-            mixed = self._mixed(weights, own, own_weight)
+            mixed = self._mix_models(weights, own, own_weight)
         else:
             counted = (weights * self.limits.scale.to(weights)).to(weights.dtype)
-            mixed = self._mixed(counted, own, own_weight)
+            mixed = self._mix_models(counted, own, own_weight)
             order = torch.argsort(self.peers, dim=1, stable=True)
             rest = torch.where(self.mask, weights - counted, 0).gather(1, order).sum(1)
             short = (rest != 0).nonzero().flatten().to(mixed.device)
             if len(short):
                 mixed[short] += rest.to(mixed)[short, None] * self.limits.own[short]
-        return mixed if self.part is None else self.part.kept(own, mixed)
+        return mixed if self.part is None else self.part.keep_local(own, mixed)
 
-    def _mixed(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
+    def _mix_models(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)
@@ -231,14 +233,14 @@ class Reply:
     fields: Mapping[str, Shaped[Tensor, "senders ..."]] = field(default_factory=dict)
 
     @staticmethod
-    def everything(table: Float[Tensor, "senders params"], clients: int) -> "Reply":
+    def to_every_client(table: Float[Tensor, "senders params"], clients: int) -> "Reply":
         """Answer every client with the whole table."""
         return Reply(table, torch.arange(len(table)).expand(clients, len(table)))
 
-    def inbox(self, rows: Int[Tensor, " rows"] | None = None) -> Inbox:
+    def to_inbox(self, rows: Int[Tensor, " rows"] | None = None) -> Inbox:
         """Return the answer as an inbox of the clients in some rows; sender ids are rows of the table."""
         index = self.index if rows is None else self.index[rows]
-        size = nbytes_row(self.table) + sum(nbytes_row(v) for v in self.fields.values())
+        size = row_nbytes(self.table) + sum(row_nbytes(v) for v in self.fields.values())
         return Inbox(
             table=self.table,
             index=index,
@@ -276,7 +278,7 @@ Rule = Callable[[Any, Message], tuple[Any, Reply]]
 """A server's pure function: (shared state, message of the cohort in the order of ids) -> (shared state, reply)."""
 
 
-def nbytes_row(table: Shaped[Tensor, "senders ..."]) -> int:
+def row_nbytes(table: Shaped[Tensor, "senders ..."]) -> int:
     """Return the size of one row in bytes."""
     return table.element_size() * (table[0].numel() if len(table) else 0)
 
@@ -300,11 +302,11 @@ class PeersMissing(ExchangeError):
 class Exchange(Protocol):
     """The only door to other clients. Its contract is `coterie.testing.check_exchange`."""
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start the round of `rng`. Its exchanges are numbered from 0."""
         ...
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the hosted clients that take part from now on; messages have these ids, in this order."""
         ...
 
@@ -317,23 +319,27 @@ class Exchange(Protocol):
         """
         ...
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send the messages to the server, which applies `rule` once to those of the cohort, and return its answer."""
         ...
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
         """Return the clients that take part from now on: computed by the server, received from it elsewhere.
 
-        The server waits for these clients in `serve`. May be called again in a round, for another
+        The server waits for these clients in `ask_server`. May be called again in a round, for another
         group.
         """
         ...
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing these models, with the extras of their last messages."""
         ...
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Pass a round in which no client of this process takes part; stopped clients still publish."""
         ...
 
@@ -347,7 +353,7 @@ owners have none.
 """
 
 
-def gathering(exchange: Exchange) -> Gather | None:
+def find_gather(exchange: Exchange) -> Gather | None:
     """Return what brings together rows of the whole cohort; None where all are hosted here, or nobody may see them."""
     return getattr(exchange, "gather", None)
 
@@ -355,7 +361,7 @@ def gathering(exchange: Exchange) -> Gather | None:
 Inner = TypeVar("Inner", bound=Exchange)
 
 
-class Around(Generic[Inner]):
+class ExchangeWrapper(Generic[Inner]):
     """An exchange around another one, `inner`, that passes on what a subclass does not write anew."""
 
     inner: Inner
@@ -370,33 +376,37 @@ class Around(Generic[Inner]):
         """What brings together rows of the whole cohort, where several processes host one population."""
         return getattr(self.inner, "gather", None)
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Pass on."""
-        self.inner.begin(rng)
+        self.inner.begin_round(rng)
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Pass on."""
-        self.inner.enter(ids)
+        self.inner.set_active(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Pass on."""
         return self.inner.pull(message, peers)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Pass on."""
-        return self.inner.serve(message, rule, shared)
+        return self.inner.ask_server(message, rule, shared)
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
         """Pass on."""
-        return self.inner.cohort(compute)
+        return self.inner.agree_on_cohort(compute)
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Pass on."""
-        self.inner.retire(ids, params)
+        self.inner.retire_clients(ids, params)
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Pass on."""
-        self.inner.idle(exchanges)
+        self.inner.skip_round(exchanges)
 
 
 def check_peers(
@@ -417,7 +427,7 @@ def check_peers(
         raise ExchangeError(f"peer ids run from {low} to {high}; expected -1 to {population - 1}")
 
 
-def read(
+def make_inbox(
     board: Message,
     own: Int[Tensor, " clients"],
     peers: Int[Tensor, "clients peers"],

@@ -8,12 +8,19 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Around, Inbox, Message, from_tensors, read, to_tensors
+from coterie.exchange.base import (
+    ExchangeWrapper,
+    Inbox,
+    Message,
+    make_inbox,
+    messages_from_tensors,
+    messages_to_tensors,
+)
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
 
-class Faulty(Around[InMemory]):
+class Faulty(ExchangeWrapper[InMemory]):
     """A wrapper of another exchange that drops, delays and duplicates messages.
 
     Args:
@@ -34,14 +41,14 @@ class Faulty(Around[InMemory]):
         self._rng, self._number = Rng(0), 0
         self._old: dict[int, Message] = {}
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._rng, self._number = rng, 0
-        self.inner.begin(rng)
+        self.inner.begin_round(rng)
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round."""
-        self.inner.enter(ids)
+        self.inner.set_active(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Pull with faults, drawn for each (round, exchange, reader, peer)."""
@@ -50,30 +57,30 @@ class Faulty(Around[InMemory]):
         inbox = self.inner.pull(message, peers)
         column = peers.clamp(min=0)
 
-        def happens(kind: str, chance: float) -> Tensor:
+        def draw_faults(kind: str, chance: float) -> Tensor:
             if chance == 0:
                 return torch.zeros_like(inbox.mask)
             draws = self._rng.uniform(f"faults.{kind}.{number}", own, self.inner.population)
             return (draws.gather(1, column) < chance) & inbox.mask
 
-        late = happens("delay", self.delay)
+        late = draw_faults("delay", self.delay)
         before, self._old[number] = self._old.get(number), replace(message, ids=own)
         if bool(late.any()):
             inbox = _replace_late(inbox, late, before, own, self.inner.population)
-        mask = inbox.mask & ~happens("drop", self.drop)
-        twice = happens("duplicate", self.duplicate) & mask
+        mask = inbox.mask & ~draw_faults("drop", self.drop)
+        twice = draw_faults("duplicate", self.duplicate) & mask
         return replace(
             inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64))
         )
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on."""
-        return self.inner.snapshot() | (to_tensors("old", self._old) if self.delay else {})
+        return self.inner.snapshot() | (messages_to_tensors("old", self._old) if self.delay else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self.inner.restore(tensors)
-        self._old |= from_tensors("old", tensors)
+        self._old |= messages_from_tensors("old", tensors)
 
 
 def _replace_late(
@@ -82,7 +89,7 @@ def _replace_late(
     """Put the previous round's messages into the late slots; where there was none, nothing arrives."""
     if before is None:
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
-    old = read(before, own, torch.where(late, inbox.peers, -1), population)
+    old = make_inbox(before, own, torch.where(late, inbox.peers, -1), population)
     offset = len(inbox.table)
     return replace(
         inbox,

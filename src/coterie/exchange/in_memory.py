@@ -9,7 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Inbox, Message, Rule, check_reply, from_tensors, read, to_tensors
+from coterie.exchange.base import (
+    Inbox,
+    Message,
+    Rule,
+    check_reply,
+    make_inbox,
+    messages_from_tensors,
+    messages_to_tensors,
+)
 from coterie.rng import Rng
 
 
@@ -28,26 +36,30 @@ class InMemory:
         self._number = 0
         self.active = ids
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._number = 0
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round; their messages have these ids, in this order."""
         self.active = ids
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
         """Compute the cohort."""
         return compute()
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing."""
         self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Do nothing: in one process nobody waits."""
 
-    def board(self, message: Message) -> Message:
+    def publish_message(self, message: Message) -> Message:
         """Return all messages of this exchange, those of stopped clients included."""
         number, self._number = self._number, self._number + 1
         message = replace(message, ids=self.active)
@@ -83,25 +95,25 @@ class InMemory:
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish and read: see `Exchange.pull`."""
         own = self.active
-        board = self.board(message)
-        return read(board, own, peers, self.population)
+        board = self.publish_message(message)
+        return make_inbox(board, own, peers, self.population)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Apply the rule to the whole message, in the order of ids: see `Exchange.serve`."""
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Apply the rule to the whole message, in the order of ids: see `Exchange.ask_server`."""
         message = replace(message, ids=self.active)
         order = torch.argsort(self.active)
-        shared, reply = rule(shared, message.rows(order))
+        shared, reply = rule(shared, message.take_rows(order))
         check_reply(reply, message.expects)
-        return shared, reply.inbox(torch.argsort(order))
+        return shared, reply.to_inbox(torch.argsort(order))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on, for a checkpoint."""
         out = {f"stopped.{client}": row for client, row in self._stopped.items()}
-        return out | (to_tensors("last", self.last) if self._stopped else {})
+        return out | (messages_to_tensors("last", self.last) if self._stopped else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._stopped = {
             int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")
         }
-        self.last |= from_tensors("last", tensors)
+        self.last |= messages_from_tensors("last", tensors)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import COHORT, Inbox, Message, Reply, Rule, check_peers, read
+from coterie.exchange.base import COHORT, Inbox, Message, Reply, Rule, check_peers, make_inbox
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
@@ -36,7 +36,7 @@ class PostOffice:
         self._rounds: dict[int, int] = {}  # of each host
         self._change = Condition()
 
-    def begin(self, host: object, round: int) -> None:
+    def begin_round(self, host: object, round: int) -> None:
         """Note that a host starts a round, and drop messages of rounds that every host has passed."""
         with self._change:
             self._rounds[id(host)] = round
@@ -45,7 +45,7 @@ class PostOffice:
                 for address in [a for a in shelf if a[0] < oldest]:
                     del shelf[address]
 
-    def post(self, address: tuple[int, int], message: Message) -> None:
+    def post_message(self, address: tuple[int, int], message: Message) -> None:
         """Publish a message with ids at (round, number of the exchange)."""
         assert message.ids is not None
         with self._change:
@@ -53,7 +53,7 @@ class PostOffice:
             box |= {int(client): (message, row) for row, client in enumerate(message.ids.tolist())}
             self._change.notify_all()
 
-    def collect(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
+    def collect_messages(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
         """Wait for the messages of the clients in `wanted` and return those that arrived, in the order of ids."""
         with self._change:
             self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
@@ -61,17 +61,17 @@ class PostOffice:
         came = sorted(wanted & set(box))
         if not came:
             return None
-        parts = [box[c][0].rows(torch.tensor([box[c][1]])) for c in came]
+        parts = [box[c][0].take_rows(torch.tensor([box[c][1]])) for c in came]
         fields = {name: torch.cat([p.fields[name] for p in parts]) for name in parts[0].fields}
         return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
 
-    def announce(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
+    def announce_cohort(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
         """Publish the server's cohort, at (round, number of the cohort in it)."""
         with self._change:
             self._cohorts[address] = ids
             self._change.notify_all()
 
-    def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
+    def wait_for_cohort(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
         """Wait for the server's cohort."""
         with self._change:
             if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
@@ -80,13 +80,13 @@ class PostOffice:
                 )
             return self._cohorts[address]
 
-    def answer(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
+    def post_reply(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
         """Publish a server's reply."""
         with self._change:
             self._replies[address] = (shared, reply, ids)
             self._change.notify_all()
 
-    def reply(self, address: tuple[int, int]) -> tuple[Any, Reply, Tensor]:
+    def wait_for_reply(self, address: tuple[int, int]) -> tuple[Any, Reply, Tensor]:
         """Wait for a server's reply."""
         with self._change:
             if not self._change.wait_for(lambda: address in self._replies, self.timeout):
@@ -119,50 +119,52 @@ class Mailbox:
         self._own = InMemory(ids, office.population)
         self._round, self._number, self._groups = 0, 0, 0
         self._expected: Tensor | None = None  # whom the server role waits for
-        office.begin(self, -2)
+        office.begin_round(self, -2)
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._round, self._number, self._groups, self._expected = rng.round, 0, 0, None
-        self._own.begin(rng)
-        self.office.begin(self, rng.round)
+        self._own.begin_round(rng)
+        self.office.begin_round(self, rng.round)
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round."""
-        self._own.enter(ids)
+        self._own.set_active(ids)
 
-    def _address(self) -> tuple[int, int]:
+    def _next_address(self) -> tuple[int, int]:
         number, self._number = self._number, self._number + 1
         return self._round, number
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish and wait for the chosen peers."""
         check_peers(self._own.active, peers, self.office.population)
-        address = self._address()
-        self.office.post(address, self._own.board(message))
-        board = self.office.collect(address, set(peers[peers >= 0].tolist()))
+        address = self._next_address()
+        self.office.post_message(address, self._own.publish_message(message))
+        board = self.office.collect_messages(address, set(peers[peers >= 0].tolist()))
         if board is None:
             board = replace(message, ids=torch.full((len(message),), self.office.population))
-        return read(board, self._own.active, peers, self.office.population)
+        return make_inbox(board, self._own.active, peers, self.office.population)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send messages to the process in the server role, and wait for its answer."""
-        address = self._address()
+        address = self._next_address()
         ids = self._own.active
-        self.office.post(address, replace(message, ids=ids))
+        self.office.post_message(address, replace(message, ids=ids))
         if self.server:
             expected = self._cohort(self._round) if self._expected is None else self._expected
-            whole = self.office.collect(address, set(expected.tolist()))
+            whole = self.office.collect_messages(address, set(expected.tolist()))
             if whole is None or whole.ids is None:
                 raise ExchangeError(
                     f"no client's message reached the server in round {self._round}"
                 )
-            self.office.answer(address, *rule(shared, whole), whole.ids)
-        new, reply, order = self.office.reply(address)
+            self.office.post_reply(address, *rule(shared, whole), whole.ids)
+        new, reply, order = self.office.wait_for_reply(address)
         rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
-        return (new if self.server else shared), reply.inbox(rows)
+        return (new if self.server else shared), reply.to_inbox(rows)
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
         """Compute the cohort in the server role, or receive it elsewhere.
 
         Exchanges are renumbered, so that a process that took no part in the last ones is in step
@@ -171,19 +173,21 @@ class Mailbox:
         address, self._groups = (self._round, self._groups), self._groups + 1
         self._number = self._groups * COHORT
         if self.server:
-            self.office.announce(address, compute())
-        self._expected = self.office.announced(address)
+            self.office.announce_cohort(address, compute())
+        self._expected = self.office.wait_for_cohort(address)
         return self._expected
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing."""
-        self._own.retire(ids, params)
+        self._own.retire_clients(ids, params)
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Publish the messages of stopped clients."""
         empty = torch.zeros(0, dtype=torch.int64)
-        self._own.enter(empty)
+        self._own.set_active(empty)
         for number in range(exchanges):
-            address, last = self._address(), self._own.last.get(number)
+            address, last = self._next_address(), self._own.last.get(number)
             if last is not None:
-                self.office.post(address, self._own.board(last.rows(empty)))
+                self.office.post_message(address, self._own.publish_message(last.take_rows(empty)))

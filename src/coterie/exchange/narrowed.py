@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Around, Exchange, Inbox, Message, Rule
-from coterie.models.part import Part
+from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Rule
+from coterie.models.part import ParameterSharing
 
 
-class Narrowed(Around[Exchange]):
+class NarrowedExchange(ExchangeWrapper[Exchange]):
     """A wrapper of another exchange that lets only the shared columns of models pass.
 
     Args:
@@ -26,57 +26,65 @@ class Narrowed(Around[Exchange]):
             models.
     """
 
-    def __init__(self, inner: Exchange, part: Part, own: Float[Tensor, "clients params"]) -> None:
+    def __init__(
+        self, inner: Exchange, part: ParameterSharing, own: Float[Tensor, "clients params"]
+    ) -> None:
         self.inner, self.part, self.own = inner, part, own
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish what is shared, and read what is shared of others: see `Exchange.pull`."""
-        return self._received(self.inner.pull(cut(self.part, message), peers), message)
+        return self._widen_inbox(
+            self.inner.pull(narrow_message(self.part, message), peers), message
+        )
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send what is shared; the rule sees zeros at home columns, and only shared ones of its answer are sent."""
 
-        def narrow(state: Any, cohort: Message) -> tuple[Any, Any]:
-            state, reply = rule(state, replace(cohort, params=self._wide(cohort.params)))
-            return state, replace(reply, table=_cut(self.part, reply.table))
+        def narrow_rule(state: Any, cohort: Message) -> tuple[Any, Any]:
+            state, reply = rule(state, replace(cohort, params=self._widen_rows(cohort.params)))
+            return state, replace(reply, table=_narrow_rows(self.part, reply.table))
 
-        new, inbox = self.inner.serve(cut(self.part, message), narrow, shared)
-        return new, self._received(inbox, message)
+        new, inbox = self.inner.ask_server(narrow_message(self.part, message), narrow_rule, shared)
+        return new, self._widen_inbox(inbox, message)
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients keep publishing what is shared of these models."""
-        self.inner.retire(ids, _cut(self.part, params))
+        self.inner.retire_clients(ids, _narrow_rows(self.part, params))
 
-    def _received(self, inbox: Inbox, message: Message) -> Inbox:
+    def _widen_inbox(self, inbox: Inbox, message: Message) -> Inbox:
         if not inbox.table.shape[1]:
             return inbox
         own = message.params if message.params.shape[1] else self.own
-        return replace(inbox, table=self._wide(inbox.table), part=self.part, own=own)
+        return replace(inbox, table=self._widen_rows(inbox.table), part=self.part, own=own)
 
-    def _wide(self, rows: Tensor) -> Tensor:
-        count = self.part.shared.count
+    def _widen_rows(self, rows: Tensor) -> Tensor:
+        count = self.part.shared.num_columns
         if rows.shape[1] not in (0, count):
             raise ExchangeError(
                 f"a model of {rows.shape[1]} numbers was received; expected {count}, those shared"
             )
-        return self.part.shared.widened(rows) if rows.shape[1] else rows
+        return self.part.shared.expand_to_rows(rows) if rows.shape[1] else rows
 
 
-def narrowed(exchange: Exchange, part: Part, own: Float[Tensor, "clients params"]) -> Exchange:
+def narrow_exchange(
+    exchange: Exchange, part: ParameterSharing, own: Float[Tensor, "clients params"]
+) -> Exchange:
     """Return an exchange of what is shared: the exchange itself, where that is everything."""
-    return exchange if part.whole else Narrowed(exchange, part, own)
+    return exchange if part.whole else NarrowedExchange(exchange, part, own)
 
 
-def cut(part: Part, message: Message) -> Message:
+def narrow_message(part: ParameterSharing, message: Message) -> Message:
     """Return a message with the shared columns alone."""
-    return message if part.whole else replace(message, params=_cut(part, message.params))
+    return message if part.whole else replace(message, params=_narrow_rows(part, message.params))
 
 
-def _cut(part: Part, rows: Tensor) -> Tensor:
+def _narrow_rows(part: ParameterSharing, rows: Tensor) -> Tensor:
     size = part.shared.size
     if rows.shape[1] not in (0, size):
         raise ExchangeError(
             f"a message has rows of {rows.shape[1]} numbers; expected none, or whole models, {size}, of which "
-            f"{part.shared.count} are shared"
+            f"{part.shared.num_columns} are shared"
         )
-    return part.shared.of(rows) if rows.shape[1] else rows
+    return part.shared.select_from(rows) if rows.shape[1] else rows

@@ -9,7 +9,7 @@ from coterie.exchange.base import Inbox, Message, Rule
 from coterie.exchange.in_memory import InMemory
 
 
-class Overheard(InMemory):
+class OverheardExchange(InMemory):
     """An `InMemory` that keeps the newest model that each client published.
 
     Args:
@@ -22,28 +22,30 @@ class Overheard(InMemory):
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
         super().__init__(ids, population)
-        self.heard: dict[int, Float[Tensor, " shared"]] = {}
+        self.published_models: dict[int, Float[Tensor, " shared"]] = {}
 
-    def _listen(self, message: Message) -> None:
+    def _record_models(self, message: Message) -> None:
         if message.params.shape[1]:
-            self.heard |= {
+            self.published_models |= {
                 client: row.clone()
                 for client, row in zip(self.active.tolist(), message.params, strict=True)
             }
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, heard by the listener, and read."""
-        self._listen(message)
+        self._record_models(message)
         return super().pull(message, peers)
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send to the server, heard by the listener."""
-        self._listen(message)
-        return super().serve(message, rule, shared)
+        self._record_models(message)
+        return super().ask_server(message, rule, shared)
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Keep what stopped clients go on publishing."""
-        self.heard |= {
+        self.published_models |= {
             client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)
         }
-        super().retire(ids, params)
+        super().retire_clients(ids, params)

@@ -13,7 +13,7 @@ from coterie.errors import ConfigError
 _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 
 
-def fedavg(
+def fedavg_weights(
     samples: Float[Tensor, "clients peers"],
     own: Float[Tensor, " clients"],
     mask: Bool[Tensor, "clients peers"],
@@ -32,10 +32,10 @@ def fedavg(
         >>> fedavg(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True, True]]))
         (tensor([[0.2500, 0.5000]]), tensor([0.2500]))
     """
-    return normalize(torch.where(mask, samples, 0), own)
+    return normalize_weights(torch.where(mask, samples, 0), own)
 
 
-def normalize(
+def normalize_weights(
     weights: Shaped[Tensor, "clients peers"], own: Shaped[Tensor, " clients"]
 ) -> tuple[Shaped[Tensor, "clients peers"], Shaped[Tensor, " clients"]]:
     """Scale weights so that each row, own weight included, sums to 1; a row of zeros keeps the client's own model."""
@@ -45,7 +45,7 @@ def normalize(
     return weights / total[:, None], torch.where(alone, torch.ones_like(own), own / total)
 
 
-def fedsim(
+def fedsim_weights(
     similarity: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
     r"""Weight by similarity, the client itself like its most similar peer.
@@ -66,10 +66,10 @@ def fedsim(
     """
     useful = torch.where(mask, similarity.clamp(min=0), 0)
     best = useful.amax(1) if useful.shape[1] else useful.sum(1)
-    return normalize(useful, best)
+    return normalize_weights(useful, best)
 
 
-def fedsim_prior(
+def fedsim_prior_weights(
     prior: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
     """Weight by the probabilities with which the peers were drawn, the client itself like its most probable peer.
@@ -78,11 +78,11 @@ def fedsim_prior(
         prior: the probability with which each peer was drawn ($p_{ij}$), from before this round.
         mask: which messages arrived; the others get weight 0.
     """
-    return fedsim(prior, mask)
+    return fedsim_weights(prior, mask)
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedModels:
     """What an aggregation rule of yours merges, for one client or for a server.
 
     Args:
@@ -91,7 +91,7 @@ class Received:
             entry like a parameter.
         samples: the number of training samples behind each of them.
         similarity: of each to the client's own model, where the method measures it (DAC); the own
-            model counts like the most similar other, as in `fedsim`. Else None.
+            model counts like the most similar other, as in `fedsim_weights`. Else None.
         before: the model that is kept where nothing is merged: the client's own, or the server's.
     """
 
@@ -101,11 +101,13 @@ class Received:
     before: Float[Tensor, " params"]
 
 
-AggregationRule = Callable[[Received], Tensor]
+AggregationRule = Callable[[ReceivedModels], Tensor]
 """A pure function of what was received; it returns the merged model, [params]."""
 
 
-def merged_by(rule: AggregationRule, received: Received, what: str) -> Float[Tensor, " params"]:
+def merge_by_rule(
+    rule: AggregationRule, received: ReceivedModels, what: str
+) -> Float[Tensor, " params"]:
     """Merge by a rule of the user's.
 
     Args:
@@ -136,7 +138,7 @@ def merged_by(rule: AggregationRule, received: Received, what: str) -> Float[Ten
     return found.to(received.before)
 
 
-def weighted_mean(
+def average_models(
     params: Float[Tensor, "clients params"], weights: Shaped[Tensor, " clients"]
 ) -> Float[Tensor, " params"]:
     r"""Average models: $\sum_k (n_k / n_P) \theta_k$, $n_P = \sum_k n_k$, accumulated in float64 and cast back.
@@ -162,7 +164,7 @@ def weighted_mean(
     return torch.cat(parts)
 
 
-def grouped_mean(
+def average_models_by_group(
     params: Float[Tensor, "clients params"],
     label: Int[Tensor, " clients"],
     weights: Shaped[Tensor, " clients"],
@@ -179,25 +181,25 @@ def grouped_mean(
         least: a group with fewer models counts as empty too.
     """
 
-    def mean(rows: Tensor, group: int) -> Tensor:
+    def average_rows(rows: Tensor, group: int) -> Tensor:
         if float(weights[rows].sum()) <= 0:
             return empty[group]
         return (
-            weighted_mean(params, weights)
+            average_models(params, weights)
             if bool(rows.all())
-            else weighted_mean(params[rows], weights[rows])
+            else average_models(params[rows], weights[rows])
         )
 
-    return _by_group(mean, label, empty, least)
+    return _merge_groups(average_rows, label, empty, least)
 
 
-def _by_group(
+def _merge_groups(
     merge: Callable[[Tensor, int], Tensor],
     label: Int[Tensor, " clients"],
     empty: Float[Tensor, "clusters params"],
     least: int | Int[Tensor, " clusters"],
 ) -> Float[Tensor, "clusters params"]:
-    """Merge the rows of each group that has enough of them; see `grouped_mean`."""
+    """Merge the rows of each group that has enough of them; see `average_models_by_group`."""
     table = empty.clone()
     floor = torch.as_tensor(least).expand(len(empty))
     for group in range(len(table)):
@@ -207,7 +209,7 @@ def _by_group(
     return table
 
 
-def grouped_by(
+def merge_groups_by_rule(
     rule: AggregationRule,
     params: Float[Tensor, "clients params"],
     label: Int[Tensor, " clients"],
@@ -216,17 +218,19 @@ def grouped_by(
     least: int | Int[Tensor, " clusters"],
     what: str,
 ) -> Float[Tensor, "clusters params"]:
-    """Merge models group by group by a rule of the user's; see `grouped_mean`."""
+    """Merge models group by group by a rule of the user's; see `average_models_by_group`."""
 
-    def merged(rows: Tensor, group: int) -> Tensor:
-        return merged_by(
-            rule, Received(params[rows], samples[rows].to(params), None, empty[group].clone()), what
+    def merge_rows(rows: Tensor, group: int) -> Tensor:
+        return merge_by_rule(
+            rule,
+            ReceivedModels(params[rows], samples[rows].to(params), None, empty[group].clone()),
+            what,
         )
 
-    return _by_group(merged, label, empty, least)
+    return _merge_groups(merge_rows, label, empty, least)
 
 
-def server_step(
+def apply_server_momentum(
     model: Float[Tensor, "clusters params"],
     mean: Float[Tensor, "clusters params"],
     velocity: Float[Tensor, "clusters trainable"],

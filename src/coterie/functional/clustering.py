@@ -51,18 +51,18 @@ def gaussian_rewards(
     here = torch.isfinite(losses)
     share = here * (torch.ones(len(losses)) if weights is None else weights).double()[:, None]
     biased = 0 if weights is not None else ddof
-    mean, variance = _moments(torch.nan_to_num(losses), share, biased)
+    mean, variance = _weighted_moments(torch.nan_to_num(losses), share, biased)
     if synthetic is not None:
         drawn = mean + variance.sqrt() * synthetic.double()
         both = torch.cat([torch.nan_to_num(losses), drawn])
-        mean, variance = _moments(both, torch.cat([share, torch.ones_like(drawn)]), biased)
+        mean, variance = _weighted_moments(both, torch.cat([share, torch.ones_like(drawn)]), biased)
     flat = (variance <= _FLOOR) | (here.sum(0) < 2)
     rewards = torch.exp(-(losses - mean).square() / (2 * torch.where(flat, 1, variance)))
     rewards = torch.where(flat, 1.0, rewards)
     return torch.where(here, rewards, 0).sum(1) / here.sum(1).clamp(min=1)
 
 
-def _moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+def _weighted_moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     """Weighted mean and variance over the clients, step by step; `share` is 0 where there is no loss."""
     total = share.sum(0).clamp(min=_FLOOR)
     mean = (share * losses).sum(0) / total
@@ -70,7 +70,7 @@ def _moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     return mean, (share * (losses - mean).square()).sum(0) / degrees
 
 
-def interact(
+def update_interactions(
     matrix: Float[Tensor, "population population"],
     ids: Int[Tensor, " clients"],
     rewards: Float[Tensor, " clients"],
@@ -93,7 +93,7 @@ def interact(
     return new
 
 
-def affinity(
+def affinity_matrix(
     matrix: Float[Tensor, "clients clients"],
     beta: float,
     *,
@@ -130,7 +130,7 @@ def affinity(
     return out
 
 
-def spectral(
+def spectral_clusters(
     affinity: Float[Tensor, "clients clients"], count: int, *, labels: Labels, seed: int
 ) -> Int[Tensor, " clients"]:
     """Cut an affinity graph into `count` groups by normalized spectral clustering.
@@ -166,8 +166,8 @@ def propose_split(
         n_max: largest number of groups tried; also at most clients / `min_cluster_size`.
         min_cluster_size: a split with a smaller part is rejected.
         space: where the index is measured: the rows of the affinity, or its spectral embedding.
-        labels: see `spectral`.
-        seed: see `spectral`.
+        labels: see `spectral_clusters`.
+        seed: see `spectral_clusters`.
 
     Returns:
         A label from 0 for each client, groups numbered by their first member; None for no split: no
@@ -176,22 +176,22 @@ def propose_split(
     size = len(affinity)
     best: tuple[float, Tensor] | None = None
     for count in range(2, min(n_max, size // max(1, min_cluster_size), size - 1) + 1):
-        found = spectral(affinity, count, labels=labels, seed=seed)
+        found = spectral_clusters(affinity, count, labels=labels, seed=seed)
         if len(found.unique()) < 2:
             continue
-        index = davies_bouldin(_features(affinity, count, space, seed), found)
+        index = davies_bouldin(_index_features(affinity, count, space, seed), found)
         if best is None or index < best[0]:
             best = index, found
     if (
         best is None
         or not best[0] < 1
-        or int(torch.bincount(renumber(best[1])).min()) < min_cluster_size
+        or int(torch.bincount(renumber_labels(best[1])).min()) < min_cluster_size
     ):
         return None
-    return renumber(best[1])
+    return renumber_labels(best[1])
 
 
-def _features(affinity: Tensor, count: int, space: Space, seed: int) -> Tensor:
+def _index_features(affinity: Tensor, count: int, space: Space, seed: int) -> Tensor:
     from sklearn.manifold import SpectralEmbedding
 
     if space == "rows":
@@ -219,7 +219,7 @@ def davies_bouldin(
     return float(davies_bouldin_score(points.double().numpy(), label.numpy()))
 
 
-def renumber(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
+def renumber_labels(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
     """Number groups from 0 in the order of their first members.
 
     Example:
@@ -246,7 +246,7 @@ def update_cosines(updates: Float[Tensor, "clients params"]) -> Float[Tensor, "c
     return (flat @ flat.T) / (norms[:, None] * norms[None, :]).clamp(min=_FLOOR)
 
 
-def bipartition(
+def find_bipartition(
     similarity: Float[Tensor, "clients clients"],
     linkage_method: Literal["single", "complete"] = "single",
 ) -> Bool[Tensor, " clients"]:
@@ -271,7 +271,7 @@ def bipartition(
     return torch.from_numpy(parts != parts[0])
 
 
-def cross_similarity(
+def max_cross_similarity(
     similarity: Float[Tensor, "clients clients"], part: Bool[Tensor, " clients"]
 ) -> float:
     """The largest similarity across a bipartition."""
@@ -281,7 +281,7 @@ def cross_similarity(
 # ---------------------------------------------------------------- FeSEM and one-shot clustering
 
 
-def nearest(
+def nearest_centers(
     points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Int[Tensor, " clients"]:
     r"""FeSEM's E-step: $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$ for each model; ties go to the first center."""
@@ -306,6 +306,6 @@ def k_means(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
         model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType] (the stubs)
-        return renumber(
+        return renumber_labels(
             torch.from_numpy(model.fit_predict(points.double().numpy()).astype(np.int64))
         )

@@ -17,7 +17,7 @@ Component = Literal["larger", "first"]
 
 
 @dataclass(frozen=True)
-class Split:
+class MixtureOptions:
     """How the mixture is fitted and read.
 
     Args:
@@ -33,11 +33,11 @@ class Split:
     monotone: bool = False
 
 
-def neighbors(
+def find_neighbors(
     scores: Float[Tensor, "clients peers"],
     first: Bool[Tensor, "clients peers"],
     mask: Bool[Tensor, "clients peers"],
-    how: Split,
+    how: MixtureOptions,
 ) -> tuple[Bool[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
     r"""Split each client's scores into neighbors and others by EM over two Gaussians.
 
@@ -61,12 +61,12 @@ def neighbors(
     """
     scores = torch.where(mask, scores.double(), 0)
     number = mask.sum(1).clamp(min=1)
-    floor = (0.01 * _moments(scores, mask.double(), number)[1]).clamp(min=1e-8)
+    floor = (0.01 * _mean_and_deviation(scores, mask.double(), number)[1]).clamp(min=1e-8)
     share = (first & mask).double()
     start = (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
     running = start.clone()
     for _ in range(_ITERATIONS):
-        new = torch.where(mask, _assign(scores, share, mask, number, floor, how.em), 0)
+        new = torch.where(mask, _em_step(scores, share, mask, number, floor, how.em), 0)
         moved = ((new - share).abs() > _SETTLED).any(1)
         share = torch.where(running[:, None], new, share)
         running = running & moved & (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
@@ -76,7 +76,7 @@ def neighbors(
     usable = start & inside.any(1)
     zero, one = inside.double(), (mask & ~inside).double()
     mean_zero, mean_one = (
-        _moments(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one)
+        _mean_and_deviation(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one)
     )
     switch = (one.sum(1) > 0) & (mean_one > mean_zero) & torch.tensor(how.component == "larger")
     chosen = torch.where(switch[:, None], mask & ~inside, inside)
@@ -85,13 +85,13 @@ def neighbors(
     return chosen & usable[:, None], usable
 
 
-def corrected(
+def correct_bags(
     bag: Bool[Tensor, "clients population"],
     slots: Int[Tensor, "clients peers"],
     scores: Float[Tensor, "clients peers"],
     first: Bool[Tensor, "clients peers"],
     mask: Bool[Tensor, "clients peers"],
-    how: Split,
+    how: MixtureOptions,
 ) -> Bool[Tensor, "clients population"]:
     r"""Correct each client's bag of neighbors: $B \leftarrow H \cup (B \setminus S)$.
 
@@ -103,27 +103,29 @@ def corrected(
         mask: which of them arrived; a member of the bag that did not arrive stays in it.
         how: the options of the split that finds $H$.
     """
-    neighbor, usable = neighbors(scores, first, mask, how)
-    examined = selection.among(torch.where(first & mask, slots, -1), bag.shape[1])
-    found = selection.among(torch.where(neighbor, slots, -1), bag.shape[1])
+    neighbor, usable = find_neighbors(scores, first, mask, how)
+    examined = selection.mask_from_ids(torch.where(first & mask, slots, -1), bag.shape[1])
+    found = selection.mask_from_ids(torch.where(neighbor, slots, -1), bag.shape[1])
     return torch.where(usable[:, None], found | (bag & ~examined), bag)
 
 
-def _moments(scores: Tensor, share: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_and_deviation(scores: Tensor, share: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and population standard deviation of each row, weighted by `share`, whose sum is `number`."""
     mean = (share * scores).sum(1) / number
     variance = (share * (scores - mean[:, None]).square()).sum(1) / number
     return mean, variance.sqrt()
 
 
-def _assign(
+def _em_step(
     scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em
 ) -> Tensor:
     """Return each score's share in component 0 after one step of EM from the shares before."""
     log_odds = torch.zeros_like(scores)
     for part, sign in ((share, 1), (mask.double() - share, -1)):
         size = part.sum(1)
-        mean, deviation = _moments(scores, part, size.clamp(min=torch.finfo(torch.float64).tiny))
+        mean, deviation = _mean_and_deviation(
+            scores, part, size.clamp(min=torch.finfo(torch.float64).tiny)
+        )
         deviation = torch.maximum(deviation, floor)
         likelihood = (
             -0.5 * ((scores - mean[:, None]) / deviation[:, None]).square()

@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from coterie._util.importing import imported, kind_of, path_of
+from coterie._util.importing import find_import_path, import_object, parse_kind
 from coterie._util.settings import (
     Configurable,
     NonNegativeFloat,
     PositiveFloat,
     Share,
-    parse,
-    plain,
+    parse_settings,
+    to_plain,
 )
 from coterie.errors import ConfigError, CoterieError, DataError, ModelError
 from coterie.functional.metrics import (
@@ -50,11 +50,11 @@ class Loss(Configurable):
         kind: its name in study files.
         summary: what it is, in a line.
         targets: what it takes as a target.
-        form: in which form `judged` gives outputs and targets to metrics, see `functional.scores`;
+        form: in which form `to_metric_form` gives outputs and targets to metrics, see `functional.scores`;
             None where only the type and the shape of targets tell.
         whole: whether the loss of a sample depends on the others of its batch: evaluations then
             take all samples of a set at once.
-        metric: name of what `score` measures; None for nothing.
+        metric: name of what `measure_samples` measures; None for nothing.
         class_axis: the axis of the classes among those of the outputs, where an output is a class.
     """
 
@@ -74,7 +74,7 @@ class Loss(Configurable):
         """Return the loss of each sample."""
         raise NotImplementedError
 
-    def score(
+    def measure_samples(
         self,
         outputs: Float[Tensor, "samples *outputs"],
         targets: Shaped[Tensor, "samples *targets"],
@@ -82,22 +82,22 @@ class Loss(Configurable):
         """Return what `metric` says of each sample; its mean over samples is the metric."""
         if self.metric is None:
             raise NotImplementedError(f"loss {self.kind!r} names no metric")
-        return MEASURES[self.metric].values(*self.judged(outputs, targets))
+        return MEASURES[self.metric].measure_samples(*self.to_metric_form(outputs, targets))
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets in the form that metrics take; here numbers in the shape of the targets."""
         alike = (
             self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
         )
         return (outputs.reshape(targets.shape) if alike else outputs), targets
 
-    def seen_by(
+    def metric_inputs(
         self, metric: SampleMetric, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as a metric takes them: in the form of this loss, or as they are."""
-        return self.judged(outputs, targets) if metric.takes else (outputs, targets)
+        return self.to_metric_form(outputs, targets) if metric.takes else (outputs, targets)
 
-    def forms(self, targets: Tensor) -> tuple[Form, ...]:
+    def possible_forms(self, targets: Tensor) -> tuple[Form, ...]:
         """Return the forms that outputs and targets may have."""
         if self.form is not None:
             return (self.form,)
@@ -105,30 +105,32 @@ class Loss(Configurable):
             return "numbers", "labels", "times"
         return ("class",) if targets.dim() == 1 else ("positions", "labels")
 
-    def require(self, metric: SampleMetric, targets: Shaped[Tensor, "samples *targets"]) -> None:
+    def check_metric_fits(
+        self, metric: SampleMetric, targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
         """Refuse a metric that cannot be computed from these targets and the outputs that this loss trains.
 
         Raises:
             ConfigError: with the metrics that can.
         """
-        forms = self.forms(targets)
+        forms = self.possible_forms(targets)
         if metric.takes and not set(metric.takes) & set(forms):
             fitting = [one.name for one in MEASURES.values() if set(one.takes) & set(forms)]
             raise ConfigError(
-                f"metric {metric.name!r} is of {_words(metric.takes)}; loss {self.kind!r} trains outputs for "
-                f"{_words(forms)}: take one of {', '.join(fitting)}, or a function of yours"
+                f"metric {metric.name!r} is of {_describe_forms(metric.takes)}; loss {self.kind!r} trains outputs for "
+                f"{_describe_forms(forms)}: take one of {', '.join(fitting)}, or a function of yours"
             )
 
-    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+    def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
         """Return how many outputs a network that Coterie makes has for this loss.
 
         Args:
             y: targets.
             classes: number of classes, where each target is one; else 0.
         """
-        return classes or _entries(y)
+        return classes or _num_entries(y)
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
         """Refuse outputs and targets that this loss does not take.
@@ -142,14 +144,14 @@ class Loss(Configurable):
             DataError: when a target has no value that is expected.
         """
 
-    def _shapes(
+    def _check_shapes(
         self, fit: bool, expected: str, outputs: Tensor, targets: Tensor, advice: str
     ) -> None:
         if not fit:
-            found = f"{_shape(outputs)} and {_shape(targets)}"
+            found = f"{_describe_shape(outputs)} and {_describe_shape(targets)}"
             raise ModelError(f"loss {self.kind!r} takes {expected}; found {found}: {advice}")
 
-    def _values(
+    def _check_values(
         self, fit: Bool[Tensor, "samples *targets"], expected: str, targets: Tensor
     ) -> None:
         if not bool(fit.all()):
@@ -157,7 +159,7 @@ class Loss(Configurable):
             raise DataError(f"loss {self.kind!r}: a target is {found}; expected {expected}")
 
 
-def probabilities(
+def to_probabilities(
     form: Form, outputs: Float[Tensor, "samples *outputs"], class_axis: int = -1
 ) -> Float[Tensor, "samples *found"]:
     """Return the probabilities that outputs stand for: of classes (they sum to 1), or of a yes to each label.
@@ -196,22 +198,22 @@ _FORMS: dict[Form, str] = {
 }
 
 
-def _words(forms: Sequence[Form]) -> str:
+def _describe_forms(forms: Sequence[Form]) -> str:
     return ", or ".join(_FORMS[form] for form in forms)
 
 
-def _entries(y: Tensor) -> int:
+def _num_entries(y: Tensor) -> int:
     """Return the number of entries of a sample's target."""
     return int(torch.Size(y.shape[1:]).numel())
 
 
-def _shape(values: Tensor) -> str:
+def _describe_shape(values: Tensor) -> str:
     return (
         f"({', '.join(['samples', *map(str, values.shape[1:])])}{',' if values.dim() == 1 else ''})"
     )
 
 
-def _tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
+def _to_tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
     """Return arguments of a loss beside its outputs; None for none."""
     return torch.tensor(values, dtype=like.dtype, device=like.device) if values else None
 
@@ -247,22 +249,24 @@ class CrossEntropy(Loss):
         self, outputs: Float[Tensor, "samples classes"], targets: Shaped[Tensor, " samples"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        weight = _tensor(self.weight, outputs)
+        weight = _to_tensor(self.weight, outputs)
         return functional.cross_entropy(
             outputs, targets, weight, reduction="none", label_smoothing=self.label_smoothing
         )
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         expected = "outputs (samples, classes) and targets (samples,), one class a sample"
         advice = "a class at each position is for 'tokens' or 'segmentation', columns of 0 and 1 are for 'multi-label'"
-        self._shapes(outputs.dim() == 2 and targets.dim() == 1, expected, outputs, targets, advice)
+        self._check_shapes(
+            outputs.dim() == 2 and targets.dim() == 1, expected, outputs, targets, advice
+        )
         classes = outputs.shape[1]
         whole = "whole numbers: numbers are for a loss such as 'mse'"
-        self._values(targets == targets.round(), whole, targets)
-        self._values(
+        self._check_values(targets == targets.round(), whole, targets)
+        self._check_values(
             (targets >= 0) & (targets < classes), f"a class from 0 to {classes - 1}", targets
         )
         if self.weight and len(self.weight) != classes:
@@ -297,27 +301,31 @@ class Binary(Loss):
         losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
         return losses if self.pos_weight == 1 else losses * (1 + (self.pos_weight - 1) * wanted)
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`: as two classes, of which the logit of the first is 0."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`: as two classes, of which the logit of the first is 0."""
         logits = outputs.reshape(-1)
         return torch.stack([torch.zeros_like(logits), logits], 1), targets.reshape(-1).to(
             torch.int64
         )
 
-    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
-        """See `Loss.width`."""
+    def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.num_outputs`."""
         return 1
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         expected = "outputs (samples, 1) and targets (samples,), one yes or no a sample"
         advice = "one output a class is for 'cross-entropy', several columns of 0 and 1 are for 'multi-label'"
-        self._shapes(
-            _entries(outputs) == 1 and _entries(targets) == 1, expected, outputs, targets, advice
+        self._check_shapes(
+            _num_entries(outputs) == 1 and _num_entries(targets) == 1,
+            expected,
+            outputs,
+            targets,
+            advice,
         )
-        self._values((targets == 0) | (targets == 1), "0 or 1", targets)
+        self._check_values((targets == 0) | (targets == 1), "0 or 1", targets)
 
 
 @final
@@ -345,26 +353,28 @@ class MultiLabel(Loss):
         self, outputs: Float[Tensor, "samples *labels"], targets: Shaped[Tensor, "samples *labels"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        logits, wanted = self.judged(outputs, targets.to(outputs.dtype))
-        weight = _tensor(self.pos_weight, outputs)
+        logits, wanted = self.to_metric_form(outputs, targets.to(outputs.dtype))
+        weight = _to_tensor(self.pos_weight, outputs)
         every = functional.binary_cross_entropy_with_logits(
             logits, wanted, pos_weight=weight, reduction="none"
         )
         return every.mean(1)
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`."""
         return outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         expected = "outputs (samples, labels) and targets (samples, labels)"
         advice = "the module needs one output a label, its logit"
-        self._shapes(outputs.shape[1:] == targets.shape[1:], expected, outputs, targets, advice)
-        self._values((targets == 0) | (targets == 1), "0 or 1 in each column", targets)
-        labels = _entries(targets)
+        self._check_shapes(
+            outputs.shape[1:] == targets.shape[1:], expected, outputs, targets, advice
+        )
+        self._check_values((targets == 0) | (targets == 1), "0 or 1 in each column", targets)
+        labels = _num_entries(targets)
         if self.pos_weight and len(self.pos_weight) != labels:
             found = len(self.pos_weight)
             raise ConfigError(
@@ -375,13 +385,13 @@ class MultiLabel(Loss):
 # ---------------------------------------------------------------- a class at each position
 
 
-def _counted(targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def _mask_uncounted(targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Return which positions count, and targets with a class everywhere."""
     counted = targets != ignored
     return counted, torch.where(counted, targets, 0)
 
 
-def _over_positions(values: Tensor, counted: Tensor) -> Tensor:
+def _mean_over_positions(values: Tensor, counted: Tensor) -> Tensor:
     """Return the mean of each sample over the positions that count, 0 where none does."""
     shares = counted.to(values.dtype).reshape(len(values), -1)
     every = torch.where(counted, values, 0.0).reshape(len(values), -1)
@@ -396,18 +406,18 @@ class _Positions(Loss):
     form: ClassVar[Form | None] = "positions"
     ignore_index: int = UNCOUNTED
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`."""
         return outputs, torch.where(targets == self.ignore_index, UNCOUNTED, targets)
 
-    def _classes(self, classes: int, targets: Tensor) -> None:
+    def _check_classes(self, classes: int, targets: Tensor) -> None:
         """Refuse targets that are no class."""
-        self._values(
+        self._check_values(
             targets == targets.round(), "whole numbers, the class of each position", targets
         )
         fit = (targets == self.ignore_index) | ((targets >= 0) & (targets < classes))
         ignored = f"or {self.ignore_index} where a position does not count (ignore_index)"
-        self._values(fit, f"a class from 0 to {classes - 1}, {ignored}", targets)
+        self._check_values(fit, f"a class from 0 to {classes - 1}, {ignored}", targets)
 
 
 @final
@@ -436,21 +446,21 @@ class Tokens(_Positions):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         log = functional.log_softmax(outputs, -1)
-        counted, known = _counted(targets, self.ignore_index)
+        counted, known = _mask_uncounted(targets, self.ignore_index)
         losses = -log.gather(-1, known.unsqueeze(-1)).squeeze(-1)
         if self.label_smoothing:
             losses = (1 - self.label_smoothing) * losses - self.label_smoothing * log.mean(-1)
-        return _over_positions(losses, counted)
+        return _mean_over_positions(losses, counted)
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         fit = outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[1] == targets.shape[1]
         expected = "outputs (samples, positions, classes) and targets (samples, positions)"
         advice = "the module needs one output a class at each position, the classes last"
-        self._shapes(fit, expected, outputs, targets, advice)
-        self._classes(outputs.shape[2], targets)
+        self._check_shapes(fit, expected, outputs, targets, advice)
+        self._check_classes(outputs.shape[2], targets)
 
 
 @dataclass(frozen=True)
@@ -460,27 +470,27 @@ class _Pixels(_Positions):
     metric: ClassVar[str | None] = PIXEL_ACCURACY.name
     class_axis: ClassVar[int] = 1
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
-        return super().judged(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`."""
+        return super().to_metric_form(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         fit = outputs.dim() > 2 and outputs.shape[2:] == targets.shape[1:]
         expected = "outputs (samples, classes, height, width) and targets (samples, height, width)"
         advice = (
             "the module needs one output a class at each pixel, the classes before height and width"
         )
-        self._shapes(fit, expected, outputs, targets, advice)
-        self._classes(outputs.shape[1], targets)
+        self._check_shapes(fit, expected, outputs, targets, advice)
+        self._check_classes(outputs.shape[1], targets)
 
 
-def _of_pixels(outputs: Tensor, counted: Tensor, known: Tensor) -> Tensor:
+def _pixel_cross_entropy(outputs: Tensor, counted: Tensor, known: Tensor) -> Tensor:
     """Return the cross-entropy of each sample."""
     log = functional.log_softmax(outputs, 1)
-    return _over_positions(-log.gather(1, known.unsqueeze(1)).squeeze(1), counted)
+    return _mean_over_positions(-log.gather(1, known.unsqueeze(1)).squeeze(1), counted)
 
 
 @final
@@ -504,7 +514,7 @@ class Segmentation(_Pixels):
         targets: Int[Tensor, "samples *places"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        return _of_pixels(outputs, *_counted(targets, self.ignore_index))
+        return _pixel_cross_entropy(outputs, *_mask_uncounted(targets, self.ignore_index))
 
 
 @final
@@ -535,7 +545,7 @@ class Dice(_Pixels):
         targets: Int[Tensor, "samples *places"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        counted, known = _counted(targets, self.ignore_index)
+        counted, known = _mask_uncounted(targets, self.ignore_index)
         classes = torch.arange(outputs.shape[1], device=outputs.device).reshape(
             -1, *[1] * (targets.dim() - 1)
         )
@@ -545,7 +555,7 @@ class Dice(_Pixels):
         both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
         return (
-            loss + self.cross_entropy * _of_pixels(outputs, counted, known)
+            loss + self.cross_entropy * _pixel_cross_entropy(outputs, counted, known)
             if self.cross_entropy
             else loss
         )
@@ -562,17 +572,19 @@ class _Numbers(Loss):
     form: ClassVar[Form | None] = "numbers"
     metric: ClassVar[str | None] = MAE.name
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`."""
         return outputs.reshape(targets.shape), targets
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         expected = "as many outputs as a target has entries"
         advice = "the module needs one output for each entry of a target"
-        self._shapes(_entries(outputs) == _entries(targets), expected, outputs, targets, advice)
+        self._check_shapes(
+            _num_entries(outputs) == _num_entries(targets), expected, outputs, targets, advice
+        )
 
 
 @final
@@ -654,16 +666,16 @@ class Poisson(_Numbers):
         logs = outputs.reshape(targets.shape)
         return (logs.exp() - targets * logs).reshape(len(targets), -1).mean(1)
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`: the means."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`: the means."""
         return outputs.reshape(targets.shape).exp(), targets
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
-        super().fits(outputs, targets)
-        self._values(targets >= 0, "a count, 0 or more", targets)
+        """See `Loss.check_data`."""
+        super().check_data(outputs, targets)
+        self._check_values(targets >= 0, "a count, 0 or more", targets)
 
 
 @final
@@ -687,38 +699,38 @@ class Quantile(_Numbers):
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        away = targets.unsqueeze(-1) - self._apart(outputs, targets)
+        away = targets.unsqueeze(-1) - self._split_quantiles(outputs, targets)
         every = [
             torch.maximum(q * away[..., i], (q - 1) * away[..., i])
             for i, q in enumerate(self.quantiles)
         ]
         return torch.stack(every, -1).reshape(len(targets), -1).mean(1)
 
-    def _apart(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _split_quantiles(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.reshape(*targets.shape, len(self.quantiles))
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`: the quantile nearest to the median."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`: the quantile nearest to the median."""
         nearest = min(range(len(self.quantiles)), key=lambda i: abs(self.quantiles[i] - 0.5))
-        return self._apart(outputs, targets)[..., nearest], targets
+        return self._split_quantiles(outputs, targets)[..., nearest], targets
 
-    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
-        """See `Loss.width`."""
-        return _entries(y) * len(self.quantiles)
+    def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.num_outputs`."""
+        return _num_entries(y) * len(self.quantiles)
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         number = len(self.quantiles)
         expected = f"{number} outputs, one a quantile, for each entry of a target"
-        fit = _entries(outputs) == number * _entries(targets)
-        self._shapes(
+        fit = _num_entries(outputs) == number * _num_entries(targets)
+        self._check_shapes(
             fit,
             expected,
             outputs,
             targets,
-            f"the module needs {number * _entries(targets)} outputs",
+            f"the module needs {number * _num_entries(targets)} outputs",
         )
 
 
@@ -758,24 +770,24 @@ class Cox(Loss):
         last = torch.searchsorted(later.gather(0, order).contiguous(), later, right=True) - 1
         return event * (sums.gather(0, last) - logs)
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`."""
         return outputs.reshape(-1), targets
 
-    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
-        """See `Loss.width`."""
+    def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.num_outputs`."""
         return 1
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`."""
+        """See `Loss.check_data`."""
         expected = "outputs (samples, 1) and targets (samples, 2): a time, and 1 for an event or 0 for none"
         advice = "the module needs one output, the logarithm of a hazard"
-        fit = _entries(outputs) == 1 and targets.shape[1:] == (2,)
-        self._shapes(fit, expected, outputs, targets, advice)
+        fit = _num_entries(outputs) == 1 and targets.shape[1:] == (2,)
+        self._check_shapes(fit, expected, outputs, targets, advice)
         event = targets[:, 1]
-        self._values(
+        self._check_values(
             (event == 0) | (event == 1), "1 for an event or 0 for none, in the second column", event
         )
 
@@ -785,7 +797,7 @@ class Cox(Loss):
 
 @final
 @dataclass(frozen=True)
-class Own(Loss):
+class CustomLoss(Loss):
     """A function of yours, (outputs, targets) -> one loss a sample, by its import path.
 
     Args:
@@ -799,7 +811,7 @@ class Own(Loss):
 
     def check(self) -> None:
         """Find the function."""
-        found = imported(self.path, f"loss {self.path!r}")
+        found = import_object(self.path, f"loss {self.path!r}")
         if not callable(found):
             raise ConfigError(
                 f"loss {self.path!r} is {found!r}; expected a function (outputs, targets)"
@@ -807,7 +819,7 @@ class Own(Loss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each sample."""
-        found = imported(self.path, f"loss {self.path!r}")(outputs, targets)
+        found = import_object(self.path, f"loss {self.path!r}")(outputs, targets)
         shape = getattr(found, "shape", None)
         if shape != (len(outputs),):
             said = f"a tensor of shape {tuple(shape)}" if shape is not None else repr(found)
@@ -817,10 +829,10 @@ class Own(Loss):
             )
         return found
 
-    def fits(
+    def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """See `Loss.fits`: try the function."""
+        """See `Loss.check_data`: try the function."""
         try:
             self(outputs, targets[: len(outputs)])
         except CoterieError:
@@ -841,7 +853,7 @@ LOSSES: dict[str, type[Loss]] = {one.kind: one for one in _BUNDLED}
 """Every bundled loss by its name."""
 
 
-def read_loss(
+def make_loss(
     given: str | Mapping[str, Any] | Loss | Callable[..., Any], where: str = "loss"
 ) -> Loss:
     """Make a loss.
@@ -861,19 +873,19 @@ def read_loss(
     """
     if isinstance(given, Loss):
         return given
-    kind, table = kind_of(given, LOSSES, "loss", where)
+    kind, table = parse_kind(given, LOSSES, "loss", where)
     if kind in LOSSES:
-        return parse(LOSSES[kind], table, where)
-    found = imported(kind, f"loss {kind!r}")
+        return parse_settings(LOSSES[kind], table, where)
+    found = import_object(kind, f"loss {kind!r}")
     if isinstance(found, Loss):
         return found
     if isinstance(found, type) and issubclass(found, Loss):
-        return parse(found, table, where)
-    return parse(Own, {"path": kind, **table}, where)
+        return parse_settings(found, table, where)
+    return parse_settings(CustomLoss, {"path": kind, **table}, where)
 
 
-def loss_table(given: Any, where: str = "loss") -> dict[str, Any] | None:
-    """Return what sets a loss as a plain table, `kind` first, that `read_loss` takes; None for None.
+def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | None:
+    """Return what sets a loss as a plain table, `kind` first, that `make_loss` takes; None for None.
 
     What has an import path is not imported.
     """
@@ -884,18 +896,20 @@ def loss_table(given: Any, where: str = "loss") -> dict[str, Any] | None:
         raise ConfigError(
             f"{where} is {given!r}; expected one of {', '.join(LOSSES)}, package.module:function, or a table"
         )
-    return stored_loss(read_loss(table, where))
+    return loss_to_table(make_loss(table, where))
 
 
-def stored_loss(loss: Loss) -> dict[str, Any]:
-    """Return a loss as the table from which `read_loss` makes it again."""
-    if isinstance(loss, Own):
+def loss_to_table(loss: Loss) -> dict[str, Any]:
+    """Return a loss as the table from which `make_loss` makes it again."""
+    if isinstance(loss, CustomLoss):
         return {"kind": loss.path}
-    kind = loss.kind if LOSSES.get(loss.kind) is type(loss) else path_of(type(loss), "loss")
-    return {**plain(loss), "kind": kind}
+    kind = (
+        loss.kind if LOSSES.get(loss.kind) is type(loss) else find_import_path(type(loss), "loss")
+    )
+    return {**to_plain(loss), "kind": kind}
 
 
-def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
+def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     """Return the loss that targets call for when none is set.
 
     Args:
@@ -908,7 +922,7 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     """
     if classes:
         return CrossEntropy()
-    entries = _entries(y)
+    entries = _num_entries(y)
     answers = bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any())
     if not y.is_floating_point():
         fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(
@@ -928,7 +942,7 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     return SquaredError()
 
 
-def loss_targets(
+def cast_targets(
     loss: Loss, y: Shaped[Tensor, "*shape"], dtype: torch.dtype
 ) -> Shaped[Tensor, "*shape"]:
     """Return targets as the losses take them: whole numbers as int64, numbers as `dtype`.
@@ -940,6 +954,6 @@ def loss_targets(
         y: targets as they are stored.
         dtype: floating-point type of models.
     """
-    either = loss.targets == "labels" or isinstance(loss, Own)
+    either = loss.targets == "labels" or isinstance(loss, CustomLoss)
     numbers = y.is_floating_point() if either else loss.targets == "numbers"
     return y.to(dtype if numbers else torch.int64)

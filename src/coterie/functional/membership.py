@@ -14,7 +14,7 @@ from coterie.rng import Rng
 _LEAST = 1e-7  # loss: a probability nearer to 1 is rounding
 
 
-def confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+def logit_confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     r"""Return the logit of the probability $p = e^{-\ell}$ that stands behind a cross-entropy, in float64.
 
     It is near to normally distributed over models, as losses are not (Carlini et al. 2022). It
@@ -41,7 +41,7 @@ def likelihood_ratio(
     https://arxiv.org/abs/2112.03570.
 
     Args:
-        values: such as `confidence`; an even number of runs, 6 at least.
+        values: such as `logit_confidence`; an even number of runs, 6 at least.
         member: whether a sample is in a run's training data.
     """
     runs = len(values)
@@ -50,7 +50,9 @@ def likelihood_ratio(
     for run in range(runs):
         others = torch.ones(runs, dtype=torch.bool)
         others[run // 2 * 2 : run // 2 * 2 + 2] = False
-        fitted = [_normal(values[others], inside) for inside in (member[others], ~member[others])]
+        fitted = [
+            _fit_normal(values[others], inside) for inside in (member[others], ~member[others])
+        ]
         (mean_in, spread_in), (mean_out, spread_out) = fitted
         away_in, away_out = (
             (values[run] - mean_in) / spread_in,
@@ -60,7 +62,7 @@ def likelihood_ratio(
     return scores
 
 
-def _normal(
+def _fit_normal(
     values: Float[Tensor, "runs samples"], chosen: Bool[Tensor, "runs samples"]
 ) -> tuple[Float[Tensor, " samples"], Float[Tensor, ""]]:
     """Return the mean of each sample's chosen values, and their common standard deviation."""
@@ -70,7 +72,7 @@ def _normal(
     return mean, away.sqrt().clamp(min=1e-12)
 
 
-def auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) -> float:
+def attack_auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) -> float:
     """Return how often a member scores above a non-member, ties as one half: 0.5 for guessing.
 
     Example:
@@ -83,7 +85,7 @@ def auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) -> floa
     return float((rank[member].sum() - inside * (inside + 1) / 2) / (inside * outside))
 
 
-def true_positives(
+def true_positive_rate(
     scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"], false: float = 0.01
 ) -> float:
     """Return the share of members that are found at a share of non-members, at most, that are taken for such.
@@ -97,7 +99,7 @@ def true_positives(
     return float((scores[member] > threshold).double().mean())
 
 
-def resampled(cases: int, times: int, seed: int = 0) -> Int[Tensor, "times cases"]:
+def draw_bootstrap(cases: int, times: int, seed: int = 0) -> Int[Tensor, "times cases"]:
     """Return draws with replacement, for intervals by the bootstrap."""
     stream = Rng(seed).generator("membership.bootstrap")
     return torch.from_numpy(stream.integers(cases, size=(times, cases)))

@@ -3,7 +3,7 @@
 Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module
 (`metrics.ACCURACY`) or finds it by the name that a table holds (`REGISTRY[name]`). A method adds
 its own in `Method.reports`. One that is computed from outputs and targets is a `SampleMetric` too,
-found by its name or import path (`read_metric`). A value that is not defined for its arguments is
+found by its name or import path (`find_metric`). A value that is not defined for its arguments is
 NaN, never 0, and a warning of class `Undefined` names the reason.
 """
 
@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.importing import imported, kind_of
-from coterie._util.settings import Configurable, parse, plain
+from coterie._util.importing import import_object, parse_kind
+from coterie._util.settings import Configurable, parse_settings, to_plain
 from coterie.errors import ConfigError, require
 from coterie.functional import scores
-from coterie.functional.scores import Form, undefined
+from coterie.functional.scores import Form, warn_undefined
 from coterie.functional.scores import Undefined as Undefined
 
 Better = Literal["higher", "lower"]
@@ -91,7 +91,9 @@ class Metric(Configurable):
         title = f"{split} {self.title}" if self.on_samples and split else self.title
         return f"{title} in {self.unit}" if self.unit else title
 
-    def show(self, value: float | None, *, brief: bool = False, signed: bool = False) -> str:
+    def format_value(
+        self, value: float | None, *, brief: bool = False, signed: bool = False
+    ) -> str:
         """Write a value in its unit, without it; a dash for None, NaN and infinity.
 
         Args:
@@ -148,7 +150,7 @@ class SampleMetric(Metric):
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(Metric)}
         )
 
-    def values(
+    def measure_samples(
         self,
         outputs: Shaped[Tensor, "samples *outputs"],
         targets: Shaped[Tensor, "samples *targets"],
@@ -162,7 +164,7 @@ class SampleMetric(Metric):
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.shape != (len(outputs),):
             raise ConfigError(
-                f"metric {self.path or self.name!r} returned {_described(found)} for {len(outputs)} samples; "
+                f"metric {self.path or self.name!r} returned {_describe_value(found)} for {len(outputs)} samples; "
                 "expected one value a sample, as a tensor: take the mean over all other axes, and return it"
             )
         return found
@@ -186,21 +188,21 @@ class SampleMetric(Metric):
             ConfigError: when the function returns no number.
         """
         if not len(outputs):
-            return undefined(f"the {self.title}", "there are no samples")
+            return warn_undefined(f"the {self.title}", "there are no samples")
         if self.each:
-            return float(self.values(outputs, targets).double().mean())
+            return float(self.measure_samples(outputs, targets).double().mean())
         assert self.function is not None
         found = self.function(outputs.detach().cpu(), targets.cpu())
         try:
             return float(found)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"metric {self.path or self.name!r} returned {_described(found)}; expected one number for all samples "
+                f"metric {self.path or self.name!r} returned {_describe_value(found)}; expected one number for all samples "
                 "together: return it (a value of each sample needs SampleMetric(..., each=True))"
             ) from None
 
 
-def _described(found: Any) -> str:
+def _describe_value(found: Any) -> str:
     return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
 
 
@@ -210,13 +212,13 @@ class Metrics(dict[str, Metric]):
     def __missing__(self, name: str) -> Metric:
         return Metric(name)
 
-    def main(self, names: Iterable[str]) -> str:
+    def choose_main(self, names: Iterable[str]) -> str:
         """Return the name by which methods are compared, of those that a run has; the first where none is meant so."""
         names = list(names)
         return next((one.name for one in MAIN if one.name in names), names[0])
 
-    def with_stored(self, stored: Mapping[str, Mapping[str, Any]]) -> "Metrics":
-        """Return these metrics and those that a run stored, from what `stored` returned.
+    def add_stored(self, stored: Mapping[str, Mapping[str, Any]]) -> "Metrics":
+        """Return these metrics and those that a run stored, from what `metrics_to_store` returned.
 
         Raises:
             ConfigError: when an entry is no metric.
@@ -227,17 +229,17 @@ class Metrics(dict[str, Metric]):
             name: {key: value for key, value in entry.items() if key in known}
             for name, entry in stored.items()
         }
-        found = [parse(Metric, table, name) for name, table in tables.items()]
+        found = [parse_settings(Metric, table, name) for name, table in tables.items()]
         return Metrics({**{one.name: one for one in found}, **self})
 
 
-def stored(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
+def metrics_to_store(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
     """Return, as plain values, what a run must store of metrics to be shown where nobody knows them."""
     entries = [one.entry if isinstance(one, SampleMetric) else one for one in metrics]
-    return {one.name: plain(one) for one in entries if one.name not in REGISTRY}
+    return {one.name: to_plain(one) for one in entries if one.name not in REGISTRY}
 
 
-def _share(name: str, text: str, **more: Any) -> Metric:
+def _share_metric(name: str, text: str, **more: Any) -> Metric:
     """Return a metric that is a share of samples, shown in per cent."""
     return Metric(
         name,
@@ -253,7 +255,7 @@ def _share(name: str, text: str, **more: Any) -> Metric:
     )
 
 
-def _largest(base: Metric, short: str) -> Metric:
+def _maximum_of(base: Metric, short: str) -> Metric:
     text = (
         f"{base.text}, in the round with the largest mean over clients; on test data, so optimistic"
     )
@@ -267,7 +269,7 @@ def _largest(base: Metric, short: str) -> Metric:
     )
 
 
-def _reduced(how: str, words: str, short: str) -> Metric:
+def _reduction_of_accuracy(how: str, words: str, short: str) -> Metric:
     text = f"final accuracy of the whole federation, clients weighed {words}"
     title = f"accuracy weighed {words}"
     return replace(
@@ -281,17 +283,19 @@ def _reduced(how: str, words: str, short: str) -> Metric:
     )
 
 
-def _number(name: str, text: str, better: Better, undefined: str = "", **more: Any) -> Metric:
+def _number_metric(
+    name: str, text: str, better: Better, undefined: str = "", **more: Any
+) -> Metric:
     """Return a metric of samples that is a plain number."""
     return Metric(name, text, better=better, on_samples=True, undefined=undefined, **more)
 
 
-def _cost(name: str, text: str, title: str, unit: str = "") -> Metric:
+def _cost_metric(name: str, text: str, title: str, unit: str = "") -> Metric:
     return Metric(name, text, title, unit=unit, better="lower", shown="cost")
 
 
 # Measured on samples, by `Task`.
-ACCURACY = _share(
+ACCURACY = _share_metric(
     "accuracy", "share of samples whose class is predicted", shown="result", needs="classes"
 )
 MSE = Metric(
@@ -304,71 +308,73 @@ MSE = Metric(
     on_samples=True,
     needs="regression",
 )
-LABEL_ACCURACY = _share(
+LABEL_ACCURACY = _share_metric(
     "label_accuracy", "share of right answers, yes or no, over samples and labels"
 )
-TOKEN_ACCURACY = _share(
+TOKEN_ACCURACY = _share_metric(
     "token_accuracy", "share of positions whose class is predicted, sample by sample"
 )
-PIXEL_ACCURACY = _share(
+PIXEL_ACCURACY = _share_metric(
     "pixel_accuracy", "share of pixels whose class is predicted, sample by sample"
 )
-IOU = _share(
+IOU = _share_metric(
     "iou",
     "intersection over union of predicted and true pixels, the mean over classes",
     title="intersection over union",
     short="IoU",
     undefined="no pixel of a client counts",
 )
-AUROC = _number(
+AUROC = _number_metric(
     "auroc",
     "area under the ROC curve, of more than two classes or of labels the mean over them",
     "higher",
     "no class is that of some test samples of a client and not of others",
     title="AUROC",
 )
-AVERAGE_PRECISION = _number(
+AVERAGE_PRECISION = _number_metric(
     "average_precision",
     "average precision, of more than two classes or of labels the mean over them",
     "higher",
     "no test sample of a client is a yes",
 )
-F1 = _number(
+F1 = _number_metric(
     "f1",
     "F1, the mean over classes or labels",
     "higher",
     "neither targets nor predictions of a client have a yes",
     title="F1",
 )
-CALIBRATION_ERROR = _number(
+CALIBRATION_ERROR = _number_metric(
     "calibration_error",
     "expected calibration error of the predicted class, in 15 bins",
     "lower",
     "an output is not finite",
     short="ECE",
 )
-BRIER = _number(
+BRIER = _number_metric(
     "brier",
     "Brier score: squared error of probabilities",
     "lower",
     title="Brier score",
     short="Brier",
 )
-PERPLEXITY = _number(
+PERPLEXITY = _number_metric(
     "perplexity",
     "exponential of the mean cross-entropy of positions",
     "lower",
     "no position of a client counts",
 )
-MAE = _number("mae", "mean absolute error", "lower", title="mean absolute error", short="MAE")
-R2 = _number(
+MAE = _number_metric(
+    "mae", "mean absolute error", "lower", title="mean absolute error", short="MAE"
+)
+R2 = _number_metric(
     "r2",
     "coefficient of determination: 1 for perfect outputs, 0 for those that are the mean of the targets",
     "higher",
     "the test targets of a client do not vary",
     title="R²",
 )
-CONCORDANCE = _number(
+CONCORDANCE = _number_metric(
     "concordance",
     "Harrell's C: share of the comparable pairs whose order in time the outputs have right",
     "higher",
@@ -377,14 +383,14 @@ CONCORDANCE = _number(
 LOSS = Metric(
     "loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True
 )
-BALANCED_ACCURACY = _share(
+BALANCED_ACCURACY = _share_metric(
     "balanced_accuracy",
     "mean recall of the classes in the client's test set",
     short="balanced",
     needs="classes",
     undefined="a client has no test samples",
 )
-TRAIN_PRIOR_ACCURACY = _share(
+TRAIN_PRIOR_ACCURACY = _share_metric(
     "train_prior_accuracy",
     "accuracy with samples weighed by their class's share of the client's training data",
     title="train-prior accuracy",
@@ -392,18 +398,22 @@ TRAIN_PRIOR_ACCURACY = _share(
     needs="classes",
     undefined="no test sample of a client has a class of its training data",
 )
-GLOBAL_ACCURACY = _share(
+GLOBAL_ACCURACY = _share_metric(
     "global_accuracy",
     "accuracy of the model for everybody (or for the client's cluster) on all test sets together",
     short="global",
     needs="server",
 )
 # Of a whole run.
-ACCURACY_MAX = _largest(ACCURACY, "max")
-BALANCED_ACCURACY_MAX = _largest(BALANCED_ACCURACY, "balanced max")
-GLOBAL_ACCURACY_MAX = _largest(GLOBAL_ACCURACY, "global max")
-ACCURACY_SAMPLE_WEIGHTED = _reduced("sample_weighted", "by test samples", "by samples")
-ACCURACY_CLUSTER_THEN_CLIENT = _reduced("cluster_then_client", "cluster by cluster", "by cluster")
+ACCURACY_MAX = _maximum_of(ACCURACY, "max")
+BALANCED_ACCURACY_MAX = _maximum_of(BALANCED_ACCURACY, "balanced max")
+GLOBAL_ACCURACY_MAX = _maximum_of(GLOBAL_ACCURACY, "global max")
+ACCURACY_SAMPLE_WEIGHTED = _reduction_of_accuracy(
+    "sample_weighted", "by test samples", "by samples"
+)
+ACCURACY_CLUSTER_THEN_CLIENT = _reduction_of_accuracy(
+    "cluster_then_client", "cluster by cluster", "by cluster"
+)
 STD_OVER_CLUSTERS = replace(
     ACCURACY,
     name="std_over_clusters",
@@ -461,16 +471,18 @@ EPSILON = Metric(
     shown="further",
 )
 # Of a round, reported by methods.
-PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
-EXTRA_MODELS = _cost(
+PASSES = _cost_metric(
+    "passes", "forward passes of one sample, to judge received models", "forward passes"
+)
+EXTRA_MODELS = _cost_metric(
     "extra_models", "numbers received beside pulled models, in units of a model", "further models"
 )
-EXTRA_FLOATS = _cost("extra_floats", "further numbers received", "further numbers")
-EXTRA_BYTES = _cost(
+EXTRA_FLOATS = _cost_metric("extra_floats", "further numbers received", "further numbers")
+EXTRA_BYTES = _cost_metric(
     "extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B"
 )
-BYTES_DOWN = _cost("bytes_down", "bytes received from a server", "bytes from a server", "B")
-BYTES_UP = _cost("bytes_up", "bytes sent to a server", "bytes to a server", "B")
+BYTES_DOWN = _cost_metric("bytes_down", "bytes received from a server", "bytes from a server", "B")
+BYTES_UP = _cost_metric("bytes_up", "bytes sent to a server", "bytes to a server", "B")
 # Of a whole run, as PANM's authors count: the cost ledger predicts them.
 MODELS_MOVED = Metric(
     "comm_cost_models_per_client",
@@ -557,7 +569,7 @@ REDUCTIONS = {
     "sample_weighted": ACCURACY_SAMPLE_WEIGHTED,
     "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT,
 }
-"""Ways to reduce accuracy (see `federated`) other than the mean over clients, and as what they are reported."""
+"""Ways to reduce accuracy (see `reduce_over_clients`) other than the mean over clients, and as what they are reported."""
 
 
 def _of_samples(
@@ -594,7 +606,7 @@ MEASURES: dict[str, SampleMetric] = {
 """The bundled metrics of outputs and targets, by name."""
 
 
-def read_metric(
+def find_metric(
     given: str | SampleMetric | Callable[..., Any], where: str = "metrics"
 ) -> SampleMetric:
     """Return a metric of outputs and targets.
@@ -613,11 +625,11 @@ def read_metric(
         'test AUROC'
     """
     if isinstance(given, SampleMetric):
-        return _of_own_name(given)
-    path, _ = kind_of(given, MEASURES, "metric", where)
+        return _check_name_is_free(given)
+    path, _ = parse_kind(given, MEASURES, "metric", where)
     if path in MEASURES:
         return MEASURES[path]
-    found = imported(path, f"metric {path!r}")
+    found = import_object(path, f"metric {path!r}")
     if isinstance(found, type) or not callable(found):
         raise ConfigError(
             f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric"
@@ -625,10 +637,14 @@ def read_metric(
     if not isinstance(found, SampleMetric):
         text = (getattr(found, "__doc__", None) or "").strip().partition("\n")[0]
         found = SampleMetric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
-    return found if MEASURES.get(found.name) == found else _of_own_name(replace(found, path=path))
+    return (
+        found
+        if MEASURES.get(found.name) == found
+        else _check_name_is_free(replace(found, path=path))
+    )
 
 
-def _of_own_name(metric: SampleMetric) -> SampleMetric:
+def _check_name_is_free(metric: SampleMetric) -> SampleMetric:
     """Refuse another metric under the name of one that is built in."""
     free = metric.name not in REGISTRY or MEASURES.get(metric.name) == metric
     what = f"the name of metric {metric.path!r}" if metric.path else "the name of a metric"
@@ -636,8 +652,8 @@ def _of_own_name(metric: SampleMetric) -> SampleMetric:
     return metric
 
 
-def stored_metric(metric: SampleMetric) -> str:
-    """Return the name or import path from which `read_metric` makes a metric again.
+def metric_path(metric: SampleMetric) -> str:
+    """Return the name or import path from which `find_metric` makes a metric again.
 
     Raises:
         ConfigError: when there is none: it is made inside a function.
@@ -671,20 +687,20 @@ ExtraMetric = Literal[
 """What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
 
 
-def metric_name(given: Any) -> str:
+def normalize_metric_setting(given: Any) -> str:
     """Return the name or import path under which a metric is found again: of a name, a metric or a function.
 
     What has an import path is not imported.
     """
     if isinstance(given, str) and ":" in given:
         return given
-    return stored_metric(read_metric(given))
+    return metric_path(find_metric(given))
 
 
 # ---------------------------------------------------------------- the federation
 
 
-def federated(
+def reduce_over_clients(
     values: Float[Tensor, " clients"],
     samples: Shaped[Tensor, " clients"],
     label: Int[Tensor, " clients"] | None = None,
@@ -716,20 +732,22 @@ def federated(
 # ---------------------------------------------------------------- clusters
 
 
-def frequencies(counts: Int[Tensor, "clients classes"]) -> Float[Tensor, "clients classes"]:
+def class_frequencies(counts: Int[Tensor, "clients classes"]) -> Float[Tensor, "clients classes"]:
     r"""Return class frequencies in descending order ($\tilde X_k$): how uneven a client's labels are, not which."""
     share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     return share.sort(dim=1, descending=True).values
 
 
-def _clusters(metric: str, label: Tensor) -> str | None:
+def _check_cluster_count(metric: str, label: Tensor) -> str | None:
     found = len(label.unique())
     if 2 <= found <= len(label) - 1:
         return None
     return f"it needs at least 2 clusters and fewer than the {len(label)} clients; found {found}"
 
 
-def was(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) -> float:
+def wasserstein_silhouette(
+    counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]
+) -> float:
     r"""Wasserstein adjusted silhouette: the silhouette of clients by their sorted class frequencies, in [-1, 1].
 
     The distance of two clients is $W_2$ between their frequency values. Blind to *which* classes a
@@ -744,14 +762,16 @@ def was(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) 
     """
     from sklearn.metrics import silhouette_score
 
-    reason = _clusters("WAS", label)
+    reason = _check_cluster_count("WAS", label)
     if reason is not None:
-        return undefined("WAS", reason)
-    return float(silhouette_score(frequencies(counts).numpy(), label.numpy()))
+        return warn_undefined("WAS", reason)
+    return float(silhouette_score(class_frequencies(counts).numpy(), label.numpy()))
 
 
-def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) -> float:
-    """Wasserstein adjusted Davies-Bouldin index, lower is better, 0 or more; see `was`.
+def wasserstein_davies_bouldin(
+    counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]
+) -> float:
+    """Wasserstein adjusted Davies-Bouldin index, lower is better, 0 or more; see `wasserstein_silhouette`.
 
     Returns:
         NaN unless there are at least 2 clusters and fewer than clients, and where two clusters'
@@ -759,17 +779,17 @@ def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"])
     """
     from sklearn.metrics import davies_bouldin_score
 
-    reason = _clusters("WADB", label)
+    reason = _check_cluster_count("WADB", label)
     if reason is not None:
-        return undefined("WADB", reason)
-    points = frequencies(counts)
+        return warn_undefined("WADB", reason)
+    points = class_frequencies(counts)
     centers = torch.stack([points[label == cluster].mean(0) for cluster in label.unique()])
     if float(torch.pdist(centers).min()) <= 1e-12:
-        return undefined("WADB", "the centroids of two clusters coincide")
+        return warn_undefined("WADB", "the centroids of two clusters coincide")
     return float(davies_bouldin_score(points.numpy(), label.numpy()))
 
 
-def rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
+def rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
     """Rand index (not adjusted): the share of pairs that both groupings keep together or both keep apart.
 
     Example:
@@ -779,26 +799,28 @@ def rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> floa
     from sklearn.metrics import rand_score
 
     if len(truth) < 2:
-        return undefined("the Rand index", "there are no pairs of clients")
+        return warn_undefined("the Rand index", "there are no pairs of clients")
     return float(rand_score(truth.numpy(), label.numpy()))
 
 
-def adjusted_rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
+def adjusted_rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
     """Rand index adjusted for chance: 1 for equal groupings, 0 on average for random ones."""
     from sklearn.metrics import adjusted_rand_score
 
     if len(truth) < 2:
-        return undefined("the adjusted Rand index", "there are no pairs of clients")
+        return warn_undefined("the adjusted Rand index", "there are no pairs of clients")
     return float(adjusted_rand_score(truth.numpy(), label.numpy()))
 
 
 # ---------------------------------------------------------------- whole runs
 
 
-def acc_max(accuracy: Sequence[float]) -> float:
+def max_accuracy(accuracy: Sequence[float]) -> float:
     """The largest accuracy of all evaluations (on test data, so optimistic); NaN entries do not count."""
     values = [value for value in accuracy if not math.isnan(value)]
-    return max(values) if values else undefined("the largest accuracy", "nothing was evaluated")
+    return (
+        max(values) if values else warn_undefined("the largest accuracy", "nothing was evaluated")
+    )
 
 
 def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> float:
@@ -810,13 +832,13 @@ def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: f
         target: usually the largest accuracy of a baseline.
     """
     if math.isnan(target):
-        return undefined("the time to accuracy", "the target is undefined")
+        return warn_undefined("the time to accuracy", "the target is undefined")
     return float(
         next((r for r, value in zip(rounds, accuracy, strict=True) if value >= target), math.inf)
     )
 
 
-def tta_ratio(
+def time_to_accuracy_ratio(
     rounds: Sequence[int],
     accuracy: Sequence[float],
     base_rounds: Sequence[int],
@@ -828,13 +850,17 @@ def tta_ratio(
         1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN
         when the method was there in round 0 and the baseline later, where no ratio exists.
     """
-    target = acc_max(base)
+    target = max_accuracy(base)
     own, theirs = (
         time_to_accuracy(rounds, accuracy, target),
         time_to_accuracy(base_rounds, base, target),
     )
     if own == 0:
-        return 1.0 if theirs == 0 else undefined("the TTA ratio", "the method was there in round 0")
+        return (
+            1.0
+            if theirs == 0
+            else warn_undefined("the TTA ratio", "the method was there in round 0")
+        )
     return theirs / own
 
 
@@ -846,6 +872,6 @@ def total_variance(updates: Float[Tensor, "clients params"]) -> float:
             a simplex model all endpoints, one beside another.
     """
     if not len(updates):
-        return undefined("the total variance", "there are no updates")
+        return warn_undefined("the total variance", "there are no updates")
     flat = updates.double()
     return float((flat - flat.mean(0)).square().sum(1).mean())

@@ -45,7 +45,7 @@ class Estimate:
     effect: Float[np.ndarray, " *studies"]
 
 
-def overlap_of(share: float) -> float:
+def overlap_from_share(share: float) -> float:
     r"""Return `n_test / n_train` for the share of the samples that each run tests on.
 
     Example:
@@ -92,7 +92,7 @@ def mean_difference(
     return Estimate(mean, std, *map(np.asarray, (mean - half, mean + half, p, effect)))
 
 
-def holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies pairs"]:
+def correct_holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies pairs"]:
     """Return p values corrected for their number by Holm's step-down rule.
 
     To call established what is then at most 0.05 is wrong about any pair with a probability of at
@@ -112,7 +112,7 @@ def holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies 
     return out
 
 
-def power(
+def power_of_t_test(
     effect: float, seeds: int, *, level: float = 1 - CONFIDENCE, overlap: float = 0.0
 ) -> float:
     """Return the probability that the two-sided t test at a level finds a mean of `effect` standard deviations.
@@ -139,7 +139,7 @@ def power(
     )
 
 
-def seeds_needed(
+def find_seeds_needed(
     effect: float,
     *,
     level: float = 1 - CONFIDENCE,
@@ -166,8 +166,8 @@ def seeds_needed(
         (34, 10, None)
     """
 
-    def enough(seeds: int) -> bool:
-        return power(effect, seeds, level=level, overlap=overlap) >= wanted
+    def is_enough(seeds: int) -> bool:
+        return power_of_t_test(effect, seeds, level=level, overlap=overlap) >= wanted
 
     if not math.isfinite(effect):
         return None
@@ -175,8 +175,8 @@ def seeds_needed(
     normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))
     left = (effect / normal) ** 2 - overlap
     seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
-    while seeds > 2 and enough(seeds - 1):
+    while seeds > 2 and is_enough(seeds - 1):
         seeds -= 1
-    while seeds <= most and not enough(seeds):
+    while seeds <= most and not is_enough(seeds):
         seeds += 1
     return seeds if seeds <= most else None

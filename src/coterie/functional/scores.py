@@ -1,7 +1,7 @@
 """How well outputs fit their targets: the formulas of what is measured on the samples of a set.
 
 They take outputs and targets in one of five forms, into which each loss brings its own
-(`Loss.judged`):
+(`Loss.to_metric_form`):
 
 * class: outputs [samples, classes], logits or log-probabilities; targets [samples], whole numbers;
 * labels: outputs [samples, columns], the logit of yes in each; targets [samples, columns], 0 or 1;
@@ -36,7 +36,7 @@ class Undefined(UserWarning):
     """A metric is NaN; the message says why."""
 
 
-def undefined(metric: str, reason: str) -> float:
+def warn_undefined(metric: str, reason: str) -> float:
     """Return NaN, and say why in a warning."""
     warnings.warn(f"{metric} is undefined: {reason}", Undefined, stacklevel=3)
     return math.nan
@@ -69,7 +69,7 @@ def label_accuracy(
     return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(1)
 
 
-def _columns(
+def _one_against_others(
     outputs: Tensor, targets: Tensor
 ) -> tuple[Bool[Tensor, "samples columns"], Float[Tensor, "samples columns"]]:
     """Return which samples are a yes in each column, and scores that are larger for a yes.
@@ -83,7 +83,7 @@ def _columns(
     return targets[:, None] == torch.arange(outputs.shape[1]), outputs.double().softmax(1)
 
 
-def _over_columns(
+def _mean_over_columns(
     name: str,
     outputs: Tensor,
     targets: Tensor,
@@ -92,12 +92,12 @@ def _over_columns(
     one: Callable[[Any, Any], Any],
 ) -> float:
     """Return the mean of a score over the columns for which it is defined."""
-    yes, score = _columns(outputs, targets)
+    yes, score = _one_against_others(outputs, targets)
     if not bool(torch.isfinite(score).all()):
-        return undefined(name, "an output is not finite")
+        return warn_undefined(name, "an output is not finite")
     chosen = usable(yes.double().mean(0)).nonzero().flatten().tolist()
     if not chosen:
-        return undefined(name, lacking)
+        return warn_undefined(name, lacking)
     return sum(float(one(yes[:, c].numpy(), score[:, c].numpy())) for c in chosen) / len(chosen)
 
 
@@ -111,14 +111,14 @@ def auroc(
     """
     from sklearn.metrics import roc_auc_score
 
-    def both(share: Tensor) -> Tensor:
+    def has_yes_and_no(share: Tensor) -> Tensor:
         return (share > 0) & (share < 1)
 
-    return _over_columns(
+    return _mean_over_columns(
         "AUROC",
         outputs,
         targets,
-        both,
+        has_yes_and_no,
         "there is no class that only some samples have",
         roc_auc_score,
     )
@@ -134,7 +134,7 @@ def average_precision(
     from sklearn.metrics import average_precision_score
 
     lacking = "no sample is a yes"
-    return _over_columns(
+    return _mean_over_columns(
         "average precision",
         outputs,
         targets,
@@ -159,7 +159,7 @@ def f1(
     right, all_of_both = (found & wanted).sum(0), found.sum(0) + wanted.sum(0)
     there = all_of_both > 0
     if not bool(there.any()):
-        return undefined("F1", "neither targets nor predictions have a yes")
+        return warn_undefined("F1", "neither targets nor predictions have a yes")
     return float((2 * right[there].double() / all_of_both[there]).mean())
 
 
@@ -172,7 +172,7 @@ def calibration_error(
     """
     confidence, found = outputs.double().softmax(1).max(1)
     if not bool(torch.isfinite(confidence).all()):
-        return undefined("the calibration error", "an output is not finite")
+        return warn_undefined("the calibration error", "an output is not finite")
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
     away = torch.zeros(bins, dtype=torch.float64).index_add_(
         0, place, (found == targets).double() - confidence
@@ -214,7 +214,7 @@ def perplexity(
     """The exponential of the mean cross-entropy of all positions that count."""
     counted = targets != UNCOUNTED
     if not bool(counted.any()):
-        return undefined("the perplexity", "no position counts")
+        return warn_undefined("the perplexity", "no position counts")
     total, step = 0.0, max(1, _AT_ONCE // max(1, outputs[0].numel()))
     for rows, wanted, counts in zip(
         outputs.split(step), targets.split(step), counted.split(step), strict=True
@@ -233,7 +233,7 @@ def iou(
     """
     counted, classes = targets != UNCOUNTED, outputs.shape[2]
     if not bool(counted.any()):
-        return undefined("the intersection over union", "no position counts")
+        return warn_undefined("the intersection over union", "no position counts")
     found, wanted = outputs.argmax(2)[counted], targets[counted]
     both = wanted[found == wanted].bincount(minlength=classes)
     either = found.bincount(minlength=classes) + wanted.bincount(minlength=classes) - both
@@ -270,9 +270,9 @@ def r2(
     found, wanted = (values.double().reshape(len(targets), -1) for values in (outputs, targets))
     varies = (wanted != wanted[:1]).any(0)
     if not bool(varies.any()):
-        return undefined("R²", "the targets do not vary")
+        return warn_undefined("R²", "the targets do not vary")
     if not bool(torch.isfinite(found).all()):
-        return undefined("R²", "an output is not finite")
+        return warn_undefined("R²", "an output is not finite")
     return float(r2_score(wanted[:, varies].numpy(), found[:, varies].numpy()))
 
 
@@ -288,7 +288,7 @@ def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samp
     F. E. Harrell et al., Evaluating the yield of medical tests, JAMA 247, 1982.
     """
     if not bool(torch.isfinite(outputs).all()):
-        return undefined("the concordance", "an output is not finite")
+        return warn_undefined("the concordance", "an output is not finite")
     time, event = targets[:, 0], targets[:, 1] > 0.5
     pairs = right = 0.0
     for chosen in event.nonzero().flatten().split(max(1, _AT_ONCE // max(1, len(time)))):
@@ -301,5 +301,5 @@ def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samp
     return (
         right / pairs
         if pairs
-        else undefined("the concordance", "there is no event before another time")
+        else warn_undefined("the concordance", "there is no event before another time")
     )

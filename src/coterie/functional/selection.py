@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.errors import ConfigError
 
 
-def top(
+def select_top(
     scores: Float[Tensor, "clients population"],
     count: int,
     allowed: Bool[Tensor, "clients population"],
@@ -48,7 +48,7 @@ def top(
     return torch.where(allowed.gather(1, chosen), chosen, -1)
 
 
-def sample(
+def sample_peers(
     log_weights: Float[Tensor, "clients population"],
     noise: Float[Tensor, "clients population"],
     count: int,
@@ -67,16 +67,16 @@ def sample(
         allowed: which members each client may choose.
     """
     floor = torch.finfo(torch.float64).min / 2
-    return top(log_weights.double().clamp(min=floor) + noise, count, allowed)
+    return select_top(log_weights.double().clamp(min=floor) + noise, count, allowed)
 
 
-def race(
+def sample_peers_quickly(
     mass: Float[Tensor, "clients population"],
     draws: Float[Tensor, "clients population"],
     count: int,
     allowed: Bool[Tensor, "clients population"],
 ) -> tuple[Int[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
-    r"""Choose as `sample` does, but take logarithms of a few draws only.
+    r"""Choose as `sample_peers` does, but take logarithms of a few draws only.
 
     With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest
     first. Since $u \le E$, a member outside the `count + 4` smallest $u / p$ has an $E / p$ above
@@ -89,7 +89,7 @@ def race(
         allowed: which members each client may choose.
 
     Returns:
-        Ids, best first, and for which clients they are certain: the others need `sample`.
+        Ids, best first, and for which clients they are certain: the others need `sample_peers`.
     """
     population = mass.shape[1]
     count = max(0, min(count, population - 1))
@@ -111,17 +111,17 @@ def race(
     return chosen, certain & allowed.gather(1, chosen).all(1)
 
 
-def uniform(
+def sample_uniformly(
     noise: Float[Tensor, "clients population"],
     count: int,
     allowed: Bool[Tensor, "clients population"],
 ) -> Int[Tensor, "clients peers"]:
     """Draw uniformly without replacement among those allowed."""
-    return top(noise, count, allowed)
+    return select_top(noise, count, allowed)
 
 
 @dataclass(frozen=True)
-class Known:
+class PeerKnowledge:
     """What one client knows when a selection rule of yours says whom it reads; each tensor has one entry a member.
 
     Args:
@@ -143,17 +143,19 @@ class Known:
     candidates: Bool[Tensor, " population"]
     similarity: Float[Tensor, " population"]
     measured: Bool[Tensor, " population"]
-    told: Bool[Tensor, " population"]
+    reported: Bool[Tensor, " population"]
     count: Int[Tensor, " population"]
     age: Int[Tensor, " population"]
     noise: Float[Tensor, " population"]
 
 
-SelectionRule = Callable[[Known], Tensor]
+SelectionRule = Callable[[PeerKnowledge], Tensor]
 """A pure function of what a client knows; it returns a number for each member, and the largest are read."""
 
 
-def ranked_by(rule: SelectionRule, known: Known, count: int, what: str) -> Int[Tensor, " peers"]:
+def select_by_rule(
+    rule: SelectionRule, known: PeerKnowledge, count: int, what: str
+) -> Int[Tensor, " peers"]:
     """Choose peers by a rule of the user's: the candidates with the largest numbers; ties go to the lowest id.
 
     Args:
@@ -185,10 +187,10 @@ def ranked_by(rule: SelectionRule, known: Known, count: int, what: str) -> Int[T
         raise ConfigError(
             f"{what} returned NaN; expected a number for each member, -inf for one that is not to be read"
         )
-    return top(scores[None], count, (known.candidates & (scores > -torch.inf))[None])[0]
+    return select_top(scores[None], count, (known.candidates & (scores > -torch.inf))[None])[0]
 
 
-def among(
+def mask_from_ids(
     peers: Int[Tensor, "clients peers"], population: int
 ) -> Bool[Tensor, "clients population"]:
     """Return which members of the population occur in each client's list of ids (-1 is ignored)."""
@@ -197,7 +199,7 @@ def among(
     return out[:, :population]
 
 
-def within(
+def keep_allowed(
     peers: Int[Tensor, "clients peers"], allowed: Bool[Tensor, "clients population"]
 ) -> Int[Tensor, "clients peers"]:
     """Set slots with a peer that is not allowed to -1.
@@ -209,7 +211,7 @@ def within(
     return torch.where((peers >= 0) & allowed.gather(1, peers.clamp(min=0)), peers, -1)
 
 
-def lowest(
+def select_lowest(
     scores: Float[Tensor, "clients peers"],
     peers: Int[Tensor, "clients peers"],
     count: int,
@@ -228,11 +230,11 @@ def lowest(
         tensor([[False,  True,  True]])
     """
     cost = torch.nan_to_num(scores.double(), nan=torch.inf)
-    best = _ranked((~mask).to(torch.int8), cost, peers)[:, :count]
+    best = _rank_slots((~mask).to(torch.int8), cost, peers)[:, :count]
     return torch.zeros_like(mask).scatter(1, best, True) & mask
 
 
-def best(
+def select_best(
     scores: Float[Tensor, "clients slots"],
     slots: Int[Tensor, "clients slots"],
     count: int,
@@ -253,12 +255,12 @@ def best(
     """
     silent = torch.where(stays & (slots >= 0), 1, 2)
     rank = torch.where(mask, 0, silent)
-    order = _ranked(rank, -torch.nan_to_num(scores.double(), nan=-torch.inf), slots)[:, :count]
+    order = _rank_slots(rank, -torch.nan_to_num(scores.double(), nan=-torch.inf), slots)[:, :count]
     ids = torch.where(rank.gather(1, order) < 2, slots.gather(1, order), -1)
     return torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
 
 
-def _ranked(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slots"]:
+def _rank_slots(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slots"]:
     """Return the slots of each row in ascending order of the first key, then of the next, and so on."""
     order = torch.arange(keys[0].shape[1], device=keys[0].device).expand(keys[0].shape)
     for key in reversed(keys):
@@ -266,8 +268,8 @@ def _ranked(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slot
     return order
 
 
-def listed(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients peers"]:
-    """Return the chosen members of each row as ids in ascending order, -1 behind the last: the inverse of `among`.
+def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients peers"]:
+    """Return the chosen members of each row as ids in ascending order, -1 behind the last: the inverse of `mask_from_ids`.
 
     Example:
         >>> listed(torch.tensor([[False, True, True], [True, False, False]]))
@@ -279,12 +281,14 @@ def listed(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients p
     return torch.where(chosen.gather(1, order), order, -1)
 
 
-def others(ids: Int[Tensor, " clients"], population: int) -> Bool[Tensor, "clients population"]:
+def mask_of_others(
+    ids: Int[Tensor, " clients"], population: int
+) -> Bool[Tensor, "clients population"]:
     """Return a mask of all members of the population but the client itself."""
     return torch.arange(population) != ids[:, None]
 
 
-def probabilities(
+def selection_probabilities(
     similarity: Float[Tensor, "clients population"],
     tau: float | Float[Tensor, " clients"],
     considered: Bool[Tensor, "clients population"] | None,
@@ -323,12 +327,12 @@ def probabilities(
         total = mass.sum(1, keepdim=True)
     empty = total[:, 0] <= 0
     if bool(empty.any()):
-        mass[empty] = others(ids[empty], similarity.shape[1]).double()
+        mass[empty] = mask_of_others(ids[empty], similarity.shape[1]).double()
         total = mass.sum(1, keepdim=True)
     return mass.div_(total.clamp(min=torch.finfo(torch.float64).tiny))
 
 
-def entropy_tau(
+def find_entropy_tau(
     similarity: Float[Tensor, "clients population"],
     considered: Bool[Tensor, "clients population"] | None,
     ids: Int[Tensor, " clients"],
@@ -349,13 +353,13 @@ def entropy_tau(
     high = torch.full_like(low, limit)
     for _ in range(60):
         middle = (low + high) / 2
-        p = probabilities(similarity, middle, considered, ids, floor=0.0)
+        p = selection_probabilities(similarity, middle, considered, ids, floor=0.0)
         wide = -torch.special.xlogy(p, p).sum(1) > bits * math.log(2)
         low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
     return (low + high) / 2
 
 
-def min_max(
+def scale_min_max(
     similarity: Float[Tensor, "clients population"], considered: Bool[Tensor, "clients population"]
 ) -> Float[Tensor, "clients population"]:
     """Scale each client's similarities to [0, 1] over those considered; the others, and equal ones, become 0.
@@ -370,7 +374,7 @@ def min_max(
     return torch.where(usable, (similarity - low) / torch.where(span > 0, span, 1), 0)
 
 
-def two_hop(
+def estimate_two_hop(
     known: Bool[Tensor, "clients population"],
     peers: Int[Tensor, "clients peers"],
     preference: Float[Tensor, "clients peers"],
@@ -397,7 +401,7 @@ def two_hop(
     """
     estimate, found = vectors.new_zeros(known.shape), torch.zeros_like(known)
     # the preferred one last: it has the last word
-    for slot in _ranked(-preference, peers).flip(1).T:
+    for slot in _rank_slots(-preference, peers).flip(1).T:
         row = index.gather(1, slot[:, None])[:, 0]
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
         said = knows.index_select(0, row).bitwise_and_(arrived)
@@ -426,7 +430,7 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
     return min(members, max(least, math.floor(participation * members + 0.5)))
 
 
-def turns(
+def share_places(
     sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int
 ) -> list[int]:
     r"""Share a round's places among groups of which each needs a few: groups take turns, those served least first.
@@ -460,7 +464,7 @@ def turns(
     return counts
 
 
-def cohort(
+def draw_cohort(
     noise: Float[Tensor, " population"],
     count: int,
     *,

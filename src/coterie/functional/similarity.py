@@ -18,7 +18,7 @@ _ENTRIES = 1 << 19  # and on a device, 4 MB: fewer launches
 _ZERO = 1e-12  # norms below this count as zero
 
 
-def inverse(
+def invert_cost(
     cost: Float[Tensor, "clients peers"], eps: float = 1e-6
 ) -> Float[Tensor, "clients peers"]:
     r"""Turn a loss or a distance into a similarity: $1 / (x + \varepsilon)$.
@@ -37,7 +37,7 @@ def inverse(
     return torch.nan_to_num(1 / (cost.double().cpu() + eps), nan=0.0)
 
 
-def distance(
+def l2_distances(
     own: Float[Tensor, "clients params"],
     table: Float[Tensor, "senders params"],
     index: Int[Tensor, "clients peers"],
@@ -62,7 +62,7 @@ def distance(
     clients, slots = mask.nonzero(as_tuple=True)
     out = torch.full(mask.shape, torch.inf, dtype=torch.float64)
     squares = torch.zeros(len(clients), dtype=torch.float64, device=own.device)
-    for part, left, place, right in _blocks(
+    for part, left, place, right in _iterate_blocks(
         (own, clients, None), (table, index[clients, slots], None)
     ):
         squares[part] += _tree_sum(right.sub_(left.index_select(0, place)).square_())
@@ -102,21 +102,21 @@ def cosine(
     """
     clients, slots = mask.nonzero(as_tuple=True)
     sums = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
-    for part, left, place, right in _blocks(
+    for part, left, place, right in _iterate_blocks(
         (own, clients, origin), (table, index[clients, slots], origins)
     ):
         sums[0, part] += _tree_sum(left.square())[place]
         sums[1, part] += _tree_sum(right.square())
         sums[2, part] += _tree_sum(right.mul_(left.index_select(0, place)))
     mine, theirs, products = sums.cpu()
-    norms = _norms(mine) * _norms(theirs)
+    norms = _norms_from_squares(mine) * _norms_from_squares(theirs)
     out = torch.zeros(mask.shape, dtype=torch.float64)
     values = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0)
     out[clients, slots] = torch.nan_to_num(values, nan=0.0).clamp(-1, 1)
     return out
 
 
-def _norms(squares: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+def _norms_from_squares(squares: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
     """Return norms from sums of squares; 0 where one counts as zero."""
     norms = squares.sqrt()
     return torch.where(norms < _ZERO, 0, norms)
@@ -126,7 +126,7 @@ def _norms(squares: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
 _Rows = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Walk over pairs of rows, some pairs and columns at a time, in an order fixed by the number of columns.
 
     Yields:
@@ -144,11 +144,11 @@ def _blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, T
         distinct, place = rows[part].unique(return_inverse=True)
         for first in range(0, params, _COLUMNS):
             columns = slice(first, first + _COLUMNS)
-            left = _take(matrix, origin, distinct, columns)
-            yield part, left, place, _take(others, origins, senders[part], columns)
+            left = _take_rows(matrix, origin, distinct, columns)
+            yield part, left, place, _take_rows(others, origins, senders[part], columns)
 
 
-def _take(matrix: Tensor, base: Tensor | None, rows: Tensor, columns: slice) -> Tensor:
+def _take_rows(matrix: Tensor, base: Tensor | None, rows: Tensor, columns: slice) -> Tensor:
     values = matrix[:, columns].index_select(0, rows).double()
     return values if base is None else values.sub_(base[:, columns].index_select(0, rows))
 

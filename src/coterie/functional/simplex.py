@@ -60,26 +60,28 @@ def sample_region(
         return torch.from_numpy(stream.dirichlet(np.ones(size), count))
     found = np.empty((0, size))
     for _ in range(_BLOCKS):
-        ball = mu + _ball(stream, size, radius, count * _TRIES)
+        ball = mu + _draw_l1_steps(stream, size, radius, count * _TRIES)
         whole = stream.dirichlet(np.ones(size), count * _TRIES)
         accepted = np.concatenate(
             [ball[(ball >= 0).all(1)], whole[np.abs(whole - mu).sum(1) <= radius]]
         )
         found = np.concatenate([found, accepted])
         if len(found) >= count:
-            return torch.from_numpy(_tidy(found[:count]))
+            return torch.from_numpy(_fix_rounding(found[:count]))
     return torch.from_numpy(
-        _tidy(np.concatenate([found, _gibbs(stream, mu, radius, count - len(found))]))
+        _fix_rounding(
+            np.concatenate([found, _run_gibbs_chains(stream, mu, radius, count - len(found))])
+        )
     )
 
 
-def _tidy(points: np.ndarray) -> np.ndarray:
+def _fix_rounding(points: np.ndarray) -> np.ndarray:
     """Correct rounding: sums such as 1 - 1e-16, entries such as -1e-17."""
     points = np.maximum(points, 0)
     return points / points.sum(1, keepdims=True)
 
 
-def _ball(stream: np.random.Generator, size: int, radius: float, count: int) -> np.ndarray:
+def _draw_l1_steps(stream: np.random.Generator, size: int, radius: float, count: int) -> np.ndarray:
     """Draw uniformly from the steps that sum to 0 with L1 norm up to `radius`."""
     chances = np.array(
         [math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float
@@ -93,7 +95,9 @@ def _ball(stream: np.random.Generator, size: int, radius: float, count: int) -> 
     return scale * (up / up.sum(1, keepdims=True) - down / down.sum(1, keepdims=True))
 
 
-def _gibbs(stream: np.random.Generator, mu: np.ndarray, radius: float, count: int) -> np.ndarray:
+def _run_gibbs_chains(
+    stream: np.random.Generator, mu: np.ndarray, radius: float, count: int
+) -> np.ndarray:
     """Run one chain a point from the center: redraw two coordinates, keeping their sum, on the feasible interval."""
     points = np.tile(mu, (count, 1))
     rows = np.arange(count)
@@ -192,10 +196,10 @@ def cluster_points(
     distances = l1_distances if metric == "l1" else hilbert_distances
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(restarts):
-        centers = _far_apart(points, count, stream, distances)
+        centers = _draw_seeds_far_apart(points, count, stream, distances)
         label = distances(points, centers).argmin(1)
         for _ in range(100):
-            centers = _centers(points, label, centers, center, distances)
+            centers = _update_centers(points, label, centers, center, distances)
             new = distances(points, centers).argmin(1)
             if torch.equal(new, label):
                 break
@@ -207,7 +211,7 @@ def cluster_points(
     return best[1], best[2]
 
 
-def _far_apart(
+def _draw_seeds_far_apart(
     points: Tensor, count: int, stream: np.random.Generator, distances: Distances
 ) -> Tensor:
     """Draw seeds with probability proportional to the squared distance to the seeds before (k-means++)."""
@@ -221,7 +225,7 @@ def _far_apart(
     return points[chosen]
 
 
-def _centers(
+def _update_centers(
     points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances
 ) -> Tensor:
     out = old.clone()
@@ -237,7 +241,7 @@ def _centers(
 # ---------------------------------------------------------------- Floco's assignment from gradients
 
 
-def project(
+def project_on_simplex(
     points: Float[Tensor, "clients topics"], total: float
 ) -> Float[Tensor, "clients topics"]:
     """Project on the simplex whose entries sum to `total` (Euclidean, by sorting).
@@ -281,6 +285,8 @@ def gradient_points(
     require(topics <= len(gradients), "endpoints", topics, f"at most the {len(gradients)} clients")
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))
-    candidates = [project(components, float(total)) / total for total in np.linspace(1e-4, 1, 1000)]
+    candidates = [
+        project_on_simplex(components, float(total)) / total for total in np.linspace(1e-4, 1, 1000)
+    ]
     best = min(range(len(candidates)), key=lambda i: riesz_energy(candidates[i]))
     return candidates[best] / candidates[best].sum(1, keepdim=True)

@@ -1,7 +1,7 @@
 """The methods: one file each; the one line here that imports its methods builds them in.
 
 METHODS is what the command line, study files, contract tests and pages read; methods of other
-packages are found by `registry.find`.
+packages are found by `registry.find_method`.
 """
 
 from inspect import isabstract as _isabstract

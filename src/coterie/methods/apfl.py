@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import OwnFunction, Share
+from coterie._util.settings import CustomFunction, Share
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
 from coterie.functional.metrics import Metric
@@ -18,7 +18,7 @@ from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Mixture:
+class ApflMemory:
     r"""What a client keeps to itself.
 
     Args:
@@ -51,7 +51,7 @@ class Apfl(PersonalModels):
         weights: weights of the clients in the mean of the $w_i$: "uniform" as in the paper, or
             "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "apfl"
@@ -68,50 +68,50 @@ class Apfl(PersonalModels):
     alpha: Share = 0.5
     adaptive: bool = False
     weights: Weights = "uniform"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
         """Uniform, by samples, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> Mixture:
+    def memory(self, task: Task, rng: Rng) -> ApflMemory:
         """Everybody starts at the first model."""
         model = task.init(rng).clone()
-        return Mixture(model, torch.full_like(model[:, 0], self.alpha))
+        return ApflMemory(model, torch.full_like(model[:, 0], self.alpha))
 
     def learn(
-        self, rnd: Round, memory: Mixture, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Float[Tensor, "clients params"], Mixture, Info]:
+        self, rnd: Round, memory: ApflMemory, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Float[Tensor, "clients params"], ApflMemory, Info]:
         """Train both parts on the same batches."""
         steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
         shared, model, alpha = start.clone(), memory.model.clone(), memory.alpha.clone()
-        for step in range(steps.count):
-            slope = steps.gradient(shared, step)
-            mixture = mixed(model, shared, alpha, trainable)
-            personal = steps.gradient(mixture, step)
+        for step in range(steps.num_steps):
+            slope = steps.compute_gradient(shared, step)
+            mixture = mix_models(model, shared, alpha, trainable)
+            personal = steps.compute_gradient(mixture, step)
             model[:, trainable:] = mixture[:, trainable:]
             share = alpha[:, None]
             if self.adaptive:
                 products = (model - shared)[:, :trainable] * personal
                 # by row: the same bits whoever is beside
                 towards = torch.stack([row.sum() for row in products])
-                rates = steps.rates(step).to(alpha)
+                rates = steps.learning_rates(step).to(alpha)
                 alpha = torch.where(
-                    steps.active(step).to(alpha.device), alpha - rates * towards, alpha
+                    steps.active_clients(step).to(alpha.device), alpha - rates * towards, alpha
                 ).clamp(0, 1)
-            steps.descend(shared, slope, step)
-            steps.descend(model, personal * share, step, track=1)
-        report = steps.report(shared, model)
-        return shared, Mixture(model, alpha), {**report, "alpha": alpha}
+            steps.apply_gradient(shared, slope, step)
+            steps.apply_gradient(model, personal * share, step, track=1)
+        report = steps.finish(shared, model)
+        return shared, ApflMemory(model, alpha), {**report, "alpha": alpha}
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Each client has its own, of its two parts as it trained them last."""
         memory = state.memory
-        return mixed(memory.model, state.params, memory.alpha, rnd.task.layout.trainable), {}
+        return mix_models(memory.model, state.params, memory.alpha, rnd.task.layout.trainable), {}
 
 
-def mixed(
+def mix_models(
     model: Float[Tensor, "clients params"],
     shared: Float[Tensor, "clients params"],
     alpha: Float[Tensor, " clients"],

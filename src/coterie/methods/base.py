@@ -2,7 +2,7 @@
 
 A method is written over the clients this process hosts and knows nothing of the others but what its
 exchange brings. It is a frozen dataclass: its fields are its hyperparameters, so it is its own
-configuration. All that evolves is in `State`, which goes in and comes out; `round` never changes
+configuration. All that evolves is in `RunState`, which goes in and comes out; `round` never changes
 its arguments.
 """
 
@@ -18,16 +18,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.importing import imported_function
+from coterie._util.importing import import_function
 from coterie._util.settings import Configurable
-from coterie.engine.optim import Moments
+from coterie.engine.optim import OptimizerState
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
-from coterie.exchange.accepting import Accepting, Reputation
+from coterie.exchange.accepting import AcceptingExchange, Reputation
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
-from coterie.methods.cost import Cost, Setting
+from coterie.methods.cost import Cost, CostSetting
 from coterie.models.layout import Layout, ModelFactory
 from coterie.rng import Rng
 
@@ -39,14 +39,14 @@ Kept as metrics: `loss` (training), `diverged`, what a method may count of its c
 or not, `extra_bytes` are received outside the slots), and the metrics that the method declares in
 `reports`, one number a client.
 
-With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of
+With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`, `weights` (mixing weight of
 each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see
-`recorded_similarities`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
+`similarity_report`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
 `trained` (the models before the exchange that ends a round, which are the ones to judge).
 `slots_refused` is the loop's: which of the `peers` the client refused.
 """
 
-NOTES = frozenset(
+RESERVED_REPORT_KEYS = frozenset(
     {
         "peers",
         "arrived",
@@ -64,7 +64,7 @@ NOTES = frozenset(
 
 Order = Literal["exchange_first", "train_first"]
 
-ROWS = 32
+ROWS_AT_ONCE = 32
 """Clients treated at once where there is a number for each member of the population: few rows fit the cache."""
 
 
@@ -86,19 +86,19 @@ class State:
     params: Float[Tensor, "clients params"]
     memory: Any = None
     shared: Any = None
-    moments: Moments | None = None
+    moments: OptimizerState | None = None
     reputation: Reputation | None = None
 
-    def take(self, rows: Int[Tensor, " rows"]) -> "State":
+    def select_rows(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
         parts = (self.memory, self.moments, self.reputation)
         memory, moments, reputation = (map_tensors(part, lambda t: t[rows]) for part in parts)
         return State(self.params[rows], memory, self.shared, moments, reputation)
 
-    def put(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
+    def replace_rows(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
         """Return this state with some rows replaced, and the new shared part."""
 
-        def place(old: Tensor, update: Tensor) -> Tensor:
+        def place_rows(old: Tensor, update: Tensor) -> Tensor:
             return old.index_copy(0, rows.to(old.device), update)
 
         own = (
@@ -106,9 +106,11 @@ class State:
             (self.moments, new.moments),
             (self.reputation, new.reputation),
         )
-        parts = (None if old is None else zip_tensors(old, update, place) for old, update in own)
+        parts = (
+            None if old is None else zip_tensors(old, update, place_rows) for old, update in own
+        )
         memory, moments, reputation = parts
-        return State(place(self.params, new.params), memory, new.shared, moments, reputation)
+        return State(place_rows(self.params, new.params), memory, new.shared, moments, reputation)
 
 
 def map_tensors(value: Any, function: Any) -> Any:
@@ -120,7 +122,7 @@ def map_tensors(value: Any, function: Any) -> Any:
     )
 
 
-def tensors(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a dataclass; none of None."""
     return [] if value is None else [getattr(value, f.name) for f in dataclasses.fields(value)]
 
@@ -211,11 +213,13 @@ class Method(Configurable, ABC):
     reports: ClassVar[tuple[Metric, ...]] = ()
 
     @classmethod
-    def recorded(cls) -> dict[str, Metric]:
+    def report_metrics(cls) -> dict[str, Metric]:
         """Return what is kept of its rounds' reports: training loss, costs, and what its classes declare."""
         own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
         for one in own:
-            fits = one.name not in NOTES and metrics.REGISTRY.get(one.name, one) == one
+            fits = (
+                one.name not in RESERVED_REPORT_KEYS and metrics.REGISTRY.get(one.name, one) == one
+            )
             require(
                 fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has"
             )
@@ -249,7 +253,7 @@ class Method(Configurable, ABC):
             layout: of the model; `layout.layers()` and `layout.normalizations()` name tensors.
 
         Returns:
-            Names of tensors or of modules, or patterns of them; see `models.part.chosen`.
+            Names of tensors or of modules, or patterns of them; see `models.part.match_patterns`.
         """
         return ()
 
@@ -275,7 +279,7 @@ class Method(Configurable, ABC):
             Ids in ascending order.
         """
         count = selection.cohort_size(population, participation, least=3 if self.server else 1)
-        return selection.cohort(cohort_noise(rng, population), count)
+        return selection.draw_cohort(draw_cohort_noise(rng, population), count)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the model that serves each hosted client now, for evaluation, and what is known of it.
@@ -290,7 +294,7 @@ class Method(Configurable, ABC):
         """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
         return self.served(rnd, state)[0]
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Predict what a round costs a client that takes part, when everybody answers.
 
         Where it depends on chance (who asks whom) it is the expected one under uniform draws; where
@@ -310,11 +314,11 @@ class Method(Configurable, ABC):
             )
         return Cost()
 
-    def measuring(self, setting: Setting) -> Cost:
+    def measuring(self, setting: CostSetting) -> Cost:
         """Predict what measuring the newest model costs a client beside the rounds: nothing where it has its own."""
         return Cost()
 
-    def enrolling(self, setting: Setting) -> Cost:
+    def enrolling(self, setting: CostSetting) -> Cost:
         """Predict what `enroll` costs a client, once, before the first round: nothing where nobody sends anything."""
         return Cost()
 
@@ -383,14 +387,14 @@ class PeerMethod(Method):
             trained = {**trained, "trained": after}
         else:
             mixed, info = self.settled_exchange(rnd, state)
-            state, trained = self.train(rnd, mixed, in_place=self._fresh(mixed, state))
+            state, trained = self.train(rnd, mixed, in_place=self._can_train_in_place(mixed, state))
         return state, {**info, **trained}
 
-    def _fresh(self, mixed: State, before: State) -> bool:
+    def _can_train_in_place(self, mixed: State, before: State) -> bool:
         """Return whether an exchange made models that nothing else refers to, so that training may change them."""
         if type(self).trained is not PeerMethod.trained:
             return False
-        kept = [before.params, *tensors(before.memory), *tensors(mixed.memory)]
+        kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
         return all(
             mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
             for t in kept
@@ -399,7 +403,7 @@ class PeerMethod(Method):
     @final
     def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
-        judge = rnd.exchange if isinstance(rnd.exchange, Accepting) else None
+        judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
         params, info = self.fit(rnd, state.params, in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, params)
@@ -414,18 +418,20 @@ class PeerMethod(Method):
         """
         while True:
             try:
-                new, info = returned_round(self, "exchange", self.exchange(rnd, state), rnd.task)
+                new, info = check_returned_round(
+                    self, "exchange", self.exchange(rnd, state), rnd.task
+                )
                 break
             except PeersMissing as missing:
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
         return replace(new, params=rnd.task.apply_buffer_policy(state.params, new.params)), info
 
 
-MANY = 20_000
+LARGE_POPULATION = 20_000
 """Members of a population above which a uniform choice is not made by a draw for each pair of clients."""
 
 
-def drawn_uniformly(
+def draw_peers_uniformly(
     rnd: Round,
     count: int,
     allowed: Bool[Tensor, "clients population"] | None = None,
@@ -433,7 +439,7 @@ def drawn_uniformly(
 ) -> Int[Tensor, "clients peers"]:
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
-    In a population above `MANY` a client draws members until it has enough, so that its cost does
+    In a population above `LARGE_POPULATION` a client draws members until it has enough, so that its cost does
     not grow with the population: the same distribution, by other draws.
 
     Args:
@@ -443,15 +449,15 @@ def drawn_uniformly(
         purpose: names the stream.
     """
     population, parts = rnd.task.population, []
-    if population > MANY:
-        return _drawn_in_turn(rnd, count, allowed, purpose)
-    for rows in torch.arange(len(rnd.ids)).split(ROWS):
+    if population > LARGE_POPULATION:
+        return _draw_peers_in_turn(rnd, count, allowed, purpose)
+    for rows in torch.arange(len(rnd.ids)).split(ROWS_AT_ONCE):
         choice = (
             rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
         )
         draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
         # the smallest has the largest Gumbel
-        parts.append(selection.uniform(draws.neg_(), count, choice))
+        parts.append(selection.sample_uniformly(draws.neg_(), count, choice))
     return (
         torch.cat(parts)
         if parts
@@ -459,7 +465,7 @@ def drawn_uniformly(
     )
 
 
-def _drawn_in_turn(
+def _draw_peers_in_turn(
     rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None, purpose: str
 ) -> Int[Tensor, "clients peers"]:
     """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
@@ -492,12 +498,12 @@ def _drawn_in_turn(
     return torch.from_numpy(peers)
 
 
-def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
+def draw_cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
     """Return one standard Gumbel draw for each client, the same for every method: it ranks the round's cohort."""
     return torch.from_numpy(rng.generator("cohort").gumbel(size=population))
 
 
-def mixing(
+def mixing_report(
     inbox: Inbox, weights: Float[Tensor, "clients peers"], own_weight: Float[Tensor, " clients"]
 ) -> dict[str, Tensor]:
     """Return what the record wants to know of an exchange: who was read, what arrived, how it was weighed."""
@@ -510,7 +516,7 @@ def mixing(
     }
 
 
-def recorded_similarities(
+def similarity_report(
     rnd: Round,
     similarity: Float[Tensor, "clients peers"],
     probability: Float[Tensor, "clients peers"],
@@ -533,7 +539,7 @@ def recorded_similarities(
 # ---------------------------------------------------------------- what a method returns
 
 
-def returned_state(method: Method, name: str, found: Any, task: Task) -> State:
+def check_returned_state(method: Method, name: str, found: Any, task: Task) -> State:
     """Check the state that a function of a method returned.
 
     Args:
@@ -548,19 +554,19 @@ def returned_state(method: Method, name: str, found: Any, task: Task) -> State:
     who = f"{method.kind}: {name} returned"
     if not isinstance(found, State):
         hint = ": is a `return` missing?" if found is None else ""
-        raise ConfigError(f"{who} {_said(found)}; expected a State{hint}")
+        raise ConfigError(f"{who} {_describe_value(found)}; expected a State{hint}")
     rows, params = len(task), found.params
     shape = (rows, task.layout.size)
     if not isinstance(params, Tensor) or tuple(params.shape) != shape or params.dtype != task.dtype:
         kind = str(task.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{who} a state whose params are {_said(params)}; expected {kind} of shape {shape}, a row for each hosted "
+            f"{who} a state whose params are {_describe_value(params)}; expected {kind} of shape {shape}, a row for each hosted "
             "client"
         )
     for part, owner in (("memory", found.memory), ("shared", found.shared)):
         if owner is not None and (isinstance(owner, type) or not dataclasses.is_dataclass(owner)):
             raise ConfigError(
-                f"{who} a state whose {part} is {_said(owner)}; expected a frozen dataclass of tensors"
+                f"{who} a state whose {part} is {_describe_value(owner)}; expected a frozen dataclass of tensors"
             )
         for item in dataclasses.fields(owner) if owner is not None else ():
             value = getattr(owner, item.name)
@@ -572,13 +578,13 @@ def returned_state(method: Method, name: str, found: Any, task: Task) -> State:
             )
             if not fits:
                 raise ConfigError(
-                    f"{who} {part}.{item.name} as {_said(value)}; expected a tensor{wanted}"
+                    f"{who} {part}.{item.name} as {_describe_value(value)}; expected a tensor{wanted}"
                 )
     return found
 
 
-def returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
-    """Check the state and the report that a function of a method returned; see `returned_state`."""
+def check_returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
+    """Check the state and the report that a function of a method returned; see `check_returned_state`."""
     if not isinstance(found, tuple) or len(found) != 2:
         hint = (
             ": is a `return` missing?"
@@ -586,24 +592,24 @@ def returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[S
             else ", the second {} where nothing is reported"
         )
         raise ConfigError(
-            f"{method.kind}: {name} returned {_said(found)}; expected (state, info){hint}"
+            f"{method.kind}: {name} returned {_describe_value(found)}; expected (state, info){hint}"
         )
     state, info = found
-    returned_state(method, name, state, task)
+    check_returned_state(method, name, state, task)
     if not isinstance(info, Mapping):
         raise ConfigError(
-            f"{method.kind}: {name} returned {_said(info)} as its info; expected a dictionary of tensors"
+            f"{method.kind}: {name} returned {_describe_value(info)} as its info; expected a dictionary of tensors"
         )
     for key, value in info.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(task):
             raise ConfigError(
-                f"{method.kind}: {name} reported {key!r} as {_said(value)}; expected a tensor with a row for each of "
+                f"{method.kind}: {name} reported {key!r} as {_describe_value(value)}; expected a tensor with a row for each of "
                 f"the {len(task)} hosted clients"
             )
     return state, info
 
 
-def _said(found: Any) -> str:
+def _describe_value(found: Any) -> str:
     if isinstance(found, Tensor):
         return f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}"
     return "None" if found is None else f"a {type(found).__name__}"
@@ -613,7 +619,7 @@ def _said(found: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Met:
+class ReadHistory:
     """What a selection rule may know of whom a client has read.
 
     Args:
@@ -625,27 +631,27 @@ class Met:
     last: Int[Tensor, "clients population"]
 
     @staticmethod
-    def nobody(clients: int, population: int) -> "Met":
+    def new_history(clients: int, population: int) -> "ReadHistory":
         """Return the memory of clients that have read nobody."""
         kinds = (torch.int32, torch.int32)
         count, last = (pages.empty(clients, population, dtype=kind).zero_() for kind in kinds)
-        return Met(count, last.sub_(1))
+        return ReadHistory(count, last.sub_(1))
 
-    def read(self, inbox: Inbox, round: int) -> "Met":
+    def record_reads(self, inbox: Inbox, round: int) -> "ReadHistory":
         """Return the memory after a round."""
         rows, slots = inbox.mask.nonzero(as_tuple=True)
         at = (rows, inbox.peers[rows, slots])
         count, last = self.count.clone(), self.last.clone()
         count[at] += 1
         last[at] = round
-        return Met(count, last)
+        return ReadHistory(count, last)
 
 
-def chosen_by(
+def choose_peers_by_rule(
     path: str | Callable[..., Any],
     rnd: Round,
     count: int,
-    met: Met,
+    met: ReadHistory,
     similarity: Float[Tensor, "clients population"] | None = None,
     status: Int[Tensor, "clients population"] | None = None,
 ) -> Int[Tensor, "clients peers"]:
@@ -660,23 +666,23 @@ def chosen_by(
         status: 2 where they have measured it, 1 where a peer has told it, else 0.
     """
     what = f"selection {path!r}"
-    rule, population, parts = imported_function(str(path), what), rnd.task.population, []
+    rule, population, parts = import_function(str(path), what), rnd.task.population, []
     nothing = torch.zeros(population, dtype=torch.float64)
     for row, client in enumerate(rnd.ids.tolist()):
         told = nothing.to(torch.int8) if status is None else status[row]
         last = met.last[row].to(torch.int64)
-        known = selection.Known(
+        known = selection.PeerKnowledge(
             client=client,
             round=rnd.index,
             candidates=rnd.candidates_of(torch.tensor([row]))[0],
             similarity=nothing.clone() if similarity is None else similarity[row].clone(),
             measured=told == 2,
-            told=told == 1,
+            reported=told == 1,
             count=met.count[row].to(torch.int64),
             age=torch.where(last < 0, -1, rnd.index - last),
             noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
         )
-        parts.append(selection.ranked_by(rule, known, count, what))
+        parts.append(selection.select_by_rule(rule, known, count, what))
     return (
         torch.stack(parts)
         if parts
@@ -684,7 +690,7 @@ def chosen_by(
     )
 
 
-def merged_by(
+def merge_by_rule(
     path: str | Callable[..., Any],
     rnd: Round,
     state: State,
@@ -709,30 +715,32 @@ def merged_by(
         tells none.
     """
     what = f"aggregation {path!r}"
-    rule, own, out = imported_function(str(path), what), state.params, state.params.clone()
+    rule, own, out = import_function(str(path), what), state.params, state.params.clone()
     columns = rnd.task.part.shared
-    order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field("samples")
+    order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field_by_slot("samples")
     for row in range(len(own)):
         slots = order[row][keep[row][order[row]]]
         if not len(slots):
             continue
-        models = torch.cat([own[row : row + 1], inbox.received(row, slots)])
-        models = columns.of(models)
+        models = torch.cat([own[row : row + 1], inbox.limited_models(row, slots)])
+        models = columns.select_from(models)
         counts = torch.cat([rnd.task.samples[row : row + 1].to(samples), samples[row, slots]])
         alike = None
         if similarity is not None:
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
-        received = aggregation.Received(models, counts.to(own), alike, models[0].clone())
-        merged = aggregation.merged_by(rule, received, what)
+        received = aggregation.ReceivedModels(models, counts.to(own), alike, models[0].clone())
+        merged = aggregation.merge_by_rule(rule, received, what)
         out[row] = (
-            merged if rnd.task.part.whole else columns.put(out[row : row + 1], merged[None])[0]
+            merged
+            if rnd.task.part.whole
+            else columns.replace_in(out[row : row + 1], merged[None])[0]
         )
-    return replace(state, params=out), mixing(
+    return replace(state, params=out), mixing_report(
         inbox, keep.double(), torch.ones(len(own), dtype=torch.float64)
     )
 
 
-def averaged(
+def average_models(
     rnd: Round,
     state: State,
     inbox: Inbox,
@@ -753,16 +761,18 @@ def averaged(
     """
     keep = inbox.mask if keep is None else keep
     if rule is not None:
-        return merged_by(rule, rnd, state, inbox, keep)
-    weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)
+        return merge_by_rule(rule, rnd, state, inbox, keep)
+    weights, own_weight = aggregation.fedavg_weights(
+        inbox.field_by_slot("samples"), rnd.task.samples, keep
+    )
     mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-    return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+    return replace(state, params=mixed), mixing_report(inbox, weights, own_weight)
 
 
 M = TypeVar("M", bound=Method)
 
 
-def variant(
+def make_variant(
     base: type[M], name: str, kind: str, summary: str, *, fixed: bool = False, **defaults: Any
 ) -> type[M]:
     """Return a method that differs from another in the defaults of some settings.

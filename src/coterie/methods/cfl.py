@@ -11,13 +11,13 @@ from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.exchange.base import Message
 from coterie.functional import clustering
-from coterie.functional.aggregation import weighted_mean
-from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, sizes
+from coterie.functional.aggregation import average_models
+from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, cluster_sizes
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Updates(Clusters):
+class CflClusters(Clusters):
     r"""Clusters, and the last update of each client (no columns with full participation).
 
     Args:
@@ -71,12 +71,12 @@ class Cfl(ServerMethod):
     participation: Literal["full", "partial"] = "full"
     max_age: NonNegativeInt | None = None
 
-    def shared(self, task: Task, rng: Rng) -> Updates:
+    def shared(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""
-        start = Averaging().start(task.fresh(rng, 1), task.population, task.layout)
-        width = task.part.compared.count if self.participation == "partial" else 0
+        start = Averaging().init_clusters(task.fresh(rng, 1), task.population, task.layout)
+        width = task.part.compared.num_columns if self.participation == "partial" else 0
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
-        return Updates(
+        return CflClusters(
             start.models, start.velocity, start.label, last, torch.full((task.population,), -1)
         )
 
@@ -88,22 +88,27 @@ class Cfl(ServerMethod):
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
-    def merge(self, context: ServerContext, shared: Updates, message: Message) -> Updates:
+    def merge(self, context: ServerContext, shared: CflClusters, message: Message) -> CflClusters:
         """Average or split each cluster."""
         assert message.ids is not None
         group = shared.label[message.ids]
         moved = message.params - shared.models[group.to(message.params.device)]
-        updates, alike = context.part.trained.of(moved), context.part.compared.of(moved)
+        updates, alike = (
+            context.part.trained.select_from(moved),
+            context.part.compared.select_from(moved),
+        )
         if self.participation == "partial":
             last = shared.last.index_copy(0, message.ids.to(shared.last.device), alike)
             shared = replace(
                 shared, last=last, since=shared.since.index_fill(0, message.ids, context.index)
             )
-        members = sizes(shared.label, len(shared.models))
-        merged = self.averaging.step(shared, message, group, members.clamp(max=context.least))
+        members = cluster_sizes(shared.label, len(shared.models))
+        merged = self.averaging.update_models(
+            shared, message, group, members.clamp(max=context.min_updates)
+        )
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
-            part = self._split(context, shared, cluster, message, rows, updates, alike)
+            part = self._find_split(context, shared, cluster, message, rows, updates, alike)
             if part is not None:
                 # children start from it, not from this round's mean
                 parent = shared.models[cluster]
@@ -114,10 +119,10 @@ class Cfl(ServerMethod):
                 merged = replace(merged, models=models, label=label, velocity=velocity)
         return merged
 
-    def _split(
+    def _find_split(
         self,
         context: ServerContext,
-        shared: Updates,
+        shared: CflClusters,
         cluster: int,
         message: Message,
         rows: Tensor,
@@ -128,7 +133,7 @@ class Cfl(ServerMethod):
         assert message.ids is not None
         if context.index < self.warmup_rounds or len(rows) == 0:
             return None
-        mean = weighted_mean(updates[rows], message.fields["samples"][rows])
+        mean = average_models(updates[rows], message.fields["samples"][rows])
         if not (
             float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2
         ):
@@ -145,10 +150,10 @@ class Cfl(ServerMethod):
         if len(ids) < len(members) or len(ids) <= 2:
             return None
         cosines = clustering.update_cosines(known)
-        part = clustering.bipartition(cosines.cpu(), self.linkage)
+        part = clustering.find_bipartition(cosines.cpu(), self.linkage)
         if min(int(part.sum()), int((~part).sum())) < self.min_cluster_size:
             return None
-        across = clustering.cross_similarity(cosines.cpu(), part)
+        across = clustering.max_cross_similarity(cosines.cpu(), part)
         if self.gamma_max is not None and not self.gamma_max < ((1 - across) / 2) ** 0.5:
             return None
         return ids[part]

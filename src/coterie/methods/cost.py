@@ -11,7 +11,7 @@ from coterie.engine.task import Task
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostSetting:
     """What a cost depends on beside the method.
 
     Args:
@@ -35,7 +35,7 @@ class Setting:
     compared: int | None = None
 
     @staticmethod
-    def of(task: Task, group: int | None = None) -> "Setting":
+    def from_task(task: Task, group: int | None = None) -> "CostSetting":
         """Return the setting of a task, whose clients have as many training samples as on average.
 
         Args:
@@ -44,23 +44,23 @@ class Setting:
         """
         part = task.part
         samples, apart = int(task.samples.mean()), task.init_mode == "per_client"
-        shared, compared = part.shared.count, part.compared.count
-        return Setting(
+        shared, compared = part.shared.num_columns, part.compared.num_columns
+        return CostSetting(
             task.population, shared, samples, group, task.dtype.itemsize, apart, compared
         )
 
     @property
-    def comparable(self) -> int:
+    def num_compared(self) -> int:
         """The numbers of a model in which similarities compare."""
         return self.params if self.compared is None else self.compared
 
     @property
-    def others(self) -> int:
+    def num_others(self) -> int:
         """How many other clients there are."""
         return self.population - 1
 
     @property
-    def fellows(self) -> int:
+    def num_cluster_peers(self) -> int:
         """How many others are in the own cluster."""
         return (self.group or self.population) - 1
 
@@ -90,12 +90,12 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
 
 
-def reading(setting: Setting, models: float, scored: float = 0.0) -> Cost:
+def cost_of_reading(setting: CostSetting, models: float, scored: float = 0.0) -> Cost:
     """Return the cost of reading models with their numbers of samples, and of scoring some by their loss."""
     size = (setting.params + 1) * setting.number_bytes
     return Cost(models=models, bytes=models * size, passes=scored * setting.samples)
 
 
-def moving(setting: Setting, models: float) -> Cost:
+def cost_of_moving(setting: CostSetting, models: float) -> Cost:
     """Return the cost of models that go between a client and the server, up or down."""
     return Cost(models=models, bytes=models * setting.params * setting.number_bytes)

@@ -11,32 +11,32 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.settings import NonNegativeFloat, OwnFunction, PositiveInt
+from coterie._util.settings import CustomFunction, NonNegativeFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
 from coterie.methods.base import (
-    ROWS,
+    ROWS_AT_ONCE,
     Info,
-    Met,
     PeerMethod,
+    ReadHistory,
     Round,
     State,
-    chosen_by,
-    merged_by,
-    mixing,
-    recorded_similarities,
-    variant,
+    choose_peers_by_rule,
+    make_variant,
+    merge_by_rule,
+    mixing_report,
+    similarity_report,
 )  # fmt: skip
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredInbox:
     """Received models and their similarities.
 
     Args:
@@ -50,14 +50,14 @@ class Measured:
     cost: Info
 
 
-def pull(
+def pull_and_measure(
     rnd: Round,
     state: State,
     message: Message,
     peers: Int[Tensor, "clients peers"],
     metric: Metric,
     eps: float,
-) -> Measured:
+) -> MeasuredInbox:
     r"""Pull models and measure them: the loss of $w_j$ on the client's data, or a product of parameters.
 
     Args:
@@ -71,16 +71,21 @@ def pull(
     inbox = rnd.exchange.pull(message, peers)
     mask, arrived = inbox.mask, inbox.mask.sum(1)
     if metric == "inv_loss":
-        value = similarity.inverse(rnd.task.score(inbox), eps)
-        return Measured(inbox, value, {"passes": arrived * rnd.task.counts("train")})
+        value = similarity.invert_cost(rnd.task.score(inbox), eps)
+        return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.counts("train")})
     compared = rnd.task.part.compared
-    pair = (compared.of(state.params), compared.of(inbox.table), inbox.index, mask)
+    pair = (
+        compared.select_from(state.params),
+        compared.select_from(inbox.table),
+        inbox.index,
+        mask,
+    )
     if metric == "inv_l2":
-        return Measured(inbox, similarity.inverse(similarity.distance(*pair), eps), {})
+        return MeasuredInbox(inbox, similarity.invert_cost(similarity.l2_distances(*pair), eps), {})
     if metric == "cos_weight":
-        return Measured(inbox, similarity.cosine(*pair), {})
+        return MeasuredInbox(inbox, similarity.cosine(*pair), {})
     cost = {"extra_models": arrived} if "origin" in message.fields else {}
-    return Measured(inbox, cosine_since_start(rnd, state, inbox), cost)
+    return MeasuredInbox(inbox, cosine_since_start(rnd, state, inbox), cost)
 
 
 def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, "clients peers"]:
@@ -92,22 +97,22 @@ def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, 
     compared = rnd.task.part.compared
     origin: Tensor = state.memory.origin
     if origin.shape[1]:
-        origin, origins = compared.of(origin), inbox.fields["origin"]
+        origin, origins = compared.select_from(origin), inbox.fields["origin"]
     else:
-        origin = compared.of(rnd.task.origin(rnd.rng))
+        origin = compared.select_from(rnd.task.origin(rnd.rng))
         origins = origin[:1].expand(len(inbox.table), -1)
-    own, table = compared.of(state.params), compared.of(inbox.table)
+    own, table = compared.select_from(state.params), compared.select_from(inbox.table)
     return similarity.cosine(own, table, inbox.index, inbox.mask, origin=origin, origins=origins)
 
 
-def push(
+def push_and_measure(
     rnd: Round,
     state: State,
     message: Message,
     peers: Int[Tensor, "clients peers"],
     metric: Metric,
     eps: float,
-) -> Measured:
+) -> MeasuredInbox:
     r"""Let the peers measure: $\ell(w_i; D_j)$, answered by $j$. Three exchanges.
 
     In the first exchange, without models, clients publish which peers they ask. In the second, a
@@ -129,24 +134,30 @@ def push(
     everybody = torch.arange(rnd.task.population).expand(len(ids), -1)
     requests = rnd.exchange.pull(
         Message(nothing, {"asked": peers, "round": now}),
-        selection.within(everybody, rnd.candidates),
+        selection.keep_allowed(everybody, rnd.candidates),
     )
     asks = (requests.fields["asked"][:, :, None] == ids).any(1) & (
         requests.fields["round"] == rnd.index
     )[:, None]
     asked_by = asks[requests.index, torch.arange(len(ids))[:, None]] & requests.mask
-    further = selection.listed(asked_by & ~selection.among(peers, rnd.task.population))
+    further = selection.ids_from_mask(
+        asked_by & ~selection.mask_from_ids(peers, rnd.task.population)
+    )
 
     models = rnd.exchange.pull(message, torch.cat([peers, further], dim=1))
     judged = models.mask & asked_by.gather(1, models.peers.clamp(min=0))
     loss = rnd.task.score(replace(models, mask=judged)).cpu()
-    answers, given = _spread(models.peers, judged & torch.isfinite(loss), loss, rnd.task.population)
+    answers, given = _scatter_to_members(
+        models.peers, judged & torch.isfinite(loss), loss, rnd.task.population
+    )
 
     replies = rnd.exchange.pull(
         Message(nothing, {"loss": answers, "given": given, "round": now}), peers
     )
     column = ids[:, None]
-    valid = replies.fields["given"][replies.index, column] & (replies.field("round") == rnd.index)
+    valid = replies.fields["given"][replies.index, column] & (
+        replies.field_by_slot("round") == rnd.index
+    )
     heard = replies.mask & models.mask[:, :count] & valid
     value = torch.where(heard, replies.fields["loss"][replies.index, column].double(), torch.inf)
 
@@ -164,10 +175,12 @@ def push(
         "extra_floats": requests.mask.sum(1) * count + replies.mask.sum(1) * rnd.task.population,
         "extra_bytes": requests.bytes.sum(1) + models.bytes[:, count:].sum(1),
     }
-    return Measured(inbox, similarity.inverse(value, eps), cost)
+    return MeasuredInbox(inbox, similarity.invert_cost(value, eps), cost)
 
 
-def _spread(peers: Tensor, mask: Tensor, value: Tensor, population: int) -> tuple[Tensor, Tensor]:
+def _scatter_to_members(
+    peers: Tensor, mask: Tensor, value: Tensor, population: int
+) -> tuple[Tensor, Tensor]:
     """Return values of slots as one number for each member of the population, and which members have one."""
     rows, slots = mask.nonzero(as_tuple=True)
     out = torch.zeros(len(peers), population, dtype=value.dtype)
@@ -181,7 +194,7 @@ UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Acquaintance:
+class PeerSimilarities:
     r"""Each hosted client's similarities to the whole population.
 
     Args:
@@ -197,26 +210,26 @@ class Acquaintance:
     origin: Float[Tensor, "clients origin"]
 
     @staticmethod
-    def none(population: int, origin: Float[Tensor, "clients origin"]) -> "Acquaintance":
+    def all_unknown(population: int, origin: Float[Tensor, "clients origin"]) -> "PeerSimilarities":
         """Return a memory without similarities."""
         kinds = (torch.float64, torch.int8, torch.int32)
         similarity, status, count = (
             pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds
         )
-        return Acquaintance(similarity, status, count, origin)
+        return PeerSimilarities(similarity, status, count, origin)
 
-    def rows(self, rows: slice) -> "Acquaintance":
+    def select_rows(self, rows: slice) -> "PeerSimilarities":
         """Return the memory of some clients, not copied."""
-        return Acquaintance(
+        return PeerSimilarities(
             self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows]
         )
 
-    def measured(
+    def with_measurements(
         self,
         peers: Int[Tensor, "clients peers"],
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
-    ) -> "Acquaintance":
+    ) -> "PeerSimilarities":
         """Store measured similarities, in a copy; those of peers that did not answer stay unchanged."""
         rows, slots = mask.nonzero(as_tuple=True)
         at = (rows, peers[rows, slots])
@@ -225,12 +238,12 @@ class Acquaintance:
         count[at] += 1
         return replace(self, similarity=values, status=status, count=count)
 
-    def usable(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
+    def usable_members(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
         """Return the members with a known similarity."""
         known = self.status > UNKNOWN
         return known & (self.similarity > 0) if drop_nonpositive else known
 
-    def shared_scores(
+    def scores_to_share(
         self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype
     ) -> dict[str, Shaped[Tensor, "..."]]:
         """Return the similarities that a client shares with its peers, as two extras of a message.
@@ -244,10 +257,10 @@ class Acquaintance:
         values, known = (
             pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool)
         )
-        for first in range(0, clients, ROWS):
-            rows = slice(first, first + ROWS)
-            mine = self.rows(rows)
-            shared = mine.usable(drop_nonpositive=drop_nonpositive)
+        for first in range(0, clients, ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            mine = self.select_rows(rows)
+            shared = mine.usable_members(drop_nonpositive=drop_nonpositive)
             if relay == "direct":
                 shared &= mine.status == MEASURED
             known[rows] = shared
@@ -256,12 +269,12 @@ class Acquaintance:
 
     def with_estimates(
         self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False
-    ) -> "Acquaintance":
+    ) -> "PeerSimilarities":
         """Estimate similarities that were not measured by those that peers share.
 
         Args:
             ids: the hosted clients.
-            relays: messages with the extras of `shared_scores`.
+            relays: messages with the extras of `scores_to_share`.
             pick: use the estimate of the "most" or the "least" similar peer.
             fresh: change this memory instead of a copy, when nothing else refers to it.
         """
@@ -272,15 +285,15 @@ class Acquaintance:
                 self, similarity=pages.copy(self.similarity), status=pages.copy(self.status)
             )
         )
-        for first in range(0, len(ids), ROWS):
-            rows = slice(first, first + ROWS)
-            mine, peers = new.rows(rows), relays.peers[rows]
+        for first in range(0, len(ids), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            mine, peers = new.select_rows(rows), relays.peers[rows]
             preference = mine.similarity.gather(1, peers.clamp(min=0)) * (
                 1 if pick == "most" else -1
             )
             heard = relays.mask[rows] & (peers >= 0)
             measured = mine.status == MEASURED
-            estimate, found = selection.two_hop(
+            estimate, found = selection.estimate_two_hop(
                 measured.scatter_(1, ids[rows, None], True),
                 peers,
                 torch.where(heard, preference, -torch.inf),
@@ -295,7 +308,7 @@ class Acquaintance:
 
 @final
 @dataclass(frozen=True)
-class DatedAcquaintance(Acquaintance):
+class DatedSimilarities(PeerSimilarities):
     """An acquaintance that says when, for a selection rule of the user's.
 
     Args:
@@ -304,7 +317,7 @@ class DatedAcquaintance(Acquaintance):
 
     last: Int[Tensor, "clients population"]
 
-    def read(self, inbox: Inbox, round: int) -> "DatedAcquaintance":
+    def record_reads(self, inbox: Inbox, round: int) -> "DatedSimilarities":
         """Return the memory after a round's reading."""
         rows, slots = inbox.mask.nonzero(as_tuple=True)
         last = pages.copy(self.last)
@@ -328,7 +341,7 @@ class Dac(PeerMethod):
             or of their updates since the start.
         aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the
             probabilities with which the peers were drawn, as the similarity paper's code does; or
-            the import path of a rule of yours, a function of `functional.aggregation.Received`.
+            the import path of a rule of yours, a function of `functional.aggregation.ReceivedModels`.
         two_hop: estimate similarities that were not measured by those that peers share.
         two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one
             published code does.
@@ -350,7 +363,7 @@ class Dac(PeerMethod):
         eps: $\varepsilon$ of the inverse similarities.
         eps_p: floor $\varepsilon_p$ of the probabilities.
         selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.Known`; the draw by similarity when not given.
+            `functional.selection.PeerKnowledge`; the draw by similarity when not given.
     """
 
     kind: ClassVar[str] = "dac"
@@ -364,7 +377,7 @@ class Dac(PeerMethod):
     num_peers: PositiveInt = 5
     tau: NonNegativeFloat = 30.0
     similarity: Metric = "inv_loss"
-    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | OwnFunction = "fedavg"
+    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | CustomFunction = "fedavg"
     two_hop: bool = True
     two_hop_pick: Literal["most", "least"] = "most"
     two_hop_relay: Literal["direct", "any"] = "direct"
@@ -378,7 +391,7 @@ class Dac(PeerMethod):
     scaling: Literal["none", "minmax"] = "none"
     eps: NonNegativeFloat = 1e-6
     eps_p: NonNegativeFloat = 1e-6
-    selection: OwnFunction | None = None
+    selection: CustomFunction | None = None
 
     def check(self) -> None:
         """Parameters are compared at home only."""
@@ -412,18 +425,20 @@ class Dac(PeerMethod):
             + (self.two_hop and self.two_hop_scope == "history")
         )
 
-    def memory(self, task: Task, rng: Rng) -> Acquaintance:
+    def memory(self, task: Task, rng: Rng) -> PeerSimilarities:
         """Return a memory without similarities."""
         apart = task.init_mode == "per_client" and self.similarity != "inv_loss"
         if apart:
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
-        memory = Acquaintance.none(task.population, task.origin(rng)[:, :columns].clone())
+        memory = PeerSimilarities.all_unknown(
+            task.population, task.origin(rng)[:, :columns].clone()
+        )
         if self.selection is None:
             return memory
         last = torch.full_like(memory.count, -1)
-        return DatedAcquaintance(
+        return DatedSimilarities(
             memory.similarity, memory.status, memory.count, memory.origin, last
         )
 
@@ -431,9 +446,9 @@ class Dac(PeerMethod):
         """Publish the model and, with two-hop estimates, the similarities to share."""
         fields = {"samples": task.samples}
         if state.memory.origin.shape[1]:
-            fields["origin"] = task.part.compared.of(state.memory.origin)
+            fields["origin"] = task.part.compared.select_from(state.memory.origin)
         if self.two_hop and self.two_hop_scope == "current":
-            fields |= self.shared_scores(state)
+            fields |= self.scores_to_share(state)
         return Message(state.params, fields)
 
     def messages(self, task: Task, state: State) -> Sequence[Message]:
@@ -449,17 +464,17 @@ class Dac(PeerMethod):
                 "peers that act one after another have not published an answer when they are asked"
             )
         own = self.message(task, state)
-        return [own] if self.exchanges == 1 else [own, self._scores_alone(state)]
+        return [own] if self.exchanges == 1 else [own, self._scores_message(state)]
 
-    def _scores_alone(self, state: State) -> Message:
+    def _scores_message(self, state: State) -> Message:
         """Publish the similarities to share with peers, without the model."""
-        return Message(state.params[:, :0], self.shared_scores(state))
+        return Message(state.params[:, :0], self.scores_to_share(state))
 
-    def shared_scores(self, state: State) -> dict[str, Tensor]:
+    def scores_to_share(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
-        memory: Acquaintance = state.memory
+        memory: PeerSimilarities = state.memory
         dropped, dtype = self.drop_nonpositive, state.params.dtype
-        return memory.shared_scores(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
+        return memory.scores_to_share(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
 
     def tau_at(self, round: int) -> float:
         """Return the inverse temperature of a round."""
@@ -468,127 +483,139 @@ class Dac(PeerMethod):
             self.tau_schedule, self.tau
         )
 
-    def probability(self, ids: Int[Tensor, " clients"], memory: Acquaintance, round: int) -> Tensor:
+    def peer_probabilities(
+        self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
+    ) -> Tensor:
         """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
         # unknown ones are 0
         similarity, considered, tau = memory.similarity, None, self.tau_at(round)
         if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
-            usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
+            usable = memory.usable_members(drop_nonpositive=self.drop_nonpositive)
             similarity = torch.where(usable, similarity, 0)
             considered = usable if self.unknown == "floor" else None
             if self.scaling == "minmax":
-                similarity = selection.min_max(similarity, usable)
+                similarity = selection.scale_min_max(similarity, usable)
         if self.tau_schedule == "entropy":
-            tau = selection.entropy_tau(similarity, considered, ids, self.entropy)
-        return selection.probabilities(similarity, tau, considered, ids, floor=self.eps_p)
+            tau = selection.find_entropy_tau(similarity, considered, ids, self.entropy)
+        return selection.selection_probabilities(similarity, tau, considered, ids, floor=self.eps_p)
 
-    def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
+    def draw_peers(self, rnd: Round, memory: PeerSimilarities) -> tuple[Tensor, Tensor]:
         """Draw peers; return them and their probabilities: clients x peers. A few rows at a time fit the cache."""
         if self.selection is not None:
-            assert isinstance(memory, DatedAcquaintance)
-            met = Met(memory.count, memory.last)
-            peers = chosen_by(
+            assert isinstance(memory, DatedSimilarities)
+            met = ReadHistory(memory.count, memory.last)
+            peers = choose_peers_by_rule(
                 self.selection, rnd, self.num_peers, met, memory.similarity, memory.status
             )
             return peers, torch.ones_like(peers, dtype=torch.float64)
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
-        for first in range(0, max(1, len(rnd.ids)), ROWS):
-            rows = slice(first, first + ROWS)
+        for first in range(0, max(1, len(rnd.ids)), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
             ids, allowed = rnd.ids[rows], candidates[rows]
-            probability = self.probability(ids, memory.rows(rows), max(rnd.index - 1, 0))
+            probability = self.peer_probabilities(
+                ids, memory.select_rows(rows), max(rnd.index - 1, 0)
+            )
             draws = rnd.rng.pairs("peers", ids, population)
-            peers, certain = selection.race(probability, draws, self.num_peers, allowed)
+            peers, certain = selection.sample_peers_quickly(
+                probability, draws, self.num_peers, allowed
+            )
             if not bool(certain.all()):
                 noise = rnd.rng.gumbel("peers", ids[~certain], population)
                 logs = probability[~certain].log()
-                peers[~certain] = selection.sample(logs, noise, self.num_peers, allowed[~certain])
+                peers[~certain] = selection.sample_peers(
+                    logs, noise, self.num_peers, allowed[~certain]
+                )
             drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
         peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
         return peers, prior
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers by similarity, pull, measure, average, update the memory."""
-        peers, prior = self.draw(rnd, state.memory)
-        ask = push if self.loss_direction == "push" else pull
+        peers, prior = self.draw_peers(rnd, state.memory)
+        ask = push_and_measure if self.loss_direction == "push" else pull_and_measure
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
         drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
-        told = recorded_similarities(rnd, measured.similarity, drawn)
+        told = similarity_report(rnd, measured.similarity, drawn)
         if self.aggregation == "fedavg":
-            weights, own_weight = aggregation.fedavg(
-                inbox.field("samples"), rnd.task.samples, inbox.mask
+            weights, own_weight = aggregation.fedavg_weights(
+                inbox.field_by_slot("samples"), rnd.task.samples, inbox.mask
             )
         elif self.aggregation == "fedsim":
-            weights, own_weight = aggregation.fedsim(measured.similarity, inbox.mask)
+            weights, own_weight = aggregation.fedsim_weights(measured.similarity, inbox.mask)
         elif self.aggregation == "fedsim_prior":
-            weights, own_weight = aggregation.fedsim_prior(prior, inbox.mask)
+            weights, own_weight = aggregation.fedsim_prior_weights(prior, inbox.mask)
         else:
-            merged, report = merged_by(
+            merged, report = merge_by_rule(
                 self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity
             )
-            memory, cost = self.remember(rnd, state, measured)
+            memory, cost = self.update_memory(rnd, state, measured)
             return replace(merged, memory=memory), {**report, **cost, **told}
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        memory, cost = self.remember(rnd, state, measured)
+        memory, cost = self.update_memory(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {
-            **mixing(inbox, weights, own_weight),
+            **mixing_report(inbox, weights, own_weight),
             **cost,
             **told,
         }
 
-    def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
+    def update_memory(
+        self, rnd: Round, state: State, measured: MeasuredInbox
+    ) -> tuple[PeerSimilarities, Info]:
         """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
-        before: Acquaintance = state.memory
-        memory = before.measured(inbox.peers, measured.similarity, inbox.mask)
-        if isinstance(memory, DatedAcquaintance):
-            memory = memory.read(inbox, rnd.index)
+        before: PeerSimilarities = state.memory
+        memory = before.with_measurements(inbox.peers, measured.similarity, inbox.mask)
+        if isinstance(memory, DatedSimilarities):
+            memory = memory.record_reads(inbox, rnd.index)
         if not self.two_hop:
             return memory, cost
         zero = torch.zeros_like(rnd.ids)
         if self.two_hop_scope == "history":
-            relays = selection.listed((memory.count > 0) & rnd.candidates)
-            inbox = rnd.exchange.pull(self._scores_alone(state), relays)
+            relays = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
+            inbox = rnd.exchange.pull(self._scores_message(state), relays)
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = (
             cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
         )
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read the peers' models, and what they say of others; a push lets them read one's own too."""
-        peers, size = min(self.num_peers, setting.others), setting.number_bytes
-        cost = reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
+        peers, size = min(self.num_peers, setting.num_others), setting.number_bytes
+        cost = cost_of_reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
         if self.similarity == "cos_grad" and setting.start_apart:
-            cost += Cost(extra_models=peers, bytes=peers * setting.comparable * size)
+            cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
         # a similarity for each member, and whether it counts
         scores = setting.population * (size + 1)
         if self.two_hop and self.two_hop_scope == "current":
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
         elif self.two_hop:
-            known = setting.others * (1 - (1 - peers / max(1, setting.others)) ** (round + 1))
+            known = setting.num_others * (
+                1 - (1 - peers / max(1, setting.num_others)) ** (round + 1)
+            )
             cost += Cost(
                 extra_floats=known * setting.population, messages=known, bytes=known * scores
             )
         if self.loss_direction == "push":
             # those that ask and were not asked
-            pushed = peers * (1 - peers / max(1, setting.others))
+            pushed = peers * (1 - peers / max(1, setting.num_others))
             beside = scores if self.two_hop and self.two_hop_scope == "current" else 0
-            requests, answers = setting.others * (peers + 1) * 8, peers * (scores + 8)
+            requests, answers = setting.num_others * (peers + 1) * 8, peers * (scores + 8)
             cost += Cost(
                 extra_models=pushed,
-                extra_floats=setting.others * peers + peers * setting.population,
-                messages=setting.others + peers,
+                extra_floats=setting.num_others * peers + peers * setting.population,
+                messages=setting.num_others + peers,
                 bytes=pushed * ((setting.params + 1) * size + beside) + requests + answers,
             )
         return cost
 
 
-DacVar = variant(
+DacVar = make_variant(
     Dac, "DacVar", "dac-var",
     "DAC that explores first: the inverse temperature rises with the rounds", tau_schedule="var",
 )  # fmt: skip
-DacNoTwoHop = variant(
+DacNoTwoHop = make_variant(
     Dac,
     "DacNoTwoHop",
     "dac-no-two-hop",

@@ -6,18 +6,18 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt, OwnFunction
+from coterie._util.settings import CustomFunction, NonNegativeFloat, NonNegativeInt
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, Setting, moving
+from coterie.methods.cost import Cost, CostSetting, cost_of_moving
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Personal:
+class PersonalMemory:
     """The personal model of each client ($v_k$); $w^0$ until it first takes part."""
 
     model: Float[Tensor, "clients params"]
@@ -35,11 +35,11 @@ class PersonalModels(OneModel):
         """Fetch the server's model."""
         return super().served(rnd, state)[0]
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Fetch the server's model, and send one."""
-        return moving(setting, 2)
+        return cost_of_moving(setting, 2)
 
-    def measuring(self, setting: Setting) -> Cost:
+    def measuring(self, setting: CostSetting) -> Cost:
         """Measure the personal model, which is here."""
         return Cost()
 
@@ -63,7 +63,7 @@ class Ditto(PersonalModels):
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "ditto"
@@ -80,27 +80,31 @@ class Ditto(PersonalModels):
     interleaved: bool = False
     personal_epochs: NonNegativeInt | None = None
     personal_steps: NonNegativeInt | None = None
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> Personal:
+    def memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
-        return Personal(task.init(rng).clone())
+        return PersonalMemory(task.init(rng).clone())
 
     def remember(
-        self, rnd: Round, memory: Personal, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Personal, Info]:
+        self,
+        rnd: Round,
+        memory: PersonalMemory,
+        start: Float[Tensor, "clients params"],
+        offer: Inbox,
+    ) -> tuple[PersonalMemory, Info]:
         """Train the personal models, near the global one that was received."""
         purpose = "batches" if self.interleaved else "batches.personal"
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         model, info = rnd.task.train(
             memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose, track=1
         )
-        return Personal(model), {"personal_train_samples": info["train_samples"]}
+        return PersonalMemory(model), {"personal_train_samples": info["train_samples"]}
 
     def adapt(
         self,

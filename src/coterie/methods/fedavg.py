@@ -6,9 +6,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from coterie._util.settings import OwnFunction, PositiveFloat
+from coterie._util.settings import CustomFunction, PositiveFloat
 from coterie.exchange.base import Message
-from coterie.methods.base import variant
+from coterie.methods.base import make_variant
 from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMethod, Weights
 
 
@@ -19,7 +19,7 @@ class OneModel(ServerMethod):
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
-        return self.averaging.step(shared, message, everybody, context.least)
+        return self.averaging.update_models(shared, message, everybody, context.min_updates)
 
 
 @final
@@ -30,7 +30,7 @@ class FedAvg(OneModel):
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedavg"
@@ -40,7 +40,7 @@ class FedAvg(OneModel):
         "decentralized data, 2017, https://arxiv.org/abs/1602.05629",
     )
     weights: Weights = "samples"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -77,7 +77,7 @@ class FedAvgM(OneModel):
         return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
 
 
-FairAvg = variant(
+FairAvg = make_variant(
     FedAvg, "FairAvg", "fairavg", "FedAvg with the same weight for every client", fixed=True, weights="uniform",
     references=("Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",),
 )  # fmt: skip

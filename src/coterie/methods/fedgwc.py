@@ -24,21 +24,21 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
-from coterie.methods.base import Info, Round, cohort_noise
+from coterie.methods.base import Info, Round, draw_cohort_noise
 from coterie.methods.server import (
     Averaging,
     Clusters,
     Momentum,
     ServerContext,
     ServerMethod,
-    open_to_all,
-    sizes,
+    cluster_sizes,
+    sees_whole_cohort,
 )
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Interactions(Clusters):
+class FedGwcClusters(Clusters):
     r"""Clusters, and what was seen of their members.
 
     Args:
@@ -56,7 +56,7 @@ class Interactions(Clusters):
     patience: Int[Tensor, " clusters"]
 
 
-LEAST = 3
+MIN_PARTICIPANTS = 3
 """Clients of a cluster that take part together: two have the same reward whatever their losses are."""
 PRESETS = {
     "coterie": {},
@@ -180,10 +180,10 @@ class FedGwc(WithPresets, ServerMethod):
         """See `Method.unprotected`."""
         return "the losses of the first batches are sent"
 
-    def shared(self, task: Task, rng: Rng) -> Interactions:
+    def shared(self, task: Task, rng: Rng) -> FedGwcClusters:
         """Return one cluster whose members have not met."""
         begin, size = (
-            self.averaging.start(task.fresh(rng, 1), task.population, task.layout),
+            self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout),
             task.population,
         )
         level = 1 / size**2 if self.start == "uniform" else 0.0
@@ -193,7 +193,7 @@ class FedGwc(WithPresets, ServerMethod):
             torch.zeros(size, dtype=torch.int64),
         )
         one = torch.ones(1, dtype=torch.float64)
-        return Interactions(
+        return FedGwcClusters(
             begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1]
         )
 
@@ -222,20 +222,20 @@ class FedGwc(WithPresets, ServerMethod):
     ) -> Info:
         """Report also how much each client's cluster still changes."""
         found = super().extra(rnd, start, params, shared)
-        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or not open_to_all(rnd):
+        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or not sees_whole_cohort(rnd):
             return found
         return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
 
     # ---------------------------------------------------------------- where the server role is
 
     def cohort(
-        self, shared: Interactions, rng: Rng, population: int, participation: float | int
+        self, shared: FedGwcClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
-        """Draw in each cluster, as many as `_counts` says."""
-        noise = cohort_noise(rng, population)
+        """Draw in each cluster, as many as `_cohort_sizes` says."""
+        noise = draw_cohort_noise(rng, population)
         chosen = []
         for cluster, count in enumerate(
-            self._counts(shared, self.clients_per_round or participation)
+            self._cohort_sizes(shared, self.clients_per_round or participation)
         ):
             members = shared.label == cluster
             often = (
@@ -244,36 +244,41 @@ class FedGwc(WithPresets, ServerMethod):
                 else torch.zeros(population)
             )
             chosen.append(
-                selection.cohort(noise, count, log_weights=often.double(), members=members)
+                selection.draw_cohort(noise, count, log_weights=often.double(), members=members)
             )
         return torch.cat(chosen).sort().values
 
-    def _counts(self, shared: Interactions, rate: float | int) -> list[int]:
+    def _cohort_sizes(self, shared: FedGwcClusters, rate: float | int) -> list[int]:
         """Return how many clients of each cluster take part."""
-        members = sizes(shared.label, len(shared.models)).tolist()
+        members = cluster_sizes(shared.label, len(shared.models)).tolist()
         if self.cohort_of == "cluster":
-            return [selection.cohort_size(size, rate, least=LEAST) for size in members]
+            return [selection.cohort_size(size, rate, least=MIN_PARTICIPANTS) for size in members]
         often = torch.zeros(len(members), dtype=torch.float64)
         often = often.index_add(0, shared.label, shared.sampled.double()) / torch.tensor(members)
-        return selection.turns(
-            members, often, selection.cohort_size(sum(members), rate, least=LEAST), least=LEAST
+        return selection.share_places(
+            members,
+            often,
+            selection.cohort_size(sum(members), rate, least=MIN_PARTICIPANTS),
+            least=MIN_PARTICIPANTS,
         )
 
-    def merge(self, context: ServerContext, shared: Interactions, message: Message) -> Interactions:
+    def merge(
+        self, context: ServerContext, shared: FedGwcClusters, message: Message
+    ) -> FedGwcClusters:
         """Average, reward and, where a cluster has settled, split."""
         assert message.ids is not None
         group, before = shared.label[message.ids], len(shared.models)
-        least = sizes(shared.label, before).clamp(max=context.least)
-        shared = self.averaging.step(shared, message, group, least)
+        least = cluster_sizes(shared.label, before).clamp(max=context.min_updates)
+        shared = self.averaging.update_models(shared, message, group, least)
         for cluster in range(before):
-            rows = message.rows((group == cluster).nonzero().flatten())
+            rows = message.take_rows((group == cluster).nonzero().flatten())
             if len(rows):
-                shared = self._observe(context, shared, cluster, rows)
+                shared = self._update_interactions(context, shared, cluster, rows)
         return shared
 
-    def _observe(
-        self, context: ServerContext, shared: Interactions, cluster: int, message: Message
-    ) -> Interactions:
+    def _update_interactions(
+        self, context: ServerContext, shared: FedGwcClusters, cluster: int, message: Message
+    ) -> FedGwcClusters:
         """Update a cluster's rewards and interactions, and split it if it has settled."""
         assert message.ids is not None
         ids, size = message.ids, int((shared.label == cluster).sum())
@@ -284,9 +289,9 @@ class FedGwc(WithPresets, ServerMethod):
         )
         if len(ids) < 2:
             return shared
-        alpha = self._alpha(context.index, len(ids), size)
-        matrix = clustering.interact(
-            shared.matrix, ids, self._rewards(context, cluster, message), alpha
+        alpha = self._step_size(context.index, len(ids), size)
+        matrix = clustering.update_interactions(
+            shared.matrix, ids, self._compute_rewards(context, cluster, message), alpha
         )
         change = (matrix - shared.matrix).square().sum() / (
             size if self.mse_scope == "matrix" else len(ids)
@@ -302,12 +307,12 @@ class FedGwc(WithPresets, ServerMethod):
             else shared
         )
 
-    def _alpha(self, index: int, cohort: int, size: int) -> float:
+    def _step_size(self, index: int, cohort: int, size: int) -> float:
         if self.alpha_rule == "local_rate":
             return cohort / size
         return self.alpha * (1 + index) ** -self.kappa if self.alpha_rule == "decay" else self.alpha
 
-    def _rewards(
+    def _compute_rewards(
         self, context: ServerContext, cluster: int, message: Message
     ) -> Float[Tensor, " clients"]:
         losses = message.fields["losses"].cpu()
@@ -323,8 +328,8 @@ class FedGwc(WithPresets, ServerMethod):
         return rewards / rewards.sum() if self.normalize_rewards else rewards
 
     def _try_split(
-        self, context: ServerContext, shared: Interactions, cluster: int, cohort: int
-    ) -> Interactions:
+        self, context: ServerContext, shared: FedGwcClusters, cluster: int, cohort: int
+    ) -> FedGwcClusters:
         """Split a settled cluster if its members fall apart; start its clock anew."""
         members = (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
@@ -332,7 +337,7 @@ class FedGwc(WithPresets, ServerMethod):
         apart = float(met.sum() - met.diagonal().sum()) / max(1, size * (size - 1))
         if size < 2 * self.min_cluster_size or apart < self.min_pair_updates:
             return shared
-        affinity = clustering.affinity(
+        affinity = clustering.affinity_matrix(
             shared.matrix[block],
             self.beta,
             axis=self.upv_axis,
@@ -350,18 +355,21 @@ class FedGwc(WithPresets, ServerMethod):
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster], patience[cluster] = 1.0, 0
         shared = replace(shared, mse=mse, patience=patience)
-        return shared if label is None else _split(shared, cluster, members, label)
+        return shared if label is None else _split_cluster(shared, cluster, members, label)
 
 
-def _split(shared: Interactions, cluster: int, members: Tensor, label: Tensor) -> Interactions:
+def _split_cluster(
+    shared: FedGwcClusters, cluster: int, members: Tensor, label: Tensor
+) -> FedGwcClusters:
     """Let the members with label 0 keep the cluster and found one for each other label, all on the parent's model."""
     count, children = len(shared.models), int(label.max())
     number = torch.where(label == 0, cluster, count + label - 1)
 
-    def grown(value: Tensor) -> Tensor:
+    def append_children(value: Tensor) -> Tensor:
         return torch.cat([value, value[cluster].expand(children, *value.shape[1:])])
 
     kept: dict[str, Any] = {
-        name: grown(getattr(shared, name)) for name in ("models", "velocity", "mse", "patience")
+        name: append_children(getattr(shared, name))
+        for name in ("models", "velocity", "mse", "patience")
     }
     return replace(shared, label=shared.label.index_copy(0, members, number), **kept)

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeInt, OwnFunction
+from coterie._util.settings import CustomFunction, NonNegativeInt
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round
 from coterie.methods.ditto import personal_training
@@ -18,16 +18,16 @@ from coterie.methods.fedavg import OneModel
 from coterie.methods.random_gossip import Gossip
 from coterie.methods.server import Averaging, Weights
 from coterie.models.layout import Layout
-from coterie.models.part import chosen
+from coterie.models.part import match_patterns
 
 
-def head(layout: Layout, layers: int) -> tuple[str, ...]:
+def head_tensors(layout: Layout, layers: int) -> tuple[str, ...]:
     """Return the names of the tensors of the last layers with trained parameters, running statistics included."""
-    found = list(layout.layers().values())
+    found = list(layout.layer_tensors().values())
     return tuple(name for names in found[len(found) - layers :] for name in names) if layers else ()
 
 
-def alternated(
+def train_alternately(
     rnd: Round, start: Float[Tensor, "clients params"], own: Sequence[str], head_epochs: int | None
 ) -> tuple[Float[Tensor, "clients params"], Info]:
     """Train each client's head with the body fixed, then the body with the head fixed.
@@ -41,15 +41,15 @@ def alternated(
     layout = rnd.task.layout
     if not own:
         return rnd.task.train(start, rnd.rng, rnd.local)
-    last = chosen(layout, own, "the head")[: layout.trainable]
+    last = match_patterns(layout, own, "the head")[: layout.trainable]
     params, longer = start.clone(), personal_training(rnd.local, head_epochs, None)
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []
     for track, (local, only, purpose) in enumerate(parts):
         steps = rnd.task.stepwise(rnd.rng, local, purpose=purpose, only=only)
-        for step in range(steps.count):
-            steps.descend(params, steps.gradient(params, step), step, track)
-        reports.append(steps.report(params))
+        for step in range(steps.num_steps):
+            steps.apply_gradient(params, steps.compute_gradient(params, step), step, track)
+        reports.append(steps.finish(params))
     fitted, info = reports
     lost = fitted["diverged"] | info["diverged"]
     return params, {
@@ -75,7 +75,7 @@ class FedPer(OneModel):
             trained parameters, normalizations included; 0 is FedAvg.
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedper"
@@ -86,7 +86,7 @@ class FedPer(OneModel):
     )
     personal_layers: NonNegativeInt = 1
     weights: Weights = "samples"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -95,7 +95,7 @@ class FedPer(OneModel):
 
     def home(self, layout: Layout) -> Sequence[str]:
         """Keep the last layers."""
-        return head(layout, self.personal_layers)
+        return head_tensors(layout, self.personal_layers)
 
 
 @final
@@ -115,7 +115,7 @@ class FedRep(OneModel):
         head_epochs: epochs of the head ($\tau_h$); those (or the steps) of the run when None.
         weights: of the clients: "uniform" as in the paper, or "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedrep"
@@ -128,7 +128,7 @@ class FedRep(OneModel):
     personal_layers: NonNegativeInt = 1
     head_epochs: NonNegativeInt | None = 10
     weights: Weights = "uniform"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -137,13 +137,13 @@ class FedRep(OneModel):
 
     def home(self, layout: Layout) -> Sequence[str]:
         """Keep the head."""
-        return head(layout, self.personal_layers)
+        return head_tensors(layout, self.personal_layers)
 
     def train(
         self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Tensor, Info]:
         """Train the head, then the body."""
-        return alternated(rnd, start, self.home(rnd.task.layout), self.head_epochs)
+        return train_alternately(rnd, start, self.home(rnd.task.layout), self.head_epochs)
 
 
 @final
@@ -160,9 +160,9 @@ class DFedAlt(Gossip):
     Args:
         num_peers: peers read each round; clamped to population - 1.
         selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.Known`; a uniform draw when not given.
+            `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
         personal_layers: how many layers the head has, counted from the last one that has trained
             parameters; 0 is Random.
         head_epochs: epochs of the head ($K_v$); those (or the steps) of the run when None.
@@ -182,13 +182,13 @@ class DFedAlt(Gossip):
 
     def home(self, layout: Layout) -> Sequence[str]:
         """Keep the head."""
-        return head(layout, self.personal_layers)
+        return head_tensors(layout, self.personal_layers)
 
     def fit(
         self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Train the head, then the body."""
-        return alternated(rnd, params, self.home(rnd.task.layout), self.head_epochs)
+        return train_alternately(rnd, params, self.home(rnd.task.layout), self.head_epochs)
 
 
 @final
@@ -203,7 +203,7 @@ class FedBN(OneModel):
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedbn"
@@ -213,7 +213,7 @@ class FedBN(OneModel):
         "2021, https://arxiv.org/abs/2102.07623",
     )
     weights: Weights = "samples"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -222,4 +222,4 @@ class FedBN(OneModel):
 
     def home(self, layout: Layout) -> Sequence[str]:
         """Keep the normalizations."""
-        return layout.normalizations()
+        return layout.normalization_tensors()

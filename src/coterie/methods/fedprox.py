@@ -7,27 +7,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat, OwnFunction
+from coterie._util.settings import CustomFunction, NonNegativeFloat
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
-from coterie.methods.base import Info, Round, State, cohort_noise
+from coterie.methods.base import Info, Round, State, draw_cohort_noise
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import (
-    NOTHING,
+    NO_MODEL,
     Averaging,
     Clusters,
     ServerContext,
     Weights,
-    labels_with,
-    nothing,
+    empty_reply,
+    extend_labels,
 )
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Enrolled(Clusters):
+class FedProxClusters(Clusters):
     """Clusters, and how many training samples each client has: filled while clients enroll."""
 
     samples: Float[Tensor, " population"]
@@ -46,7 +46,7 @@ class FedProx(OneModel):
         sampling: clients are drawn uniformly, or with probability proportional to their samples
             (then the paper averages with uniform weights).
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedprox"
@@ -60,17 +60,17 @@ class FedProx(OneModel):
     mu: NonNegativeFloat = 0.01
     weights: Weights = "samples"
     sampling: Literal["uniform", "samples"] = "uniform"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def shared(self, task: Task, rng: Rng) -> Enrolled:
+    def shared(self, task: Task, rng: Rng) -> FedProxClusters:
         """Return the server's state; nobody's samples are known yet."""
-        start = self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
-        return Enrolled(
+        start = self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout)
+        return FedProxClusters(
             start.models,
             start.velocity,
             start.label,
@@ -82,15 +82,17 @@ class FedProx(OneModel):
         if self.sampling == "uniform":
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.samples})
-        return replace(state, shared=self.ask(rnd, _register, message, state.shared, NOTHING)[0])
+        return replace(
+            state, shared=self.ask(rnd, _register_samples, message, state.shared, NO_MODEL)[0]
+        )
 
     def cohort(
-        self, shared: Enrolled, rng: Rng, population: int, participation: float | int
+        self, shared: FedProxClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""
         count = selection.cohort_size(population, participation, least=3)
-        return selection.cohort(
-            cohort_noise(rng, population), count, log_weights=shared.samples.log()
+        return selection.draw_cohort(
+            draw_cohort_noise(rng, population), count, log_weights=shared.samples.log()
         )
 
     def train(
@@ -99,7 +101,9 @@ class FedProx(OneModel):
         """Train with the penalty."""
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
-    def enlarged(self, shared: Enrolled, models: Float[Tensor, "newcomers params"]) -> Enrolled:
+    def enlarged(
+        self, shared: FedProxClusters, models: Float[Tensor, "newcomers params"]
+    ) -> FedProxClusters:
         """New members are drawn like the others; by samples, the server would have to be told of theirs."""
         fits = self.sampling == "uniform"
         require(
@@ -110,7 +114,7 @@ class FedProx(OneModel):
         )
         more = torch.ones(len(models), dtype=shared.samples.dtype)
         return replace(
-            shared, label=labels_with(shared, models), samples=torch.cat([shared.samples, more])
+            shared, label=extend_labels(shared, models), samples=torch.cat([shared.samples, more])
         )
 
     def adapt(
@@ -123,7 +127,9 @@ class FedProx(OneModel):
         return rnd.task.train(params, rnd.rng, rnd.local, anchor=received, prox=self.mu)[0]
 
 
-def _register(context: ServerContext, shared: Enrolled, message: Message) -> tuple[Enrolled, Reply]:
+def _register_samples(
+    context: ServerContext, shared: FedProxClusters, message: Message
+) -> tuple[FedProxClusters, Reply]:
     assert message.ids is not None
     samples = shared.samples.index_copy(0, message.ids, message.fields["samples"].double())
-    return replace(shared, samples=samples), nothing(message)
+    return replace(shared, samples=samples), empty_reply(message)

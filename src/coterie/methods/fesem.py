@@ -13,12 +13,12 @@ from coterie.errors import require
 from coterie.exchange.base import Message, Reply, ReplyForm
 from coterie.functional import aggregation, clustering
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
-from coterie.models.simplex_layers import last_layer
+from coterie.models.simplex_layers import last_layer_mask
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Centers(Clusters):
+class FeSemClusters(Clusters):
     """The centers, the membership of each client, and whether it has ever taken part."""
 
     seen: Bool[Tensor, " population"]
@@ -62,10 +62,10 @@ class FeSem(ServerMethod):
         """Uniform or by samples."""
         return Averaging(self.weights)
 
-    def shared(self, task: Task, rng: Rng) -> Centers:
+    def shared(self, task: Task, rng: Rng) -> FeSemClusters:
         """Return independent centers and random balanced memberships."""
         apart = self.features == "last_layer" and not bool(
-            (last_layer(task.layout) & task.part.trained.mask).any()
+            (last_layer_mask(task.layout) & task.part.trained.mask).any()
         )
         require(
             not apart,
@@ -73,10 +73,10 @@ class FeSem(ServerMethod):
             self.features,
             "'all': the last layer stays at home with this `shared`",
         )
-        order = rng.at(-1).generator("fesem.start").permutation(task.population)
+        order = rng.at_round(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
         models = task.fresh(rng, self.clusters)
-        return Centers(
+        return FeSemClusters(
             models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)
         )
 
@@ -85,8 +85,8 @@ class FeSem(ServerMethod):
         return ReplyForm(1)
 
     def deliver(
-        self, context: ServerContext, shared: Centers, message: Message
-    ) -> tuple[Centers, Reply]:
+        self, context: ServerContext, shared: FeSemClusters, message: Message
+    ) -> tuple[FeSemClusters, Reply]:
         """Answer with the client's center, or the largest cluster's when the client is not known yet."""
         assert message.ids is not None
         known = shared.label[shared.seen]
@@ -97,25 +97,28 @@ class FeSem(ServerMethod):
             )
         return shared, Reply(shared.models, label[message.ids][:, None])
 
-    def merge(self, context: ServerContext, shared: Centers, message: Message) -> Centers:
+    def merge(
+        self, context: ServerContext, shared: FeSemClusters, message: Message
+    ) -> FeSemClusters:
         """E-step and M-step over the models that came back."""
         assert message.ids is not None
         label = shared.label
         if context.index % self.recluster_every == 0:
-            nearest = clustering.nearest(
-                self._features(context, message.params), self._features(context, shared.models)
+            nearest = clustering.nearest_centers(
+                self._select_features(context, message.params),
+                self._select_features(context, shared.models),
             )
             label = label.index_copy(0, message.ids, nearest.cpu())
-        group, weights = label[message.ids], self.averaging.shares(message)
-        models = aggregation.grouped_mean(
+        group, weights = label[message.ids], self.averaging.client_weights(message)
+        models = aggregation.average_models_by_group(
             message.params, group, weights, shared.models, self.min_group
         )
         seen = shared.seen.index_fill(0, message.ids, True)
         return replace(shared, models=models, label=label, seen=seen)
 
-    def _features(
+    def _select_features(
         self, context: ServerContext, models: Float[Tensor, "rows params"]
     ) -> Float[Tensor, "rows features"]:
         if self.features == "all":
-            return context.part.compared.of(models)
-        return models[:, last_layer(context.layout).to(models.device)]
+            return context.part.compared.select_from(models)
+        return models[:, last_layer_mask(context.layout).to(models.device)]

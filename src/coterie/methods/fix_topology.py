@@ -6,11 +6,11 @@ from typing import ClassVar, final
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie._util.settings import OwnFunction, PositiveInt
+from coterie._util.settings import CustomFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.functional import selection
-from coterie.methods.base import Info, PeerMethod, Round, State, averaged
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.base import Info, PeerMethod, Round, State, average_models
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -30,7 +30,7 @@ class FixTopology(PeerMethod):
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "fix-topology"
@@ -40,21 +40,23 @@ class FixTopology(PeerMethod):
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
     num_peers: PositiveInt = 5
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
         noise = rng.gumbel("peers", task.ids, task.population)
         return FixTopologyMemory(
-            selection.uniform(noise, self.num_peers, selection.others(task.ids, task.population))
+            selection.sample_uniformly(
+                noise, self.num_peers, selection.mask_of_others(task.ids, task.population)
+            )
         )
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull from those that can be reached now, average."""
-        peers = selection.within(state.memory.peers, rnd.candidates)
+        peers = selection.keep_allowed(state.memory.peers, rnd.candidates)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        return averaged(rnd, state, inbox, self.aggregation)
+        return average_models(rnd, state, inbox, self.aggregation)
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read the peers' models."""
-        return reading(setting, min(self.num_peers, setting.others))
+        return cost_of_reading(setting, min(self.num_peers, setting.num_others))

@@ -15,16 +15,22 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, Setting, moving
-from coterie.methods.server import NOTHING, ServerContext, ServerMethod, nothing, traffic
-from coterie.models.simplex_layers import last_layer
+from coterie.methods.cost import Cost, CostSetting, cost_of_moving
+from coterie.methods.server import (
+    NO_MODEL,
+    ServerContext,
+    ServerMethod,
+    empty_reply,
+    traffic_report,
+)
+from coterie.models.simplex_layers import last_layer_mask
 from coterie.rng import Rng
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Models:
+class IfcaModels:
     """The server's models. While clients enroll with `start="resample"`, all candidates."""
 
     models: Float[Tensor, "clusters params"]
@@ -90,24 +96,26 @@ class Ifca(ServerMethod):
         """See `Method.unprotected`."""
         return "the cluster is chosen by the losses of the models on the training data"
 
-    def shared(self, task: Task, rng: Rng) -> Models:
+    def shared(self, task: Task, rng: Rng) -> IfcaModels:
         """Return independently drawn models."""
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
-        return Models(task.fresh(rng, count))
+        return IfcaModels(task.fresh(rng, count))
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Choose among candidates by what clients would choose among them."""
         if self.start != "resample":
             return state
         every = ReplyForm(self.candidates * self.clusters)
-        shared, offer = self.ask(rnd, _everything, self.request(rnd, state), state.shared, every)
-        scores = choosable(rnd.task.score(offer)).reshape(
+        shared, offer = self.ask(
+            rnd, _reply_with_all_models, self.request(rnd, state), state.shared, every
+        )
+        scores = replace_nan_losses(rnd.task.score(offer)).reshape(
             len(rnd.task), self.candidates, self.clusters
         )
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
         return replace(
             state,
-            shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NOTHING)[0],
+            shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NO_MODEL)[0],
         )
 
     def offered(self) -> ReplyForm:
@@ -115,24 +123,24 @@ class Ifca(ServerMethod):
         return ReplyForm(self.clusters)
 
     def offer(
-        self, context: ServerContext, shared: Models, message: Message
-    ) -> tuple[Models, Reply]:
+        self, context: ServerContext, shared: IfcaModels, message: Message
+    ) -> tuple[IfcaModels, Reply]:
         """Answer with all models; while groups are random, with the group's."""
         if self.start != "random_groups" or context.index >= self.group_rounds:
-            return _everything(context, shared, message)
+            return _reply_with_all_models(context, shared, message)
         assert message.ids is not None
-        order = context.rng.at(-1).generator("ifca.groups").permutation(context.population)
+        order = context.rng.at_round(-1).generator("ifca.groups").permutation(context.population)
         return shared, Reply(
             shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters
         )
 
     def deliver(
-        self, context: ServerContext, shared: Models, message: Message
-    ) -> tuple[Models, Reply]:
+        self, context: ServerContext, shared: IfcaModels, message: Message
+    ) -> tuple[IfcaModels, Reply]:
         """Answer with all models: whoever asks chooses."""
-        return _everything(context, shared, message)
+        return _reply_with_all_models(context, shared, message)
 
-    def merge(self, context: ServerContext, shared: Models, message: Message) -> Models:
+    def merge(self, context: ServerContext, shared: IfcaModels, message: Message) -> IfcaModels:
         """Average cluster by cluster."""
         label, samples = message.fields["label"], message.fields["samples"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
@@ -143,17 +151,19 @@ class Ifca(ServerMethod):
                 context.index,
             )
         if self.averaging_of == "models":
-            new = aggregation.grouped_mean(message.params, label, samples, old, self.min_group)
+            new = aggregation.average_models_by_group(
+                message.params, label, samples, old, self.min_group
+            )
         else:
-            moved = aggregation.grouped_mean(
+            moved = aggregation.average_models_by_group(
                 message.params, label, torch.ones_like(samples), old, self.min_group
             )
             pull = (self.step * groups / len(message))[:, None].to(old)
             new = old + pull * (moved - old)
         if self.share_representation:
-            own = last_layer(context.layout).to(old.device)
-            new = torch.where(own, new, aggregation.weighted_mean(message.params, samples))
-        return Models(new)
+            own = last_layer_mask(context.layout).to(old.device)
+            new = torch.where(own, new, aggregation.average_models(message.params, samples))
+        return IfcaModels(new)
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Receive the models, take the best, train it, send it with the choice."""
@@ -162,46 +172,46 @@ class Ifca(ServerMethod):
         shared, offer = self.ask(
             rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters)
         )
-        label, model = choice(rnd.task, offer)
+        label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
         message = Message(params, {"samples": rnd.task.samples, "label": label})
-        shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
+        shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
         passes = offer.mask.sum(1) * rnd.task.counts("train")
         return State(params, None, shared), {
             **info,
             "label": label,
             "passes": passes,
-            **traffic(rnd.task.part, offer, request, message),
+            **traffic_report(rnd.task.part, offer, request, message),
             **self.extra(rnd, start, params, shared),
         }
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch all models and take the best on the training data."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        label, model = choice(rnd.task, offer)
+        label, model = choose_cluster(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 
-    def enlarged(self, shared: Models, models: Float[Tensor, "newcomers params"]) -> Models:
+    def enlarged(self, shared: IfcaModels, models: Float[Tensor, "newcomers params"]) -> IfcaModels:
         """The server remembers nothing of its clients."""
         return shared
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Score all models, and send one."""
         scored = self.clusters if self.clusters > 1 else 0
         return super().cost(setting, round) + Cost(passes=scored * setting.samples)
 
-    def measuring(self, setting: Setting) -> Cost:
+    def measuring(self, setting: CostSetting) -> Cost:
         """Fetch all models."""
-        return moving(setting, self.clusters)
+        return cost_of_moving(setting, self.clusters)
 
 
-def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:
+def replace_nan_losses(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:
     """Return losses of which a diverged model never has the least."""
     return losses.nan_to_num(nan=torch.inf)
 
 
-def choice(
+def choose_cluster(
     task: Task, offer: Inbox
 ) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
     """Return the cluster of the offered model with the least loss on each client's training data, and that model.
@@ -209,22 +219,26 @@ def choice(
     What a client measured after a round holds for the offer of the next one: the server's models
     are the same.
     """
-    best = choosable(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
+    best = (
+        replace_nan_losses(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
+    )
     label = offer.index.gather(1, best)[:, 0]
     return label, offer.table[label]
 
 
-def _everything(context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
-    return shared, Reply.everything(shared.models, len(message))
+def _reply_with_all_models(
+    context: ServerContext, shared: IfcaModels, message: Message
+) -> tuple[IfcaModels, Reply]:
+    return shared, Reply.to_every_client(shared.models, len(message))
 
 
 def _choose_candidates(
-    method: Ifca, context: ServerContext, shared: Models, message: Message
-) -> tuple[Models, Reply]:
+    method: Ifca, context: ServerContext, shared: IfcaModels, message: Message
+) -> tuple[IfcaModels, Reply]:
     """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
     label = message.fields["label"]
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)
     good = (attracted >= method.resample_share).nonzero().flatten()
     chosen = int(good[0]) if len(good) else int(attracted.argmax())
     sets = shared.models.reshape(method.candidates, method.clusters, -1)
-    return Models(sets[chosen].clone()), nothing(message)
+    return IfcaModels(sets[chosen].clone()), empty_reply(message)

@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie._util.settings import PositiveInt
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, clustering
-from coterie.methods.server import Clusters, ServerContext, ServerMethod, sizes
+from coterie.methods.server import Clusters, ServerContext, ServerMethod, cluster_sizes
 from coterie.rng import Rng
 
 
@@ -54,15 +54,15 @@ class OneShot(ServerMethod):
             count = min(self.clusters, len(message))
             seed = int(context.rng.generator("one-shot").integers(1 << 31))
             found = clustering.k_means(
-                context.part.compared.of(message.params).cpu(), count, seed=seed
+                context.part.compared.select_from(message.params).cpu(), count, seed=seed
             )
             label = label.index_copy(0, message.ids, found)
             models = shared.models.expand(int(found.max()) + 1, -1)
-            models = aggregation.grouped_mean(
+            models = aggregation.average_models_by_group(
                 message.params, found, message.fields["samples"], models
             )
             return replace(
                 shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label
             )
-        least = sizes(label, len(shared.models)).clamp(max=context.least)
-        return self.averaging.step(shared, message, label[message.ids], least)
+        least = cluster_sizes(label, len(shared.models)).clamp(max=context.min_updates)
+        return self.averaging.update_models(shared, message, label[message.ids], least)

@@ -7,13 +7,20 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from coterie._util.settings import OwnFunction, PositiveInt
+from coterie._util.settings import CustomFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import selection
-from coterie.methods.base import Info, PeerMethod, Round, State, averaged, drawn_uniformly
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.base import (
+    Info,
+    PeerMethod,
+    Round,
+    State,
+    average_models,
+    draw_peers_uniformly,
+)
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 _SLOTS = 256  # members asked for their cluster at once
@@ -38,7 +45,7 @@ class Oracle(PeerMethod):
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "oracle"
@@ -49,7 +56,7 @@ class Oracle(PeerMethod):
     )
     needs: ClassVar[frozenset[str]] = frozenset({"truth"})
     num_peers: PositiveInt = 5
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     def memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""
@@ -65,22 +72,28 @@ class Oracle(PeerMethod):
         message = Message(state.params[:, :0], {"cluster": clusters})
         everybody = torch.arange(rnd.task.population).expand(len(clusters), -1)
         same = torch.zeros_like(state.memory.same)
-        for peers in selection.within(everybody, rnd.candidates).split(_SLOTS, dim=1):
+        for peers in selection.keep_allowed(everybody, rnd.candidates).split(_SLOTS, dim=1):
             inbox = rnd.exchange.pull(message, peers)
-            alike = inbox.mask & (inbox.field("cluster") == clusters[:, None])
-            same = same | selection.among(torch.where(alike, peers, -1), rnd.task.population)
+            alike = inbox.mask & (inbox.field_by_slot("cluster") == clusters[:, None])
+            same = same | selection.mask_from_ids(
+                torch.where(alike, peers, -1), rnd.task.population
+            )
         return replace(state, memory=OracleMemory(same))
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers from the client's cluster, pull, average."""
-        peers = drawn_uniformly(rnd, self.num_peers, state.memory.same)
+        peers = draw_peers_uniformly(rnd, self.num_peers, state.memory.same)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        return averaged(rnd, state, inbox, self.aggregation)
+        return average_models(rnd, state, inbox, self.aggregation)
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read the peers' models."""
-        return reading(setting, min(self.num_peers, setting.fellows))
+        return cost_of_reading(setting, min(self.num_peers, setting.num_cluster_peers))
 
-    def enrolling(self, setting: Setting) -> Cost:
+    def enrolling(self, setting: CostSetting) -> Cost:
         """Learn every other client's cluster: a whole number of eight bytes each, in messages without a model."""
-        return Cost(messages=setting.others, extra_floats=setting.others, bytes=8 * setting.others)
+        return Cost(
+            messages=setting.num_others,
+            extra_floats=setting.num_others,
+            bytes=8 * setting.num_others,
+        )

@@ -21,11 +21,11 @@ from coterie.methods.base import (
     PeerMethod,
     Round,
     State,
-    drawn_uniformly,
-    mixing,
-    recorded_similarities,
+    draw_peers_uniformly,
+    mixing_report,
+    similarity_report,
 )  # fmt: skip
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -84,18 +84,18 @@ class Panm(PeerMethod):
     monotone: bool = False
 
     @abstractmethod
-    def score(
+    def score_peers(
         self, rnd: Round, state: State, inbox: Inbox
     ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Return the similarity of each slot, and the cost of measuring it."""
 
-    def remembered(self, task: Task) -> tuple[int, int]:
+    def memory_widths(self, task: Task) -> tuple[int, int]:
         """Return how many parameters of the last update and of the first model a client keeps for its messages."""
         return 0, 0
 
     def memory(self, task: Task, rng: Rng) -> PanmMemory:
         """Return a memory without neighbors."""
-        update, origin = self.remembered(task)
+        update, origin = self.memory_widths(task)
         start = task.origin(rng)
         nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
         list_size = min(self.num_peers, max(0, task.population - 1))
@@ -108,7 +108,9 @@ class Panm(PeerMethod):
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
         sent = {
-            name: task.part.compared.of(value) for name, value in extras.items() if value.shape[1]
+            name: task.part.compared.select_from(value)
+            for name, value in extras.items()
+            if value.shape[1]
         }
         return Message(state.params, {"samples": task.samples, **sent})
 
@@ -122,50 +124,59 @@ class Panm(PeerMethod):
         before = memory.bag
         to_score, to_average = self.messages(rnd.task, state)
         early = number <= self.stage_one_rounds
-        believed, candidates = self.examined(rnd, memory, early, number % self.interval == 0)
+        believed, candidates = self.choose_peers_to_score(
+            rnd, memory, early, number % self.interval == 0
+        )
         slots = torch.cat([believed, candidates], dim=1)
-        scored = rnd.exchange.pull(to_score, selection.within(slots, rnd.candidates))
-        scores, cost = self.score(rnd, state, scored)
+        scored = rnd.exchange.pull(to_score, selection.keep_allowed(slots, rnd.candidates))
+        scores, cost = self.score_peers(rnd, state, scored)
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
         if early:
-            chosen = selection.best(scores, slots, memory.neighbors.shape[1], scored.mask, first)
+            chosen = selection.select_best(
+                scores, slots, memory.neighbors.shape[1], scored.mask, first
+            )
             memory = replace(
-                memory, neighbors=chosen, bag=selection.among(chosen, rnd.task.population)
+                memory, neighbors=chosen, bag=selection.mask_from_ids(chosen, rnd.task.population)
             )
             missing = chosen[:, :0]
         else:
-            how = gaussian_mixture.Split(self.em, self.component, self.monotone)
+            how = gaussian_mixture.MixtureOptions(self.em, self.component, self.monotone)
             memory = replace(
                 memory,
-                bag=gaussian_mixture.corrected(memory.bag, slots, scores, first, scored.mask, how),
+                bag=gaussian_mixture.correct_bags(
+                    memory.bag, slots, scores, first, scored.mask, how
+                ),
             )
-            chosen = drawn_uniformly(rnd, self.num_peers, memory.bag)
-            read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)
-            missing = selection.within(chosen, ~read)
+            chosen = draw_peers_uniformly(rnd, self.num_peers, memory.bag)
+            read = selection.mask_from_ids(torch.where(scored.mask, slots, -1), rnd.task.population)
+            missing = selection.keep_allowed(chosen, ~read)
         rest = rnd.exchange.pull(to_average, missing)
         wanted = (
-            selection.among(chosen, rnd.task.population).gather(1, slots.clamp(min=0)) & scored.mask
+            selection.mask_from_ids(chosen, rnd.task.population).gather(1, slots.clamp(min=0))
+            & scored.mask
         )
-        samples = torch.cat([scored.field("samples"), rest.field("samples")], dim=1)
+        samples = torch.cat([scored.field_by_slot("samples"), rest.field_by_slot("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
-        weights, own_weight = aggregation.fedavg(samples, rnd.task.samples, keep)
+        weights, own_weight = aggregation.fedavg_weights(samples, rnd.task.samples, keep)
         parts = weights.tensor_split([slots.shape[1]], dim=1)
         mixed = scored.mix(parts[0], own=state.params, own_weight=own_weight)
         mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
-        report = mixing(scored, parts[0], own_weight)
+        report = mixing_report(scored, parts[0], own_weight)
         report |= {
             n: torch.cat([report[n], v], dim=1)
-            for n, v in mixing(rest, parts[1], own_weight).items()
+            for n, v in mixing_report(rest, parts[1], own_weight).items()
             if v.ndim > 1
         }
         if rnd.record_similarities:
             unscored = torch.full(missing.shape, torch.nan, dtype=torch.float64)
-            drawn = self._drawn(rnd, (before, memory.bag), (believed, candidates, missing), early)
-            report |= recorded_similarities(rnd, torch.cat([scores, unscored], dim=1), drawn)
+            drawn = self._draw_probabilities(
+                rnd, (before, memory.bag), (believed, candidates, missing), early
+            )
+            report |= similarity_report(rnd, torch.cat([scores, unscored], dim=1), drawn)
         return replace(state, params=mixed, memory=memory), {**report, **cost}
 
     @staticmethod
-    def _drawn(
+    def _draw_probabilities(
         rnd: Round, bags: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor, Tensor], early: bool
     ) -> Float[Tensor, "clients peers"]:
         """Return the probability with which one draw chose each slot's peer; 1 of neighbors that stage one kept.
@@ -183,28 +194,28 @@ class Panm(PeerMethod):
             [(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1
         )
 
-    def examined(
+    def choose_peers_to_score(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
     ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
         """Return the peers to score: some presumed neighbors, and candidates drawn from all others."""
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
-        candidates = drawn_uniformly(rnd, self.num_candidates, ~memory.bag, "candidates")
+        candidates = draw_peers_uniformly(rnd, self.num_candidates, ~memory.bag, "candidates")
         if early:
             return memory.neighbors, candidates
-        return drawn_uniformly(rnd, self.num_candidates, memory.bag, "believed"), candidates
+        return draw_peers_uniformly(rnd, self.num_candidates, memory.bag, "believed"), candidates
 
-    def reads(self, setting: Setting, round: int) -> tuple[float, float]:
+    def count_reads(self, setting: CostSetting, round: int) -> tuple[float, float]:
         """Return how many models a client scores in a round, and how many it only averages with."""
-        number, bag = round + 1, max(1, setting.fellows)
+        number, bag = round + 1, max(1, setting.num_cluster_peers)
         if number <= self.stage_one_rounds:
-            neighbors = 0 if number == 1 else min(self.num_peers, setting.others)
-            return neighbors + min(self.num_candidates, setting.others - neighbors), 0.0
+            neighbors = 0 if number == 1 else min(self.num_peers, setting.num_others)
+            return neighbors + min(self.num_candidates, setting.num_others - neighbors), 0.0
         mixed = min(self.num_peers, bag)
         if number % self.interval:
             return 0.0, mixed
         believed = min(self.num_candidates, bag)
-        return believed + min(self.num_candidates, setting.others - bag), mixed * (
+        return believed + min(self.num_candidates, setting.num_others - bag), mixed * (
             1 - believed / bag
         )
 
@@ -226,7 +237,7 @@ class PanmGrad(Panm):
     summary: ClassVar[str] = "match neighbors adaptively, by the cosines of updates"
     alpha: Share = 0.5
 
-    def remembered(self, task: Task) -> tuple[int, int]:
+    def memory_widths(self, task: Task) -> tuple[int, int]:
         """Keep the updates that messages carry."""
         apart = task.init_mode == "per_client" and self.alpha < 1
         if apart:
@@ -240,13 +251,13 @@ class PanmGrad(Panm):
         update = state.params[:, columns] - before[:, columns]
         return replace(state, memory=replace(state.memory, update=update))
 
-    def score(
+    def score_peers(
         self, rnd: Round, state: State, inbox: Inbox
     ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Compare updates with those received."""
         total = torch.zeros(inbox.mask.shape, dtype=torch.float64)
         if self.alpha > 0:
-            update = rnd.task.part.compared.of(state.memory.update)
+            update = rnd.task.part.compared.select_from(state.memory.update)
             last = similarity.cosine(update, inbox.fields["update"], inbox.index, inbox.mask)
             total = total + self.alpha * last
         if self.alpha < 1:
@@ -254,12 +265,14 @@ class PanmGrad(Panm):
         copies = int(self.alpha > 0) + int(state.memory.origin.shape[1] > 0)
         return total, {"extra_models": inbox.mask.sum(1) * copies}
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read models, and an update or a first model beside those that are scored."""
-        scored, rest = self.reads(setting, round)
+        scored, rest = self.count_reads(setting, round)
         beside = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
-        extra = Cost(extra_models=beside, bytes=beside * setting.comparable * setting.number_bytes)
-        return reading(setting, scored + rest) + extra
+        extra = Cost(
+            extra_models=beside, bytes=beside * setting.num_compared * setting.number_bytes
+        )
+        return cost_of_reading(setting, scored + rest) + extra
 
 
 @final
@@ -285,15 +298,15 @@ class PanmLoss(Panm):
         """See `Method.unprotected`."""
         return "models are chosen and mixed by their losses on the training data"
 
-    def score(
+    def score_peers(
         self, rnd: Round, state: State, inbox: Inbox
     ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()
-        value = similarity.inverse(loss, self.eps) if self.transform == "inverse" else -loss
+        value = similarity.invert_cost(loss, self.eps) if self.transform == "inverse" else -loss
         return value, {"passes": inbox.mask.sum(1) * rnd.task.counts("train")}
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read models, and score some by their loss."""
-        scored, rest = self.reads(setting, round)
-        return reading(setting, scored + rest, scored=scored)
+        scored, rest = self.count_reads(setting, round)
+        return cost_of_reading(setting, scored + rest, scored=scored)

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeInt, OwnFunction, PositiveInt
+from coterie._util.settings import CustomFunction, NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import selection
-from coterie.methods.base import Info, PeerMethod, Round, State, averaged
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.base import Info, PeerMethod, Round, State, average_models
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -42,7 +42,7 @@ class Pens(PeerMethod):
             the chance mean; "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among
             those kept at least once.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "pens"
@@ -58,7 +58,7 @@ class Pens(PeerMethod):
     num_peers: PositiveInt = 5
     stage_one_rounds: NonNegativeInt = 20
     threshold: Literal["expected", "dac_repo", "pens_repo"] = "expected"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     def check(self) -> None:
         """Keep no more than are read."""
@@ -74,16 +74,16 @@ class Pens(PeerMethod):
         """See `Method.unprotected`."""
         return "models are chosen by their losses on the training data"
 
-    def bound(self, population: int) -> float:
+    def min_times_kept(self, population: int) -> float:
         r"""Return the threshold $\theta$ for a population of that size."""
         chances = population if self.threshold == "dac_repo" else max(1, population - 1)
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
-    def neighbors(
+    def find_neighbors(
         self, kept: Int[Tensor, "clients population"]
     ) -> Bool[Tensor, "clients population"]:
         """Return the members with which each client gossips in stage two."""
-        return (kept > self.bound(kept.shape[1])) & (kept > 0)
+        return (kept > self.min_times_kept(kept.shape[1])) & (kept > 0)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, in stage one score and keep the best, average."""
@@ -92,26 +92,30 @@ class Pens(PeerMethod):
         message = self.message(rnd.task, state)
         cost: dict[str, Tensor] = {}
         if rnd.index < self.stage_one_rounds:
-            peers = selection.uniform(noise, self.num_sampled, rnd.candidates)
+            peers = selection.sample_uniformly(noise, self.num_sampled, rnd.candidates)
             inbox = rnd.exchange.pull(message, peers)
-            keep = selection.lowest(rnd.task.score(inbox).cpu(), peers, self.num_kept, inbox.mask)
+            keep = selection.select_lowest(
+                rnd.task.score(inbox).cpu(), peers, self.num_kept, inbox.mask
+            )
             rows, slots = keep.nonzero(as_tuple=True)
             kept = memory.kept.clone()
             kept[rows, peers[rows, slots]] += 1
             memory = PensMemory(kept)
             cost["passes"] = inbox.mask.sum(1) * rnd.task.counts("train")
         else:
-            peers = selection.uniform(
-                noise, self.num_peers, rnd.candidates & self.neighbors(memory.kept)
+            peers = selection.sample_uniformly(
+                noise, self.num_peers, rnd.candidates & self.find_neighbors(memory.kept)
             )
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask
-        state, report = averaged(rnd, replace(state, memory=memory), inbox, self.aggregation, keep)
+        state, report = average_models(
+            rnd, replace(state, memory=memory), inbox, self.aggregation, keep
+        )
         return state, {**report, **cost}
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read and score in stage one, read those found in stage two."""
         if round >= self.stage_one_rounds:
-            return reading(setting, min(self.num_peers, setting.fellows))
-        peers = min(self.num_sampled, setting.others)
-        return reading(setting, peers, scored=peers)
+            return cost_of_reading(setting, min(self.num_peers, setting.num_cluster_peers))
+        peers = min(self.num_sampled, setting.num_others)
+        return cost_of_reading(setting, peers, scored=peers)

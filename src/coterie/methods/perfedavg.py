@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeInt, OwnFunction, PositiveFloat, PositiveInt
+from coterie._util.settings import CustomFunction, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
@@ -37,7 +37,7 @@ class PerFedAvg(OneModel):
             then nothing is drawn.
         weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "per-fedavg"
@@ -52,7 +52,7 @@ class PerFedAvg(OneModel):
     adapt_steps: NonNegativeInt = 1
     adapt_batch_size: PositiveInt | None = None
     weights: Weights = "uniform"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -70,27 +70,29 @@ class PerFedAvg(OneModel):
         )
         third = task.stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
         params = start.clone()
-        for step in range(first.count):
-            adapted = self._moved(params, first.gradient(params, step), -self.alpha)
-            slope = second.gradient(adapted, step)
+        for step in range(first.num_steps):
+            adapted = self._move_along(params, first.compute_gradient(params, step), -self.alpha)
+            slope = second.compute_gradient(adapted, step)
             if third is not None:
-                ahead, behind = (self._moved(params, slope, sign * self.delta) for sign in (1, -1))
+                ahead, behind = (
+                    self._move_along(params, slope, sign * self.delta) for sign in (1, -1)
+                )
                 product = (
-                    third.gradient(ahead, step)
-                    .sub_(third.gradient(behind, step))
+                    third.compute_gradient(ahead, step)
+                    .sub_(third.compute_gradient(behind, step))
                     .div_(2 * self.delta)
                 )
                 slope = slope.sub_(product.mul_(self.alpha))
-            first.descend(params, slope, step)
-        info = first.report(params)
+            first.apply_gradient(params, slope, step)
+        info = first.finish(params)
         for other in (second, third):
             if other is not None:
                 info["train_samples"] = (
-                    info["train_samples"] + other.report(params)["train_samples"]
+                    info["train_samples"] + other.finish(params)["train_samples"]
                 )
         return params, info
 
-    def _moved(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
+    def _move_along(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
         """Return models that went along a direction; the others are not changed."""
         moved = params.clone()
         moved[:, : direction.shape[1]] += direction * by

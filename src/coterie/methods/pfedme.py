@@ -6,11 +6,11 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import OwnFunction, PositiveFloat, PositiveInt
+from coterie._util.settings import CustomFunction, PositiveFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round
-from coterie.methods.ditto import Personal, PersonalModels
+from coterie.methods.ditto import PersonalMemory, PersonalModels
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
 
@@ -39,7 +39,7 @@ class PFedMe(PersonalModels):
         beta: $\beta$: the step of the server; 1 takes the mean.
         weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
         aggregation: import path of a rule of yours that merges what came back, a function of
-            `functional.aggregation.Received`; the weighted mean when not given.
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "pfedme"
@@ -55,29 +55,33 @@ class PFedMe(PersonalModels):
     eta: PositiveFloat = 0.005
     beta: PositiveFloat = 1.0
     weights: Weights = "uniform"
-    aggregation: OwnFunction | None = None
+    aggregation: CustomFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
         """Uniform, by samples, or by a rule of the user's, with the server's step."""
         return Averaging(self.weights, lr=self.beta, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> Personal:
+    def memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
-        return Personal(task.init(rng).clone())
+        return PersonalMemory(task.init(rng).clone())
 
     def learn(
-        self, rnd: Round, memory: Personal, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Float[Tensor, "clients params"], Personal, Info]:
+        self,
+        rnd: Round,
+        memory: PersonalMemory,
+        start: Float[Tensor, "clients params"],
+        offer: Inbox,
+    ) -> tuple[Float[Tensor, "clients params"], PersonalMemory, Info]:
         """Approach the envelope's minimum on each batch, and follow it."""
         steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
         shared, model = start.clone(), start.clone()
         w, theta = shared[:, :trainable], model[:, :trainable]  # views
-        for step in range(steps.count):
+        for step in range(steps.num_steps):
             for _ in range(self.inner_steps):
-                gradient = steps.gradient(model, step)
-                steps.descend(model, gradient.add_((theta - w).mul_(self.lam)), step)
+                gradient = steps.compute_gradient(model, step)
+                steps.apply_gradient(model, gradient.add_((theta - w).mul_(self.lam)), step)
             away = (w - theta).mul_(self.eta * self.lam)
-            w.sub_(away.masked_fill_(~steps.active(step).to(away.device)[:, None], 0))
+            w.sub_(away.masked_fill_(~steps.active_clients(step).to(away.device)[:, None], 0))
         shared[:, trainable:] = model[:, trainable:]
-        return shared, Personal(model), steps.report(shared, model)
+        return shared, PersonalMemory(model), steps.finish(shared, model)

@@ -3,19 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from coterie._util.settings import OwnFunction, PositiveInt
+from coterie._util.settings import CustomFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.methods.base import (
     Info,
-    Met,
     PeerMethod,
+    ReadHistory,
     Round,
     State,
-    averaged,
-    chosen_by,
-    drawn_uniformly,
+    average_models,
+    choose_peers_by_rule,
+    draw_peers_uniformly,
 )
-from coterie.methods.cost import Cost, Setting, reading
+from coterie.methods.cost import Cost, CostSetting, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -26,34 +26,36 @@ class Gossip(PeerMethod):
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
         selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.Known`; a uniform draw when not given.
+            `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
     """
 
     num_peers: PositiveInt = 5
-    selection: OwnFunction | None = None
-    aggregation: OwnFunction | None = None
+    selection: CustomFunction | None = None
+    aggregation: CustomFunction | None = None
 
-    def memory(self, task: Task, rng: Rng) -> Met | None:
+    def memory(self, task: Task, rng: Rng) -> ReadHistory | None:
         """Remember who was read, for a rule."""
-        return None if self.selection is None else Met.nobody(len(task), task.population)
+        return (
+            None if self.selection is None else ReadHistory.new_history(len(task), task.population)
+        )
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
         message = self.message(rnd.task, state)
         if self.selection is None:
-            inbox = rnd.exchange.pull(message, drawn_uniformly(rnd, self.num_peers))
+            inbox = rnd.exchange.pull(message, draw_peers_uniformly(rnd, self.num_peers))
         else:
-            met: Met = state.memory
-            peers = chosen_by(self.selection, rnd, self.num_peers, met)
+            met: ReadHistory = state.memory
+            peers = choose_peers_by_rule(self.selection, rnd, self.num_peers, met)
             inbox = rnd.exchange.pull(message, peers)
-            state = replace(state, memory=met.read(inbox, rnd.index))
-        return averaged(rnd, state, inbox, self.aggregation)
+            state = replace(state, memory=met.record_reads(inbox, rnd.index))
+        return average_models(rnd, state, inbox, self.aggregation)
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read the peers' models."""
-        return reading(setting, min(self.num_peers, setting.others))
+        return cost_of_reading(setting, min(self.num_peers, setting.num_others))
 
 
 @final
@@ -64,9 +66,9 @@ class Random(Gossip):
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
         selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.Known`; a uniform draw when not given.
+            `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.Received`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "random"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
-from coterie._util.importing import imported_class
+from coterie._util.importing import import_class
 from coterie.engine.task import Task
-from coterie.errors import ConfigError, unknown
+from coterie.errors import ConfigError, describe_unknown
 from coterie.methods import METHODS
 from coterie.methods.base import Method, Round, State
 from coterie.rng import Rng
@@ -21,7 +21,7 @@ from coterie.rng import Rng
 GROUP = "coterie.methods"
 
 
-def find(kind: str, package: str = "") -> type[Method]:
+def find_method(kind: str, package: str = "") -> type[Method]:
     """Return the class of a method. Its module is imported, which runs the code in it.
 
     Args:
@@ -40,24 +40,24 @@ def find(kind: str, package: str = "") -> type[Method]:
     if kind in METHODS:
         return METHODS[kind]
     if ":" in kind:
-        return _imported(kind, f"method {kind!r}", package)
-    offers = installed()
+        return _import_method(kind, f"method {kind!r}", package)
+    offers = list_installed()
     if kind not in offers and package:
         raise ConfigError(
             f"method {kind!r} is of a package that is not installed; install {package}"
         )
     if kind not in offers:
-        raise ConfigError(unknown("method", kind, {*METHODS, *offers}))
+        raise ConfigError(describe_unknown("method", kind, {*METHODS, *offers}))
     first, *others = offers[kind]
     if others:
         raise ConfigError(
-            f"method {kind!r} is offered by {' and by '.join(map(_origin, offers[kind]))}; say which by its import "
+            f"method {kind!r} is offered by {' and by '.join(map(_describe_origin, offers[kind]))}; say which by its import "
             f"path, such as {first.value!r}"
         )
-    return _imported(first.value, f"method {kind!r} of {_origin(first)}", package)
+    return _import_method(first.value, f"method {kind!r} of {_describe_origin(first)}", package)
 
 
-def installed() -> dict[str, list[EntryPoint]]:
+def list_installed() -> dict[str, list[EntryPoint]]:
     """Return what installed packages offer, by name: usually one method, nothing under a built-in name."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for point in entry_points(group=GROUP):
@@ -67,27 +67,27 @@ def installed() -> dict[str, list[EntryPoint]]:
 
 
 def name_of(method: type[Method]) -> tuple[str, str]:
-    """Return the name under which `find` gives a class, and the package that offers it there.
+    """Return the name under which `find_method` gives a class, and the package that offers it there.
 
     The name is its kind where that is known, else its import path; the package is "" for both ends.
     """
     if METHODS.get(method.kind) is method:
         return method.kind, ""
     path = f"{method.__module__}:{method.__qualname__}"
-    offers = installed().get(method.kind, [])
+    offers = list_installed().get(method.kind, [])
     if [point.value for point in offers] != [path]:
         return path, ""
     dist = offers[0].dist
     return method.kind, "" if dist is None else f"{dist.name}=={dist.version}"
 
 
-def _origin(point: EntryPoint) -> str:
+def _describe_origin(point: EntryPoint) -> str:
     return f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
 
 
-def _imported(path: str, what: str, package: str) -> type[Method]:
+def _import_method(path: str, what: str, package: str) -> type[Method]:
     """Import a class and check that it is a method."""
-    return imported_class(path, what, Method, "coterie.Method", package)
+    return import_class(path, what, Method, "coterie.Method", package)
 
 
 @dataclass(frozen=True)

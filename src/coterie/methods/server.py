@@ -17,18 +17,18 @@ from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import imported_function
+from coterie._util.importing import import_function
 from coterie.engine.task import Task, not_finite
 from coterie.errors import ConfigError
-from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, gathering
-from coterie.exchange.narrowed import cut
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, find_gather
+from coterie.exchange.narrowed import narrow_message
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, Round, State, map_tensors
-from coterie.methods.cost import Cost, Setting, moving
+from coterie.methods.cost import Cost, CostSetting, cost_of_moving
 from coterie.models.layout import Layout
-from coterie.models.part import Part
-from coterie.models.simplex_layers import composed_last_layer, last_layer
+from coterie.models.part import ParameterSharing
+from coterie.models.simplex_layers import compose_last_layer, last_layer_mask
 from coterie.rng import Rng
 
 MIN_UPDATES = 3
@@ -57,14 +57,14 @@ class ServerContext:
     layout: Layout
     population: int
     cohort: int | None = None
-    part: Part = None  # type: ignore[assignment]
+    part: ParameterSharing = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.part is None:
-            object.__setattr__(self, "part", Part.of(self.layout))
+            object.__setattr__(self, "part", ParameterSharing.from_patterns(self.layout))
 
     @property
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """The least number of updates that are averaged."""
         return min(MIN_UPDATES, self.population if self.cohort is None else self.cohort)
 
@@ -103,30 +103,30 @@ class Averaging:
     rule: str | Callable[..., Any] | None = None
 
     @property
-    def plain(self) -> bool:
+    def is_plain_mean(self) -> bool:
         """Whether the new model is the mean itself."""
         return self.momentum == 0 and self.lr == 1
 
-    def start(
+    def init_clusters(
         self, models: Float[Tensor, "clusters params"], population: int, layout: Layout
     ) -> Clusters:
         """Return clusters of which everybody is in the first."""
         velocity = torch.zeros(
-            len(models), 0 if self.plain else layout.trainable, dtype=torch.float64
+            len(models), 0 if self.is_plain_mean else layout.trainable, dtype=torch.float64
         )
         return Clusters(
             models, velocity.to(models.device), torch.zeros(population, dtype=torch.int64)
         )
 
-    def shares(self, message: Message) -> Float[Tensor, " clients"]:
+    def client_weights(self, message: Message) -> Float[Tensor, " clients"]:
         """Return the weight of each row of a message."""
         samples = message.fields["samples"]
         return samples if self.weights == "samples" else torch.ones_like(samples)
 
-    def step(
+    def update_models(
         self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
     ) -> Any:
-        """Move the models of a `Clusters`-like state; those of clusters with fewer than `least` updates stay.
+        """Move the models of a `Clusters`-like state; those of clusters with fewer than `min_updates` updates stay.
 
         Args:
             shared: has `models` and `velocity`.
@@ -135,18 +135,18 @@ class Averaging:
             least: updates that a cluster needs.
         """
         if self.rule is None:
-            mean = aggregation.grouped_mean(
-                message.params, label, self.shares(message), shared.models, least
+            mean = aggregation.average_models_by_group(
+                message.params, label, self.client_weights(message), shared.models, least
             )
         else:
             what, samples = f"aggregation {self.rule!r}", message.fields["samples"]
-            rule = imported_function(str(self.rule), what)
-            mean = aggregation.grouped_by(
+            rule = import_function(str(self.rule), what)
+            mean = aggregation.merge_groups_by_rule(
                 rule, message.params, label, samples, shared.models, least, what
             )
-        if self.plain:
+        if self.is_plain_mean:
             return replace(shared, models=mean)
-        moved, velocity = aggregation.server_step(
+        moved, velocity = aggregation.apply_server_momentum(
             shared.models,
             mean,
             shared.velocity,
@@ -163,7 +163,7 @@ class Averaging:
         )
 
 
-def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clusters"]:
+def cluster_sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clusters"]:
     """Return how many members each cluster has."""
     return torch.bincount(label, minlength=clusters)
 
@@ -171,7 +171,7 @@ def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clu
 ServerRule = Callable[[ServerContext, Any, Message], tuple[Any, Reply]]
 
 
-NOTHING = ReplyForm(0)
+NO_MODEL = ReplyForm(0)
 """An answer without a model: that the message has come."""
 
 
@@ -224,7 +224,7 @@ class ServerMethod(Method):
                 f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
                 "knew from the start: use 'frozen'"
             )
-        return replace(shared, label=labels_with(shared, models))
+        return replace(shared, label=extend_labels(shared, models))
 
     @abstractmethod
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
@@ -233,12 +233,12 @@ class ServerMethod(Method):
     def _merge(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
-            shared = self.merge(context, shared, message.rows(finite))
+            shared = self.merge(context, shared, message.take_rows(finite))
             if shared is None:
                 raise ConfigError(
                     f"{self.kind}: merge returned None; expected the server's new state: is a `return` missing?"
                 )
-        return shared, nothing(message)
+        return shared, empty_reply(message)
 
     # ---------------------------------------------------------------- where the clients are
 
@@ -275,7 +275,7 @@ class ServerMethod(Method):
         message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(rnd.index, rnd.rng, task.layout, task.population, taking, task.part)
-        return rnd.exchange.serve(message, partial(rule, context), shared)
+        return rnd.exchange.ask_server(message, partial(rule, context), shared)
 
     def request(self, rnd: Round, state: State) -> Message:
         """Return the message that asks for a model."""
@@ -287,12 +287,12 @@ class ServerMethod(Method):
 
     def shared(self, task: Task, rng: Rng) -> Any:
         """Return the server's state before the first round."""
-        return self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
+        return self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout)
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
         return State(
-            task.init(rng), self.memory(task, rng), without_home(task, self.shared(task, rng))
+            task.init(rng), self.memory(task, rng), clear_home_columns(task, self.shared(task, rng))
         )
 
     def train(
@@ -331,19 +331,19 @@ class ServerMethod(Method):
         shared: Any,
     ) -> Info:
         """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
-        return gradient_variance(rnd, start, params) if open_to_all(rnd) else {}
+        return gradient_variance_report(rnd, start, params) if sees_whole_cohort(rnd) else {}
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask, train, send."""
         request = self.request(rnd, state)
         shared, offer = self.ask(rnd, self.offer, request, state.shared)
-        start = rnd.task.apply_buffer_policy(state.params, first(offer))
+        start = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
-        shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
+        shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
         info = {
             **info,
-            **traffic(rnd.task.part, offer, request, message),
+            **traffic_report(rnd.task.part, offer, request, message),
             **self.extra(rnd, start, params, shared),
         }
         if "personal_train_samples" in info:
@@ -353,7 +353,7 @@ class ServerMethod(Method):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        return rnd.task.apply_buffer_policy(state.params, first(offer)), {
+        return rnd.task.apply_buffer_policy(state.params, first_models(offer)), {
             "label": offer.peers[:, 0]
         }
 
@@ -373,16 +373,16 @@ class ServerMethod(Method):
         """
         return rnd.task.train(params, rnd.rng, rnd.local)[0]
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Fetch what a measurement needs, and send a model."""
-        return self.measuring(setting) + moving(setting, 1)
+        return self.measuring(setting) + cost_of_moving(setting, 1)
 
-    def measuring(self, setting: Setting) -> Cost:
+    def measuring(self, setting: CostSetting) -> Cost:
         """Fetch the newest model."""
-        return moving(setting, 1)
+        return cost_of_moving(setting, 1)
 
 
-def labels_with(
+def extend_labels(
     shared: Clusters, models: Float[Tensor, "newcomers params"]
 ) -> Int[Tensor, " population"]:
     """Return the cluster of each member and of new ones behind them, which are in those of their models."""
@@ -390,24 +390,26 @@ def labels_with(
     return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
 
 
-def without_home(task: Task, shared: Any) -> Any:
+def clear_home_columns(task: Task, shared: Any) -> Any:
     """Return a server's state whose models are 0 in the columns that stay at home, as those that it receives are."""
     if task.part.whole:
         return shared
 
-    def cleared(value: Tensor) -> Tensor:
+    def clear_columns(value: Tensor) -> Tensor:
         model = value.ndim == 2 and value.shape[1] == task.layout.size and value.is_floating_point()
-        return task.part.shared.widened(task.part.shared.of(value)) if model else value
+        return (
+            task.part.shared.expand_to_rows(task.part.shared.select_from(value)) if model else value
+        )
 
-    return map_tensors(shared, cleared)
+    return map_tensors(shared, clear_columns)
 
 
-def nothing(message: Message) -> Reply:
+def empty_reply(message: Message) -> Reply:
     """Answer a message with no model."""
     return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64))
 
 
-def first(offer: Inbox) -> Float[Tensor, "clients params"]:
+def first_models(offer: Inbox) -> Float[Tensor, "clients params"]:
     """Return the first model offered to each client: a view, where all get the same one."""
     rows = offer.index[:, 0]
     if len(rows) and bool((rows == rows[0]).all()):
@@ -415,12 +417,12 @@ def first(offer: Inbox) -> Float[Tensor, "clients params"]:
     return offer.table[rows]
 
 
-def open_to_all(rnd: Round) -> bool:
+def sees_whole_cohort(rnd: Round) -> bool:
     """Whether all of a round's cohort is here, or in the blocks of one population, which gather it."""
-    return gathering(rnd.exchange) is not None or len(rnd.ids) == int(rnd.reachable.sum())
+    return find_gather(rnd.exchange) is not None or len(rnd.ids) == int(rnd.reachable.sum())
 
 
-def gradient_variance(
+def gradient_variance_report(
     rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"]
 ) -> Info:
     """Return the total variances of the last layer's updates that are asked for, for each client of the cohort alike.
@@ -437,13 +439,13 @@ def gradient_variance(
     asked = [one.name for one in ServerMethod.reports if one.name in rnd.extra_metrics]
     if not asked:
         return {}
-    layout, updates, found, gather = rnd.task.layout, params - start, {}, gathering(rnd.exchange)
+    layout, updates, found, gather = rnd.task.layout, params - start, {}, find_gather(rnd.exchange)
     for name in asked:
         stacked = name == metrics.GRADIENT_VARIANCE.name
         last = (
-            updates[:, last_layer(layout).to(params.device)]
+            updates[:, last_layer_mask(layout).to(params.device)]
             if stacked
-            else composed_last_layer(layout, updates)
+            else compose_last_layer(layout, updates)
         )
         last = last if gather is None else gather(last)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
@@ -451,9 +453,9 @@ def gradient_variance(
     return found
 
 
-def traffic(part: Part, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
+def traffic_report(part: ParameterSharing, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
     """Return the bytes each client received and sent, of what is shared."""
-    sent = sum(cut(part, message).row_bytes for message in messages)
+    sent = sum(narrow_message(part, message).row_bytes for message in messages)
     return {
         "bytes_down": offer.bytes.sum(1),
         "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64),

@@ -20,17 +20,24 @@ from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import simplex
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, Setting
+from coterie.methods.cost import Cost, CostSetting
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, first, nothing
+from coterie.methods.server import (
+    NO_MODEL,
+    Averaging,
+    Clusters,
+    ServerContext,
+    empty_reply,
+    first_models,
+)
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Regions(Clusters):
+class SimplexClusters(Clusters):
     r"""One simplex model, and the regions that clients train in.
 
     Args:
@@ -131,7 +138,7 @@ class SimplexMethod(WithPresets, OneModel):
             source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
         )
 
-    def start(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
+    def draw_first_model(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
         rows, xavier = (
             task.fresh(rng, self.endpoints),
@@ -148,28 +155,30 @@ class SimplexMethod(WithPresets, OneModel):
         return (
             state
             if task.part.whole
-            else replace(state, params=self.start(task, rng).repeat(len(task), 1))
+            else replace(state, params=self.draw_first_model(task, rng).repeat(len(task), 1))
         )
 
-    def shared(self, task: Task, rng: Rng) -> Regions:
+    def shared(self, task: Task, rng: Rng) -> SimplexClusters:
         """Return the first model and one region: the whole simplex."""
         if self.assignment == "labels" and not task.classes:
             raise ConfigError(
                 f"{self.kind} compares clients by how many samples of each class they have; these targets are not one "
                 "class a sample: set assignment = 'gradient' (and warmup_rounds, 1 or more), or take another method"
             )
-        begin = Averaging().start(self.start(task, rng)[None], task.population, task.layout)
+        begin = Averaging().init_clusters(
+            self.draw_first_model(task, rng)[None], task.population, task.layout
+        )
         middle = torch.full((1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         counts = torch.zeros(task.population, task.classes, dtype=torch.int64)
         whole = torch.full((1,), 2.0, dtype=torch.float64)
-        return Regions(
+        return SimplexClusters(
             begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole
         )
 
     # ---------------------------------------------------------------- where the server role is
 
     def cohort(
-        self, shared: Regions, rng: Rng, population: int, participation: float | int
+        self, shared: SimplexClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
         if self.assignment == "gradient" and rng.round == self.warmup_rounds:
@@ -177,44 +186,46 @@ class SimplexMethod(WithPresets, OneModel):
         return super().cohort(shared, rng, population, participation)
 
     def offer(
-        self, context: ServerContext, shared: Regions, message: Message
-    ) -> tuple[Regions, Reply]:
+        self, context: ServerContext, shared: SimplexClusters, message: Message
+    ) -> tuple[SimplexClusters, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
         if self.assignment == "labels" and context.index == self.warmup_rounds > 0:
-            shared = self._by_labels(context, shared)
+            shared = self._group_by_labels(context, shared)
         return self.deliver(context, shared, message)
 
     def deliver(
-        self, context: ServerContext, shared: Regions, message: Message
-    ) -> tuple[Regions, Reply]:
+        self, context: ServerContext, shared: SimplexClusters, message: Message
+    ) -> tuple[SimplexClusters, Reply]:
         """Answer with the model and the client's region."""
         assert message.ids is not None
         table = shared.models.expand(len(shared.centers), -1)
         fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
 
-    def merge(self, context: ServerContext, shared: Regions, message: Message) -> Regions:
+    def merge(
+        self, context: ServerContext, shared: SimplexClusters, message: Message
+    ) -> SimplexClusters:
         """Average; place the clients when their updates do it."""
         merged = super().merge(context, shared, message)
         if self.assignment == "labels" or context.index != self.warmup_rounds:
             return merged
-        return self._by_gradients(context, shared, merged, message)
+        return self._place_by_gradients(context, shared, merged, message)
 
-    def _register(
-        self, context: ServerContext, shared: Regions, message: Message
-    ) -> tuple[Regions, Reply]:
+    def _register_counts(
+        self, context: ServerContext, shared: SimplexClusters, message: Message
+    ) -> tuple[SimplexClusters, Reply]:
         """Take note of label counts."""
         assert message.ids is not None
         shared = replace(
             shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu())
         )
-        return (self._by_labels(context, shared) if self.warmup_rounds == 0 else shared), nothing(
-            message
-        )
+        return (
+            self._group_by_labels(context, shared) if self.warmup_rounds == 0 else shared
+        ), empty_reply(message)
 
-    def _by_labels(self, context: ServerContext, shared: Regions) -> Regions:
+    def _group_by_labels(self, context: ServerContext, shared: SimplexClusters) -> SimplexClusters:
         """Group clients by what their labels are mixed of."""
-        stream, topics = context.rng.at(-1).generator("regions"), self.endpoints
+        stream, topics = context.rng.at_round(-1).generator("regions"), self.endpoints
         if self.topics == "classes":
             classes = shared.counts.shape[1]
             require(
@@ -231,11 +242,15 @@ class SimplexMethod(WithPresets, OneModel):
         region, centers = simplex.cluster_points(
             mixtures, self.regions, stream, metric=self.metric, center=self.center
         )
-        return replace(shared, region=region, centers=centers, radius=self._radii(centers))
+        return replace(shared, region=region, centers=centers, radius=self._compute_radii(centers))
 
-    def _by_gradients(
-        self, context: ServerContext, before: Regions, shared: Regions, message: Message
-    ) -> Regions:
+    def _place_by_gradients(
+        self,
+        context: ServerContext,
+        before: SimplexClusters,
+        shared: SimplexClusters,
+        message: Message,
+    ) -> SimplexClusters:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
         inside, slots = context.part.shared.mask, simplex_layers.endpoint_slots(context.layout)
@@ -250,12 +265,12 @@ class SimplexMethod(WithPresets, OneModel):
         centers = shared.centers[:1].expand(context.population, -1).clone()
         centers[message.ids] = simplex.gradient_points(updates.cpu(), self.endpoints)
         radius = torch.full((context.population,), 2.0, dtype=torch.float64)
-        radius[message.ids] = self._radii(centers)[message.ids]
+        radius[message.ids] = self._compute_radii(centers)[message.ids]
         return replace(
             shared, region=torch.arange(context.population), centers=centers, radius=radius
         )
 
-    def _radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
+    def _compute_radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
         scale = simplex.mean_distance(centers).mean() if self.radius_rule == "relative" else 1.0
         return torch.full((len(centers),), float(self.radius * scale), dtype=torch.float64)
 
@@ -280,24 +295,31 @@ class SimplexMethod(WithPresets, OneModel):
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
         return replace(
-            state, shared=self.ask(rnd, self._register, message, state.shared, NOTHING)[0]
+            state, shared=self.ask(rnd, self._register_counts, message, state.shared, NO_MODEL)[0]
         )
 
-    def draw(
+    def draw_points(
         self, rnd: Round, offer: Inbox, purpose: str, count: int
     ) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
         sample = simplex.sample_region if self.sampler == "exact" else simplex.sample_released
-        center, radius = offer.field("center")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
+        center, radius = (
+            offer.field_by_slot("center")[:, 0].cpu(),
+            offer.field_by_slot("radius")[:, 0].tolist(),
+        )
         out = torch.empty(len(center), count, self.endpoints, dtype=torch.float64)
         for row, client in enumerate(rnd.ids.tolist()):
             out[row] = sample(rnd.rng.generator(purpose, client), center[row], radius[row], count)
         return out
 
-    def mixtures(self, rnd: Round, offer: Inbox, purpose: str, steps: int) -> dict[str, Tensor]:
+    def draw_alpha_inputs(
+        self, rnd: Round, offer: Inbox, purpose: str, steps: int
+    ) -> dict[str, Tensor]:
         """Return the input buffers of a local training: one mixture a step, or one a sample."""
         each = rnd.local.batch_size if self.per_sample else 1
-        alpha = self.draw(rnd, offer, purpose, steps * each).to(rnd.task.device, rnd.task.dtype)
+        alpha = self.draw_points(rnd, offer, purpose, steps * each).to(
+            rnd.task.device, rnd.task.dtype
+        )
         return simplex_layers.alpha_inputs(
             rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
         )
@@ -306,39 +328,41 @@ class SimplexMethod(WithPresets, OneModel):
         self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Tensor, Info]:
         """Train the simplex, each step at another of its points."""
-        inputs = self.mixtures(rnd, offer, "alpha", rnd.task.steps(rnd.local))
+        inputs = self.draw_alpha_inputs(rnd, offer, "alpha", rnd.task.steps(rnd.local))
         return rnd.task.train(start, rnd.rng, rnd.local, inputs=inputs)
 
-    def placed(
+    def compose_models(
         self, rnd: Round, rows: Float[Tensor, "clients params"], offer: Inbox
     ) -> Float[Tensor, "clients params"]:
         """Return models at the centers of their clients' regions, or at draws from them."""
         alpha = (
-            offer.field("center")
+            offer.field_by_slot("center")
             if self.test_samples == 1
-            else self.draw(rnd, offer, "alpha.test", self.test_samples)
+            else self.draw_points(rnd, offer, "alpha.test", self.test_samples)
         )
-        return simplex_layers.compose(rnd.task.layout, rows, alpha)
+        return simplex_layers.compose_endpoints(rnd.task.layout, rows, alpha)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and stand at one's center."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        rows = rnd.task.apply_buffer_policy(state.params, first(offer))
-        return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
+        rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
+        return self.compose_models(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
-    def serving(self, context: ServerContext, shared: Regions) -> Float[Tensor, "models params"]:
+    def serving(
+        self, context: ServerContext, shared: SimplexClusters
+    ) -> Float[Tensor, "models params"]:
         """Return the model at the barycenter of the simplex."""
         middle = torch.full((1, 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
-        return simplex_layers.compose(context.layout, shared.models[:1], middle)
+        return simplex_layers.compose_endpoints(context.layout, shared.models[:1], middle)
 
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        rows = rnd.task.apply_buffer_policy(state.params, first(offer))
+        rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
-        return simplex_layers.compose(rnd.task.layout, rows, middle)
+        return simplex_layers.compose_endpoints(rnd.task.layout, rows, middle)
 
-    def cost(self, setting: Setting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, round: int) -> Cost:
         """Say that it depends on the model and the stage."""
         raise ConfigError(
             f"what {self.kind} sends depends on the model and the stage; count what a run of it cost"
@@ -429,25 +453,29 @@ class SosicFlPlus(SimplexMethod):
     personal_epochs: NonNegativeInt | None = None
     personal_steps: NonNegativeInt | None = None
 
-    def _posthoc(self, index: int) -> bool:
+    def _is_posthoc(self, index: int) -> bool:
         return self.global_rounds is not None and index >= self.global_rounds
 
     def memory(self, task: Task, rng: Rng) -> PersonalSimplex:
         """Everybody starts at the first model."""
-        first_model = self.start(task, rng).expand(len(task), -1).clone()
+        first_model = self.draw_first_model(task, rng).expand(len(task), -1).clone()
         return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
 
     def train(
         self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Tensor, Info]:
         """Train the global simplex, unless its time is over."""
-        if self._posthoc(rnd.index):
+        if self._is_posthoc(rnd.index):
             rnd = replace(rnd, local=replace(rnd.local, steps=0))
         return super().train(rnd, start, offer)
 
-    def merge(self, context: ServerContext, shared: Regions, message: Message) -> Regions:
+    def merge(
+        self, context: ServerContext, shared: SimplexClusters, message: Message
+    ) -> SimplexClusters:
         """Average, unless the global model is final."""
-        return shared if self._posthoc(context.index) else super().merge(context, shared, message)
+        return (
+            shared if self._is_posthoc(context.index) else super().merge(context, shared, message)
+        )
 
     def remember(
         self,
@@ -457,11 +485,13 @@ class SosicFlPlus(SimplexMethod):
         offer: Inbox,
     ) -> tuple[PersonalSimplex, Info]:
         """Train the personal simplexes."""
-        if self.global_rounds is not None and not self._posthoc(rnd.index):
+        if self.global_rounds is not None and not self._is_posthoc(rnd.index):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        inputs = self.mixtures(rnd, self._personal(offer), "alpha.personal", rnd.task.steps(local))
-        own = _own_or(memory, start)
+        inputs = self.draw_alpha_inputs(
+            rnd, self._personal_offer(offer), "alpha.personal", rnd.task.steps(local)
+        )
+        own = _own_or_received(memory, start)
         model, info = rnd.task.train(
             own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1,
             in_place=own is not memory.model,
@@ -473,11 +503,13 @@ class SosicFlPlus(SimplexMethod):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        received = rnd.task.apply_buffer_policy(state.params, first(offer))
-        own = _own_or(state.memory, received)
-        return self.placed(rnd, own, self._personal(offer)), {"label": offer.peers[:, 0]}
+        received = rnd.task.apply_buffer_policy(state.params, first_models(offer))
+        own = _own_or_received(state.memory, received)
+        return self.compose_models(rnd, own, self._personal_offer(offer)), {
+            "label": offer.peers[:, 0]
+        }
 
-    def _personal(self, offer: Inbox) -> Inbox:
+    def _personal_offer(self, offer: Inbox) -> Inbox:
         """Return the offer with the region of the personal model in it."""
         if self.personal_region == "own":
             return offer
@@ -486,7 +518,7 @@ class SosicFlPlus(SimplexMethod):
         return replace(offer, fields={**offer.fields, **whole})
 
 
-def _own_or(
+def _own_or_received(
     memory: PersonalSimplex, received: Float[Tensor, "clients params"]
 ) -> Float[Tensor, "clients params"]:
     """Return each client's personal model, or what it received before there is one; no copy where all have one."""

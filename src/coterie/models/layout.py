@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from coterie._util.importing import imported
-from coterie.data.source import Part
-from coterie.errors import ConfigError, ModelError, unknown
+from coterie._util.importing import import_object
+from coterie.data.source import InputPart
+from coterie.errors import ConfigError, ModelError, describe_unknown
 from coterie.models import networks
 from coterie.rng import EVERYONE, Rng
 
@@ -100,7 +100,7 @@ def splitmix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-class ReturnedBatchNorm(nn.Module):
+class FunctionalBatchNorm(nn.Module):
     """Batch normalization that replaces its running statistics instead of writing into them.
 
     Args:
@@ -141,7 +141,7 @@ class ReturnedBatchNorm(nn.Module):
                 "batch normalization takes more than one value a channel while training"
             )
         if self.in_place:
-            return self._fused(x)
+            return self._forward_fused(x)
         variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         if (
             self.running_mean is not None
@@ -164,10 +164,10 @@ class ReturnedBatchNorm(nn.Module):
             mean.shape
         )
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _forward_fused(self, x: Tensor) -> Tensor:
         """Normalize by the batch, and write the running statistics where they are."""
 
-        def normalized(mean: Tensor | None, variance: Tensor | None, rate: float) -> Tensor:
+        def normalize(mean: Tensor | None, variance: Tensor | None, rate: float) -> Tensor:
             cudnn = torch.backends.cudnn.enabled
             return torch.batch_norm(
                 x, self.weight, self.bias, mean, variance, True, rate, self.eps, cudnn
@@ -178,19 +178,19 @@ class ReturnedBatchNorm(nn.Module):
             or self.running_var is None
             or self.num_batches_tracked is None
         ):
-            return normalized(None, None, 0.0)
+            return normalize(None, None, 0.0)
         self.num_batches_tracked.add_(1)
         if self.momentum is not None:
-            return normalized(self.running_mean, self.running_var, self.momentum)
+            return normalize(self.running_mean, self.running_var, self.momentum)
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        y = normalized(mean, variance, 1.0)
+        y = normalize(mean, variance, 1.0)
         rate = 1 / self.num_batches_tracked
         self.running_mean.lerp_(mean, rate)
         self.running_var.lerp_(variance, rate)
         return y
 
 
-def rewrite(module: nn.Module) -> nn.Module:
+def make_functional(module: nn.Module) -> nn.Module:
     """Return a copy of a module without hidden state and randomness.
 
     Batch normalization and dropout layers are replaced; subclasses of them are not.
@@ -207,7 +207,7 @@ def rewrite(module: nn.Module) -> nn.Module:
                 number += 1
                 setattr(parent, name, KeyedDropout(child.p, layers[type(child)], number))  # type: ignore[arg-type]
             elif type(child) in norms:
-                setattr(parent, name, ReturnedBatchNorm(child))  # type: ignore[arg-type]
+                setattr(parent, name, FunctionalBatchNorm(child))  # type: ignore[arg-type]
             else:
                 visit(child)
 
@@ -216,7 +216,7 @@ def rewrite(module: nn.Module) -> nn.Module:
     return holder[0]
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has the original's own frozen weights."""
     return copy.deepcopy(
         module, {id(one): one for one in module.parameters() if not one.requires_grad}
@@ -224,7 +224,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputConversion:
     """How an input that travels as one tensor of numbers becomes the arguments of a module's `forward`.
 
     Args:
@@ -232,7 +232,7 @@ class Inputs:
         whole: without parts: whether the module takes whole numbers (int64).
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[InputPart, ...] = ()
     whole: bool = False
 
     def __call__(
@@ -306,11 +306,14 @@ class Layout:
     """
 
     def __init__(
-        self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None
+        self,
+        module: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        arguments: InputConversion | None = None,
     ) -> None:
-        self.dtype, self.arguments, self.own = dtype, arguments or Inputs(), module
-        self.train_module = rewrite(module).to(dtype).train()
-        if self.arguments != Inputs():
+        self.dtype, self.arguments, self.original = dtype, arguments or InputConversion(), module
+        self.train_module = make_functional(module).to(dtype).train()
+        if self.arguments != InputConversion():
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
             )
@@ -321,19 +324,19 @@ class Layout:
             path + name for path, part in owners for name in getattr(part, "input_buffers", ())
         )
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
-        self.eval_module = copied(self.train_module).eval()
+        self.eval_module = copy_module(self.train_module).eval()
         self.slots: list[Slot] = []
         self.frozen: dict[str, Tensor] = {}
         position = 0
         for name, tensor in self.train_module.named_parameters():
             if tensor.requires_grad:
-                position = self._add(name, tensor, position)
+                position = self._add_slot(name, tensor, position)
             else:
                 self.frozen[name] = tensor
         self.trainable = position
         for name, tensor in self.train_module.named_buffers():
             if tensor.is_floating_point() and name not in self.inputs:
-                position = self._add(name, tensor, position)
+                position = self._add_slot(name, tensor, position)
         self.size = position
         if not self.trainable:
             raise ModelError("the module has no trainable parameters; expected at least one")
@@ -344,13 +347,13 @@ class Layout:
         self.eval_module.to(device)
         return self
 
-    def _add(self, name: str, tensor: Tensor, start: int) -> int:
+    def _add_slot(self, name: str, tensor: Tensor, start: int) -> int:
         stop = start + tensor.numel()
         self.slots.append(Slot(name, tuple(tensor.shape), start, stop))
         return stop
 
     @functools.cached_property
-    def names(self) -> dict[str, tuple[str, ...]]:
+    def original_names(self) -> dict[str, tuple[str, ...]]:
         """What the tensor of each slot is called in the user's module: several names where it is tied."""
         every: dict[int, list[str]] = {}
         for name, tensor in self.train_module.named_parameters(remove_duplicate=False):
@@ -363,7 +366,7 @@ class Layout:
             for s in self.slots
         }
 
-    def layers(self) -> dict[str, tuple[str, ...]]:
+    def layer_tensors(self) -> dict[str, tuple[str, ...]]:
         """Return the layers that have trained parameters, in the module's order: by path, the names of their tensors.
 
         Example:
@@ -377,7 +380,7 @@ class Layout:
                 found[path] = (*found.get(path, ()), slot.name)
         return found
 
-    def normalizations(self) -> tuple[str, ...]:
+    def normalization_tensors(self) -> tuple[str, ...]:
         """Return the names of the tensors of normalization layers: parameters and running statistics.
 
         Example:
@@ -385,7 +388,7 @@ class Layout:
             ('1.weight', '1.bias')
         """
         kinds = (
-            ReturnedBatchNorm,
+            FunctionalBatchNorm,
             nn.modules.batchnorm._NormBase,
             nn.GroupNorm,
             nn.LayerNorm,
@@ -407,11 +410,11 @@ class Layout:
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
-    def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
+    def flatten_module(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row; the module has this layout's structure."""
-        return self.flatten_copy(rewrite(module))
+        return self.flatten_rewritten(make_functional(module))
 
-    def flatten_copy(self, module: nn.Module) -> Float[Tensor, " params"]:
+    def flatten_rewritten(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return the tensors of a copy of `train_module` as one row."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         missing = [slot.name for slot in self.slots if slot.name not in tensors]
@@ -423,15 +426,17 @@ class Layout:
             [tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots]
         )
 
-    def views(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
+    def split_rows(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
         """Return each tensor of a module as a view of a row (or of many rows, with their leading axes)."""
         return {
             s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape))
             for s in self.slots
         }
 
-    def concat(self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0) -> Tensor:
-        """Join tensors into rows: the inverse of `views` for the trained or the untrained part.
+    def join_tensors(
+        self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0
+    ) -> Tensor:
+        """Join tensors into rows: the inverse of `split_rows` for the trained or the untrained part.
 
         Args:
             tensors: one for each slot of the part.
@@ -443,24 +448,24 @@ class Layout:
             [tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1
         )
 
-    def state(
+    def untrained_part(
         self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]
-    ) -> Float[Tensor, " state"]:
+    ) -> Float[Tensor, " untrained_part"]:
         """Return the untrained part of one row, from tensors that a call may have replaced."""
         if self.size == self.trainable:
             return row[self.trainable :]
-        return self.concat(tensors, trainable=False).detach()
+        return self.join_tensors(tensors, trainable=False).detach()
 
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:
         """Return the input buffers with the module's own values, for a number of clients."""
         named = dict(self.train_module.named_buffers())
         return {name: named[name].expand(clients, *named[name].shape) for name in self.inputs}
 
-    def call(self, tensors: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
+    def run_module(self, tensors: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
         """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
-    def module(
+    def build_module(
         self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None
     ) -> nn.Module:
         """Return a copy of the module as it was given, with the tensors of a row, in evaluation mode on the CPU.
@@ -472,11 +477,11 @@ class Layout:
             row: one model.
             dtype: floating-point type of the copy; the module's own when None.
         """
-        module = copy.deepcopy(self.own).cpu()
+        module = copy.deepcopy(self.original).cpu()
         module = (module if dtype is None else module.to(dtype)).eval()
-        return filled(module, {**self.rest(), **self.views(row)})
+        return fill_module(module, {**self.other_tensors(), **self.split_rows(row)})
 
-    def rest(self) -> dict[str, Tensor]:
+    def other_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the module that are in no row, without its input buffers."""
         held = {
             **dict(self.eval_module.named_parameters()),
@@ -486,7 +491,7 @@ class Layout:
         return {name: tensor.detach() for name, tensor in held.items() if name not in inside}
 
 
-def filled(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def fill_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Write tensors into a module by their names, each in the type that it has there, and return the module.
 
     Counters of batches, which rows hold as floating-point numbers, are whole again.
@@ -500,7 +505,7 @@ def filled(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def initial(
+def draw_initial_params(
     source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init"
 ) -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
@@ -508,21 +513,21 @@ def initial(
     A factory is called again; a module is copied, and every submodule with `reset_parameters` draws
     again. Frozen weights are no part of it: they stay those of the layout.
     """
-    with rng.torch_globals(purpose, client):
+    with rng.temporary_torch_seed(purpose, client):
         if not isinstance(source, nn.Module):
-            return layout.flatten(source())
+            return layout.flatten_module(source())
         module = copy.deepcopy(source)
         for part in module.modules():
             reset = getattr(part, "reset_parameters", None)
             if callable(reset):
                 reset()
-        return layout.flatten(module)
+        return layout.flatten_module(module)
 
 
 # ---------------------------------------------------------------- the papers' reference networks
 
 
-def _side(side: int, *kernels: int, pad: int = 0) -> int:
+def _pooled_side(side: int, *kernels: int, pad: int = 0) -> int:
     for kernel in kernels:
         side = (side + 2 * pad - kernel + 1) // 2
     return side
@@ -539,7 +544,7 @@ def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.M
             "coterie.models.layout:cnn_a"` takes it.
     """
     channels, height, width = features
-    flat = 16 * _side(height, 5, 5) * _side(width, 5, 5)
+    flat = 16 * _pooled_side(height, 5, 5) * _pooled_side(width, 5, 5)
     hidden = [nn.Linear(flat, 120), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -556,7 +561,7 @@ def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
     """
     channels, height, width = features
     pad = 1 if min(height, width) < 10 else 0
-    flat = 32 * _side(height, 3, 3, pad=pad) * _side(width, 3, 3, pad=pad)
+    flat = 32 * _pooled_side(height, 3, 3, pad=pad) * _pooled_side(width, 3, 3, pad=pad)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
@@ -598,7 +603,7 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(
+def build_model(
     kind: str, features: tuple[int, ...], outputs: int, options: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """Build a network by name for inputs of a shape.
@@ -614,9 +619,9 @@ def build(
         ModelError: when the network cannot take inputs of that shape, or cannot be made.
     """
     if ":" in kind:
-        return _own(kind, {"features": features, "outputs": outputs}, options or {})
+        return _build_custom_model(kind, {"features": features, "outputs": outputs}, options or {})
     if kind not in NETS:
-        raise ConfigError(unknown("model", kind, NETS))
+        raise ConfigError(describe_unknown("model", kind, NETS))
     if options:
         raise ConfigError(
             f"model.options has {', '.join(options)}; {kind} takes none, import paths do"
@@ -631,10 +636,12 @@ def build(
         raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
 
 
-def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+def _build_custom_model(
+    kind: str, known: Mapping[str, Any], options: Mapping[str, Any]
+) -> nn.Module:
     """Make the model that an import path leads to."""
     what = f"model {kind!r}"
-    found = imported(kind, what)
+    found = import_object(kind, what)
     if not callable(found) or isinstance(found, nn.Module):
         raise ConfigError(
             f"{what} is a {type(found).__name__}; expected a subclass of torch.nn.Module, or a function that makes one"
@@ -651,7 +658,9 @@ def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.
     if takes and not any(one.kind == one.VAR_KEYWORD for one in takes.values()):
         for name in options:
             if name not in named:
-                raise ConfigError(f"model.options: {unknown(f'argument of {kind}', name, named)}")
+                raise ConfigError(
+                    f"model.options: {describe_unknown(f'argument of {kind}', name, named)}"
+                )
     arguments = {
         **{name: value for name, value in known.items() if name in named},
         **copy.deepcopy(dict(options)),
@@ -669,40 +678,42 @@ def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.
     if not isinstance(made, nn.Module):
         raise ModelError(
             f"{what} returned {type(made).__name__}; expected a torch.nn.Module"
-            + _FORGOTTEN * (made is None)
+            + _RETURN_HINT * (made is None)
         )
     return made
 
 
-_FORGOTTEN = ": is a `return` missing?"
+_RETURN_HINT = ": is a `return` missing?"
 
 
-def source(
+def resolve_model(
     model: ModelSource, features: tuple[int, ...], outputs: int
 ) -> Callable[[], nn.Module] | nn.Module:
     """Return the module or factory of a model given by name, module or factory."""
     named = NamedModel(model) if isinstance(model, str) else model
     if isinstance(named, NamedModel):
-        with Rng(0).torch_globals("template"):  # a trial that must not draw from anybody's stream
-            build(named.kind, features, outputs, named.options)
-        return lambda: build(named.kind, features, outputs, named.options)
+        with Rng(0).temporary_torch_seed(
+            "template"
+        ):  # a trial that must not draw from anybody's stream
+            build_model(named.kind, features, outputs, named.options)
+        return lambda: build_model(named.kind, features, outputs, named.options)
     return named
 
 
-def own_name(model: ModelSource) -> str:
+def custom_model_name(model: ModelSource) -> str:
     """Return a model's import path and arguments, which its modules need not show; "" for one that is not so named."""
     named = NamedModel(model) if isinstance(model, str) else model
     return str(named) if isinstance(named, NamedModel) and ":" in named.kind else ""
 
 
-def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     """Return a module of the model, for its shapes and its frozen weights, which are those of every client.
 
     A factory makes it with a stream of its own, the same in every run and on every machine.
     """
     if isinstance(model, nn.Module):
         return model
-    with Rng(0).torch_globals("template"):
+    with Rng(0).temporary_torch_seed("template"):
         module = model()
     if not isinstance(module, nn.Module):
         raise ModelError(
@@ -711,6 +722,6 @@ def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     return module
 
 
-def nbytes(params: Shaped[Tensor, "... params"]) -> int:
+def row_nbytes(params: Shaped[Tensor, "... params"]) -> int:
     """Return the size of one row in bytes, as it is sent."""
     return params.shape[-1] * params.element_size()

@@ -21,7 +21,7 @@ from coterie.errors import ModelError
 def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
     """The CNN of FedGWC's code, which pools before ReLU; 815,332 parameters at 3x32x32 and 100 outputs (CNN-100)."""
     channels, height, width = features
-    flat = 64 * _twice(height) * _twice(width)
+    flat = 64 * _side_after_two_pools(height) * _side_after_two_pools(width)
     return nn.Sequential(
         nn.Conv2d(channels, 64, 5), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(64, 64, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
@@ -29,7 +29,7 @@ def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
     )  # fmt: skip
 
 
-def _twice(side: int) -> int:
+def _side_after_two_pools(side: int) -> int:
     return ((side - 4) // 2 - 4) // 2
 
 
@@ -48,14 +48,14 @@ def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
     """SosicFL's SimpleCNN, with Xavier-normal weights; 107,690 parameters at 3x32x32 and 10 outputs."""
     channels, height, width = features
 
-    def side(n: int) -> int:
+    def conv_output_side(n: int) -> int:
         return (((n - 4) // 2 - 2) // 2) // 2
 
     module = nn.Sequential(
         nn.Conv2d(channels, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(64 * side(height) * side(width), 128), nn.LeakyReLU(), nn.Linear(128, outputs),
+        nn.Linear(64 * conv_output_side(height) * conv_output_side(width), 128), nn.LeakyReLU(), nn.Linear(128, outputs),
     )  # fmt: skip
     for part in module:
         if isinstance(part, nn.Conv2d | nn.Linear):
@@ -63,7 +63,7 @@ def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
     return module
 
 
-def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.Module:
+def build_from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.Module:
     """Build a network of torchvision with random weights.
 
     Args:
@@ -81,7 +81,7 @@ def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.M
         models = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:
         raise ModelError(
-            f"{name} needs torchvision, which cannot be imported ({error}); {extras.install('vision')}, the one that "
+            f"{name} needs torchvision, which cannot be imported ({error}); {extras.install_command('vision')}, the one that "
             "was built for your PyTorch (see https://pytorch.org/get-started)"
         ) from error
     return getattr(models, name)(num_classes=outputs)
@@ -126,7 +126,7 @@ PRETRAINED = {
 """torchvision's names of the networks that can start from a file of pretrained weights."""
 
 
-def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
+def build_pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
     """Build a network of torchvision with weights from a file and a new last layer; run it with `init="given"`.
 
     Args:
@@ -146,14 +146,14 @@ def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
             f"{kind}-pretrained: {found}; expected a safetensors file with torchvision's {PRETRAINED[kind]} for "
             f"ImageNet (or run it from scratch: {kind})"
         )
-    return load_features(from_torchvision(PRETRAINED[kind], features, outputs), path)
+    return load_features(build_from_torchvision(PRETRAINED[kind], features, outputs), path)
 
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-y": cnn_y,
     "lenet-5": lenet_5,
     "simple-cnn": simple_cnn,
-    **{kind: partial(from_torchvision, name) for kind, name in PRETRAINED.items()},
-    **{f"{kind}-pretrained": partial(pretrained, kind) for kind in PRETRAINED},
+    **{kind: partial(build_from_torchvision, name) for kind, name in PRETRAINED.items()},
+    **{f"{kind}-pretrained": partial(build_pretrained, kind) for kind in PRETRAINED},
 }
 """Networks for images; see `layout.NETS`."""

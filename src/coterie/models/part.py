@@ -18,7 +18,7 @@ from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnSet:
     """Some of the columns of rows.
 
     Args:
@@ -35,7 +35,7 @@ class Columns:
     size: int
 
     @staticmethod
-    def where(mask: Bool[Tensor, " params"]) -> "Columns":
+    def from_mask(mask: Bool[Tensor, " params"]) -> "ColumnSet":
         """Return the columns for which a mask is true."""
         edges = (
             torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
@@ -45,10 +45,10 @@ class Columns:
             .flatten()
             .tolist()
         )
-        return Columns(tuple(zip(edges[::2], edges[1::2], strict=True)), len(mask))
+        return ColumnSet(tuple(zip(edges[::2], edges[1::2], strict=True)), len(mask))
 
     @property
-    def count(self) -> int:
+    def num_columns(self) -> int:
         """How many they are."""
         return sum(stop - start for start, stop in self.ranges)
 
@@ -60,7 +60,7 @@ class Columns:
             out[start:stop] = True
         return out
 
-    def of(self, rows: Shaped[Tensor, "rows params"]) -> Shaped[Tensor, "rows columns"]:
+    def select_from(self, rows: Shaped[Tensor, "rows params"]) -> Shaped[Tensor, "rows columns"]:
         """Return these columns of rows; a view where they lie side by side."""
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
@@ -69,17 +69,19 @@ class Columns:
             [rows[:, start:stop] for start, stop in self.ranges] or [rows[:, :0]], dim=1
         )
 
-    def put(
+    def replace_in(
         self, rows: Shaped[Tensor, "rows params"], values: Shaped[Tensor, "rows columns"]
     ) -> Shaped[Tensor, "rows params"]:
         """Return a copy of rows with other values in these columns."""
-        return self._fill(rows.clone(), values)
+        return self._fill_rows(rows.clone(), values)
 
-    def widened(self, values: Shaped[Tensor, "rows columns"]) -> Shaped[Tensor, "rows params"]:
+    def expand_to_rows(
+        self, values: Shaped[Tensor, "rows columns"]
+    ) -> Shaped[Tensor, "rows params"]:
         """Return rows with these values, and 0 in all other columns."""
-        return self._fill(values.new_zeros(len(values), self.size), values)
+        return self._fill_rows(values.new_zeros(len(values), self.size), values)
 
-    def _fill(self, rows: Tensor, values: Tensor) -> Tensor:
+    def _fill_rows(self, rows: Tensor, values: Tensor) -> Tensor:
         place = 0
         for start, stop in self.ranges:
             rows[:, start:stop] = values[:, place : place + stop - start]
@@ -88,7 +90,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterSharing:
     """What clients share of their rows.
 
     Args:
@@ -98,29 +100,29 @@ class Part:
         compared: those of `trained` in which models and updates are compared.
     """
 
-    shared: Columns
-    home: Columns
-    trained: Columns
-    compared: Columns
+    shared: ColumnSet
+    local: ColumnSet
+    trained: ColumnSet
+    compared: ColumnSet
 
     @property
     def whole(self) -> bool:
         """Whether everything is shared."""
-        return not self.home.ranges
+        return not self.local.ranges
 
     @staticmethod
-    def of(
+    def from_patterns(
         layout: Layout,
         shared: Sequence[str] = (),
         similarity_on: Sequence[str] = (),
         home: Sequence[str] = (),
         owner: str = "the method",
-    ) -> "Part":
+    ) -> "ParameterSharing":
         """Return the part that settings and a method choose.
 
         Args:
             layout: how models lie in rows.
-            shared: patterns of what is shared; see `chosen`.
+            shared: patterns of what is shared; see `match_patterns`.
             similarity_on: patterns of what is compared, of that.
             home: patterns of what the method keeps at home, whatever is shared beside.
             owner: how messages call the method.
@@ -128,31 +130,35 @@ class Part:
         Raises:
             ConfigError: when a pattern matches nothing, or nothing is left to share or to compare.
         """
-        mask = chosen(layout, shared, "shared")
+        mask = match_patterns(layout, shared, "shared")
         if home:
-            mask = mask & ~chosen(layout, home, f"what {owner} keeps at home")
+            mask = mask & ~match_patterns(layout, home, f"what {owner} keeps at home")
         if not bool(mask.any()):
             kept = f", and {owner} keeps {', '.join(home)} at home" if home else ""
             raise ConfigError(
                 f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least"
             )
         trained = mask & (torch.arange(layout.size) < layout.trainable)
-        compared = trained & chosen(layout, similarity_on, "similarity_on")
+        compared = trained & match_patterns(layout, similarity_on, "similarity_on")
         if similarity_on and not bool(compared.any()):
             raise ConfigError(
                 f"similarity_on is {list(similarity_on)}, which names nothing that is trained and shared; similarities "
                 "compare what peers receive"
             )
-        return Part(*(Columns.where(one) for one in (mask, ~mask, trained, compared)))
+        return ParameterSharing(
+            *(ColumnSet.from_mask(one) for one in (mask, ~mask, trained, compared))
+        )
 
-    def kept(
+    def keep_local(
         self, before: Shaped[Tensor, "clients params"], merged: Shaped[Tensor, "clients params"]
     ) -> Shaped[Tensor, "clients params"]:
         """Return merged rows with what stays at home as it was before."""
-        return merged if self.whole else self.home.put(merged, self.home.of(before))
+        return (
+            merged if self.whole else self.local.replace_in(merged, self.local.select_from(before))
+        )
 
 
-def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
+def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
     """Return which entries of a row some patterns choose.
 
     A pattern is the name of a tensor or of a module as the user's own module calls it, with `*`,
@@ -169,30 +175,32 @@ def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, "
         ConfigError: when a pattern matches nothing, with names that are near.
     """
     wanted = [one for one in patterns if not one.startswith("!")]
-    names, mask = layout.names, torch.full((layout.size,), not wanted)
+    names, mask = layout.original_names, torch.full((layout.size,), not wanted)
     for pattern in [*wanted, *(one for one in patterns if one.startswith("!"))]:
         slots = [
-            slot for slot in layout.slots if _matches(names[slot.name], pattern.removeprefix("!"))
+            slot
+            for slot in layout.slots
+            if _matches_pattern(names[slot.name], pattern.removeprefix("!"))
         ]
         if not slots:
-            raise ConfigError(_nothing(layout, pattern, what))
+            raise ConfigError(_describe_no_match(layout, pattern, what))
         for slot in slots:
             mask[slot.start : slot.stop] = not pattern.startswith("!")
     return mask
 
 
-def _matches(names: Sequence[str], pattern: str) -> bool:
+def _matches_pattern(names: Sequence[str], pattern: str) -> bool:
     return any(
         fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*")
     )
 
 
-def _nothing(layout: Layout, pattern: str, what: str) -> str:
+def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     """Say that a pattern matches nothing."""
     plain = pattern.removeprefix("!")
-    if any(_matches([name], plain) for name in layout.frozen):
+    if any(_matches_pattern([name], plain) for name in layout.frozen):
         return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
-    tensors = [name for every in layout.names.values() for name in every]
+    tensors = [name for every in layout.original_names.values() for name in every]
     modules = {
         ".".join(parts[:end])
         for parts in (name.split(".") for name in tensors)

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
-from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, module_of, rewrite
+from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, make_functional, module_of
 from coterie.rng import Rng
 
 
-def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
+def last_layer_mask(layout: Layout) -> Bool[Tensor, " params"]:
     """Return the entries of a row that are trained parameters of the last layer with any."""
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
     path = layer_of(trained[-1].name)
@@ -68,16 +68,16 @@ class SimplexHead(nn.Module):
             gain,
             ensemble,
         )
-        self.weight = nn.Parameter(self._stacked(layer.weight.detach()))
+        self.weight = nn.Parameter(self._stack_endpoints(layer.weight.detach()))
         own = layer.bias
         self.bias = None
         if own is not None:
             self.bias = nn.Parameter(
-                own.detach().clone() if self.shared_bias else self._stacked(own.detach())
+                own.detach().clone() if self.shared_bias else self._stack_endpoints(own.detach())
             )
         self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
 
-    def _stacked(self, value: Tensor) -> Tensor:
+    def _stack_endpoints(self, value: Tensor) -> Tensor:
         return (value / self.gain).expand(self.endpoints, *value.shape).clone()
 
     def reset_parameters(self) -> None:
@@ -85,26 +85,30 @@ class SimplexHead(nn.Module):
         layer = self._layer[0]
         layer.reset_parameters()
         with torch.no_grad():
-            self.weight.copy_(self._stacked(layer.weight))
+            self.weight.copy_(self._stack_endpoints(layer.weight))
             if self.bias is not None and layer.bias is not None:
-                self.bias.copy_(layer.bias if self.shared_bias else self._stacked(layer.bias))
+                self.bias.copy_(
+                    layer.bias if self.shared_bias else self._stack_endpoints(layer.bias)
+                )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute with the composed layer; with `alpha` of samples x endpoints, each sample has its own."""
         if self.ensemble and not self.training:
-            every = functional.log_softmax(self._every(x), dim=2)
+            every = functional.log_softmax(self._outputs_of_endpoints(x), dim=2)
             return torch.logsumexp(every, dim=1) - math.log(self.endpoints)
         if self.alpha.ndim == 2:
-            return torch.einsum("bm,bm...->b...", self.alpha[: len(x)], self._every(x))
+            return torch.einsum(
+                "bm,bm...->b...", self.alpha[: len(x)], self._outputs_of_endpoints(x)
+            )
         weight = self.gain * torch.tensordot(self.alpha, self.weight, dims=1)
-        return self._apply_layer(x, weight, self._composed_bias())
+        return self._apply_layer(x, weight, self._compose_bias())
 
-    def _composed_bias(self) -> Tensor | None:
+    def _compose_bias(self) -> Tensor | None:
         if self.bias is None or self.shared_bias:
             return self.bias
         return self.gain * torch.tensordot(self.alpha, self.bias, dims=1)
 
-    def _every(self, x: Tensor) -> Tensor:
+    def _outputs_of_endpoints(self, x: Tensor) -> Tensor:
         """Return the outputs of all endpoints: samples x endpoints x outputs ..."""
         bias = self.bias
         if bias is not None:
@@ -155,7 +159,7 @@ def simplex_head(
         ModelError: when the last layer is neither linear nor a convolution.
     """
 
-    def change(module: nn.Module) -> nn.Module:
+    def replace_last_layer(module: nn.Module) -> nn.Module:
         names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
         path = module_of(names[-1])
         layer = module.get_submodule(path)
@@ -169,7 +173,7 @@ def simplex_head(
         module.get_submodule(module_of(path)).add_module(path.rpartition(".")[2], head)
         return module
 
-    return _changed(source, change)
+    return _apply_to_model(source, replace_last_layer)
 
 
 def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
@@ -184,18 +188,18 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
             "endpoints of all layers are drawn by a factory of modules; found a module: pass its class"
         )
 
-    def change(module: nn.Module) -> nn.Module:
-        module = rewrite(module)
+    def add_endpoints(module: nn.Module) -> nn.Module:
+        module = make_functional(module)
         for part in list(module.modules()):
             for name, tensor in list(part.named_parameters(recurse=False)):
                 if tensor.requires_grad:
                     parametrize.register_parametrization(part, name, Endpoints(endpoints))
         return module
 
-    return _changed(source, change)
+    return _apply_to_model(source, add_endpoints)
 
 
-def _changed(source: ModelFactory, change: Callable[[nn.Module], nn.Module]) -> ModelFactory:
+def _apply_to_model(source: ModelFactory, change: Callable[[nn.Module], nn.Module]) -> ModelFactory:
     if isinstance(source, nn.Module):
         return change(copy.deepcopy(source))
     return lambda: change(source())
@@ -213,11 +217,11 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
     return [slot for slot in layout.slots if slot.name in names]
 
 
-def composed_last_layer(
+def compose_last_layer(
     layout: Layout, updates: Float[Tensor, "clients params"]
 ) -> Float[Tensor, "clients entries"]:
     """Return the updates of a model's last layer, composed at the barycenter if that layer has endpoints."""
-    endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer(layout)
+    endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer_mask(layout)
     gains = {
         path: part.gain
         for path, part in layout.train_module.named_modules()
@@ -235,13 +239,13 @@ def composed_last_layer(
     return torch.cat(parts, dim=1)
 
 
-def plain(
+def remove_endpoints(
     layout: Layout, rows: Float[Tensor, "clients params"]
 ) -> tuple[list[Slot], Float[Tensor, "clients plain"]]:
     """Return models without endpoints, as the rows of the module that had none, and where its tensors lie in them.
 
     The endpoints of each model are mixed evenly, which is no loss where they are equal, as
-    `compose` makes them. Rows of a model that has no endpoints come back as they are.
+    `compose_endpoints` makes them. Rows of a model that has no endpoints come back as they are.
 
     Args:
         layout: of any model.
@@ -284,7 +288,7 @@ def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}
 
 
-def compose(
+def compose_endpoints(
     layout: Layout,
     rows: Float[Tensor, "clients params"],
     alpha: Float[Tensor, "clients draws topics"],
@@ -333,7 +337,7 @@ def independent_endpoints(
         )
         if xavier:
             endpoints = endpoints.cpu()  # whose generator the stream seeds
-            with rng.at(-1).torch_globals(f"endpoints.{slot.name}"):
+            with rng.at_round(-1).temporary_torch_seed(f"endpoints.{slot.name}"):
                 for endpoint in endpoints:
                     if endpoint.ndim > 1:
                         nn.init.xavier_normal_(endpoint).div_(gain)

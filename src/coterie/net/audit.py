@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from coterie import __version__
-from coterie._util.lines import Lines
+from coterie._util.lines import LineFile
 from coterie.net.outbox import Missing
-from coterie.net.payload import names_in
+from coterie.net.payload import tensor_names
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import SIGNATURE, Address, Parcel
@@ -42,18 +42,18 @@ _ALWAYS = ("peer_up", "peer_down", "roster_refused")
 _ELSEWHERE = ("pull", "redraw", "serve", "waiting", "disk_full")
 
 
-def digest(line: bytes) -> str:
+def hash_line(line: bytes) -> str:
     """Return the hash of a line, which the next line names."""
     return hashlib.sha256(line).hexdigest()
 
 
-def sealed(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
+def append_signature(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
     """Return a line with a signature of all that was in it, as its last field."""
     return line[:-1] + b',"signature":"' + sign(_DOMAIN + line).hex().encode() + b'"}'
 
 
-def opened(line: bytes) -> tuple[bytes, bytes]:
-    """Return the signature of a line that `sealed` made, and the bytes that it is of; an empty one if it has none."""
+def split_signature(line: bytes) -> tuple[bytes, bytes]:
+    """Return the signature of a line that `append_signature` made, and the bytes that it is of; an empty one if it has none."""
     found = _SEAL.search(line)
     return (
         (b"", line)
@@ -62,7 +62,7 @@ def opened(line: bytes) -> tuple[bytes, bytes]:
     )
 
 
-def files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """Return the files of a folder's log, in order."""
     current = folder / FILE
     return [*sorted(folder.glob("audit-[0-9]*.log")), *([current] if current.exists() else [])]
@@ -71,7 +71,7 @@ def files(folder: Path) -> list[Path]:
 class Audit:
     """The audit log of one node. It is a context manager, and may be written to from several threads.
 
-    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure`
+    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure_written`
     raises the error.
 
     Args:
@@ -106,24 +106,24 @@ class Audit:
         self._round = -1
         folder.mkdir(parents=True, exist_ok=True)
         self._n, self._prev = 0, NOTHING
-        self._lines = self._opened()
+        self._lines = self._open_newest()
 
     # ------------------------------------------------------------------ lines
 
-    def _opened(self) -> Lines:
+    def _open_newest(self) -> LineFile:
         """Open the newest file at its end. What a kill or a power cut left of a line is removed, and that is a line."""
-        lines = Lines(self.folder / FILE, 0o600)
+        lines = LineFile(self.folder / FILE, 0o600)
         try:
-            torn = lines.cut()
+            torn = lines.trim_partial_line()
             self._lines = lines
             if not self._find_end():
-                text = f"the last line of {self._aside().name} is none of an audit log"
-                self._begin("broken", text=text)
+                text = f"the last line of {self._rotate_file().name} is none of an audit log"
+                self._begin_file("broken", text=text)
             elif not self._lines.size:
-                self._begin("file")
+                self._begin_file("file")
             if torn:
                 text = torn[:_CUT].decode(errors="backslashreplace").replace("\0", "\\0")
-                self._add("repaired", bytes=len(torn), sha256=digest(torn), cut=text)
+                self._append_line("repaired", bytes=len(torn), sha256=hash_line(torn), cut=text)
             return self._lines
         except BaseException:
             lines.close()
@@ -131,7 +131,7 @@ class Audit:
 
     def _find_end(self) -> bool:
         """Take number and hash of the last line, and return whether it is a line of an audit log."""
-        for path in reversed(files(self.folder)):
+        for path in reversed(list_files(self.folder)):
             text = path.read_bytes()
             if not text:
                 continue
@@ -142,29 +142,29 @@ class Audit:
                 return False
             if type(number) is not int:
                 return False
-            self._n, self._prev = number + 1, digest(last)
+            self._n, self._prev = number + 1, hash_line(last)
             return True
         return True
 
-    def _begin(self, event: str, **details: Any) -> None:
+    def _begin_file(self, event: str, **details: Any) -> None:
         """Write the first line of a file, which says whose it is, and the roster that counts."""
-        self._add(event, **self._about, **details)
+        self._append_line(event, **self._about, **details)
         if self._roster is not None:
-            self._add("roster", **self._roster)
+            self._append_line("roster", **self._roster)
 
-    def _aside(self) -> Path:
+    def _rotate_file(self) -> Path:
         """Put the current file aside, and return where."""
-        aside = [path for path in files(self.folder) if path.name != FILE]
+        aside = [path for path in list_files(self.folder) if path.name != FILE]
         number = 1 + max((int(path.stem.removeprefix("audit-")) for path in aside), default=0)
         path = self._lines.path
         self._lines.close()
         aside_as = path.with_name(f"audit-{number:06d}.log")
         os.rename(path, aside_as)
-        self._lines = Lines(path, 0o600)
+        self._lines = LineFile(path, 0o600)
         _sync_folder(self.folder)
         return aside_as
 
-    def _add(self, event: str, **details: Any) -> None:
+    def _append_line(self, event: str, **details: Any) -> None:
         """Add a line.
 
         Raises:
@@ -178,21 +178,23 @@ class Audit:
             **details,
         }
         text = json.dumps(line, separators=(",", ":"), default=str).encode()
-        text = sealed(text, self._sign) if event == "head" else text
+        text = append_signature(text, self._sign) if event == "head" else text
         self._lines.append(text)
-        self._n, self._prev = self._n + 1, digest(text)
+        self._n, self._prev = self._n + 1, hash_line(text)
 
-    def write(self, event: str, **details: Any) -> bool:
+    def write_event(self, event: str, **details: Any) -> bool:
         """Add a line; return whether it is there."""
         with self._lock:
             if self._failed is None and not self._closed:
                 try:
-                    self._add(event, **details)
+                    self._append_line(event, **details)
                 except OSError as error:
                     self._failed = error
             return self._failed is None and not self._closed
 
-    def once(self, event: str, key: Mapping[str, Any], times: int = 1, **details: Any) -> bool:
+    def write_once(
+        self, event: str, key: Mapping[str, Any], times: int = 1, **details: Any
+    ) -> bool:
         """Add a line for the first of its kind in a round; the number of the others is a line at the round's end.
 
         So nobody fills the disk from outside.
@@ -213,9 +215,11 @@ class Audit:
                 self._times[kind] = known, before + times
                 return self._failed is None
             self._times[kind] = {"of": event, **key}, 0
-            return self.write(event, **key, **details, **({"times": times} if times > 1 else {}))
+            return self.write_event(
+                event, **key, **details, **({"times": times} if times > 1 else {})
+            )
 
-    def ensure(self) -> None:
+    def ensure_written(self) -> None:
         """Make sure that everything is written down so far.
 
         Raises:
@@ -224,7 +228,7 @@ class Audit:
         if self._failed is not None:
             raise self._failed
 
-    def mark(self, round: int) -> None:
+    def end_round(self, round: int) -> None:
         """End a round: write how often things happened again, sign the chain, and wait until it is on the disk.
 
         Raises:
@@ -233,29 +237,29 @@ class Audit:
         with self._lock:
             for known, times in self._times.values():
                 if times:
-                    self.write("again", **known, times=times)
+                    self.write_event("again", **known, times=times)
             self._times.clear()
             self._round = round
-            self.write("head", run=self.run, node=self.node, round=round)
-            self.ensure()
+            self.write_event("head", run=self.run, node=self.node, round=round)
+            self.ensure_written()
             self._lines.sync()
             if self._lines.size > self._max:
-                self._aside()
-                self._begin("file")
+                self._rotate_file()
+                self._begin_file("file")
 
     # ------------------------------------------------------------------ what happens to a node
 
-    def start(self, roster: Roster, **details: Any) -> None:
+    def record_start(self, roster: Roster, **details: Any) -> None:
         """Write that a node starts, and with which roster.
 
         Args:
             roster: the roster.
             details: of the node: its incarnation, the round, the hashes of study and model.
         """
-        self.write("start", **self._about, coterie=__version__, **details)
-        self.roster(roster)
+        self.write_event("start", **self._about, coterie=__version__, **details)
+        self.record_roster(roster)
 
-    def roster(self, roster: Roster, **details: Any) -> None:
+    def record_roster(self, roster: Roster, **details: Any) -> None:
         """Write which roster counts from now on: members, keys, clients."""
         members = {
             m.name: {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
@@ -264,41 +268,50 @@ class Audit:
         self._roster = {
             "version": roster.version, "issued": roster.issued, "server": roster.server, "members": members
         }  # fmt: skip
-        self.write("roster", **self._roster, **details)
+        self.write_event("roster", **self._roster, **details)
 
-    def joined(self, peer: str, roster: Roster, **details: Any) -> None:
+    def record_join(self, peer: str, roster: Roster, **details: Any) -> None:
         """Write that a member was met: its key's fingerprint, and what its signed head says."""
-        self.write("joined", peer=peer, key=roster.member(peer).subject, **details)
+        self.write_event("joined", peer=peer, key=roster.member(peer).subject, **details)
 
-    def answered(self, asker: str, address: Address, what: Parcel | Missing) -> bool:
+    def record_answer(self, asker: str, address: Address, what: Parcel | Missing) -> bool:
         """Write what a member asked for and is about to get.
 
         Returns:
             Whether it may get it: what cannot be written down is not sent.
         """
         if isinstance(what, Missing):
-            return self.once("declined", {"to": asker, "reason": what.reason}, **_place(address))
+            return self.write_once(
+                "declined", {"to": asker, "reason": what.reason}, **_address_fields(address)
+            )
         m = json.loads(what.manifest)
-        key = {"to": asker, "inc": m["inc"], **_place(address)}
-        return self.once(
-            "sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=names_in(what.payload)
+        key = {"to": asker, "inc": m["inc"], **_address_fields(address)}
+        return self.write_once(
+            "sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=tensor_names(what.payload)
         )
 
-    def received(self, peer: str, address: Address, found: Delivery | Missing) -> None:
+    def record_delivery(self, peer: str, address: Address, found: Delivery | Missing) -> None:
         """Write what a member answered to a question of this node: its signed manifest, or why there is no message."""
         if isinstance(found, Delivery):
             signature, manifest = found.sealed[:SIGNATURE].hex(), found.sealed[SIGNATURE:].decode()
             about = {"manifest": manifest, "signature": signature, "tensors": sorted(found.tensors)}
-            self.write("received", **{"from": peer}, **about)
+            self.write_event("received", **{"from": peer}, **about)
         elif found.reason.startswith("refused:"):
             code = found.reason.removeprefix("refused:")
-            self.once(
-                "refused", {"peer": peer, "code": code}, text=found.text[:_TEXT], **_place(address)
+            self.write_once(
+                "refused",
+                {"peer": peer, "code": code},
+                text=found.text[:_TEXT],
+                **_address_fields(address),
             )
         else:
-            self.once("missing", {"peer": peer, "reason": found.reason}, **_place(address))
+            self.write_once(
+                "missing", {"peer": peer, "reason": found.reason}, **_address_fields(address)
+            )
 
-    def judged(self, round: int, refused: Iterable[tuple[int, int, str, int | None]]) -> None:
+    def record_rejections(
+        self, round: int, refused: Iterable[tuple[int, int, str, int | None]]
+    ) -> None:
         """Write which models the acceptance step refused in a round.
 
         Args:
@@ -307,9 +320,11 @@ class Audit:
                 each.
         """
         for reader, read, peer, until in refused:
-            self.write("rejected", round=round, reader=reader, client=read, peer=peer, until=until)
+            self.write_event(
+                "rejected", round=round, reader=reader, client=read, peer=peer, until=until
+            )
 
-    def heard(self, event: str, level: str, details: Mapping[str, Any]) -> None:
+    def record_event(self, event: str, level: str, details: Mapping[str, Any]) -> None:
         """Write an event of the node's log, if it is of a kind that belongs here: refusals, peers that come and go."""
         grave = level in ("warning", "error") and event not in _ELSEWHERE
         if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
@@ -323,7 +338,7 @@ class Audit:
         rest = {
             name: value[:_TEXT] if isinstance(value, str) else value for name, value in rest.items()
         }
-        self.once(event, key, int(details.get("times", 1)), **rest)
+        self.write_once(event, key, int(details.get("times", 1)), **rest)
 
     # ------------------------------------------------------------------ the end
 
@@ -343,8 +358,8 @@ class Audit:
         elif error is not None:
             why = f"{type(error).__name__}: {error}"[:_TEXT]
         try:
-            self.write("stop", why=why)
-            self.mark(self._round)
+            self.write_event("stop", why=why)
+            self.end_round(self._round)
         except OSError:
             if error is None:
                 raise
@@ -353,7 +368,7 @@ class Audit:
             self._lines.close()
 
 
-def _place(address: Address) -> dict[str, Any]:
+def _address_fields(address: Address) -> dict[str, Any]:
     return {
         "round": address.round,
         "exchange": address.exchange,

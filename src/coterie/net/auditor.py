@@ -14,10 +14,10 @@ from typing import Any
 
 from coterie.errors import ConfigError, CoterieError
 from coterie.net import audit, identity
-from coterie.net.payload import Refused, strict_json
+from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
-from coterie.net.wire import read_manifest
-from coterie.net.wire import signed as manifest_signed
+from coterie.net.wire import bytes_to_sign as manifest_signed
+from coterie.net.wire import parse_manifest
 
 MAX_LINE = 4 * 1024 * 1024
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -35,7 +35,7 @@ _Key = tuple[int, int, int, int, str]  # incarnation, round, exchange, client, k
 
 
 @dataclass
-class Traffic:
+class MemberTraffic:
     """What a log says of one other member.
 
     Args:
@@ -102,15 +102,15 @@ class Report:
     confirmed: set[int] = field(default_factory=set)
     repaired: int = 0
     members: dict[str, str] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, MemberTraffic] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def of(self, member: str) -> Traffic:
+    def traffic_with(self, member: str) -> MemberTraffic:
         """Return what is said of a member."""
-        return self.traffic.setdefault(member, Traffic())
+        return self.traffic.setdefault(member, MemberTraffic())
 
 
-def find(path: Path) -> list[Path]:
+def find_files(path: Path) -> list[Path]:
     """Return the files of a log: those of a folder or of its audit.log, or one file that was put aside.
 
     Raises:
@@ -120,7 +120,7 @@ def find(path: Path) -> list[Path]:
     found = (
         [path]
         if path.is_file() and path.name != audit.FILE
-        else audit.files(folder)
+        else audit.list_files(folder)
         if folder.is_dir()
         else []
     )
@@ -131,7 +131,7 @@ def find(path: Path) -> list[Path]:
     return found
 
 
-def check(path: Path, rosters: Sequence[Roster] = ()) -> Report:
+def check_log(path: Path, rosters: Sequence[Roster] = ()) -> Report:
     """Check one log and sum up what it says.
 
     Args:
@@ -141,10 +141,10 @@ def check(path: Path, rosters: Sequence[Roster] = ()) -> Report:
     Raises:
         ConfigError: when there is no log.
     """
-    return _Reader(path, rosters).read(find(path))
+    return _LogReader(path, rosters).parse_files(find_files(path))
 
 
-def compare(a: Report, b: Report) -> list[str]:
+def compare_logs(a: Report, b: Report) -> list[str]:
     """Return in what two logs of one run contradict each other; empty if they do not.
 
     What one has from the other must be what the other says that it sent. What was sent and did not
@@ -154,42 +154,48 @@ def compare(a: Report, b: Report) -> list[str]:
         return []
     out = []
     for sender, reader in ((a, b), (b, a)):
-        sent, received = sender.of(reader.node).sent, reader.of(sender.node).received
+        sent, received = (
+            sender.traffic_with(reader.node).sent,
+            reader.traffic_with(sender.node).received,
+        )
         lacking = [key for key in received if key not in sent]
         other = [key for key, found in received.items() if key in sent and sent[key] != found]
         who = f"{reader.node} received from {sender.node}"
         if lacking:
             torn = " (its log has a break)" if sender.repaired or sender.unended else ""
             out.append(
-                f"{_count(lacking)} that {who} are not in {sender.node}'s log{torn}: {_named(lacking[0])}"
+                f"{_format_count(lacking)} that {who} are not in {sender.node}'s log{torn}: {_describe_message(lacking[0])}"
             )
         if other:
             out.append(
-                f"{_count(other)} that {who} have another digest in {sender.node}'s log: {_named(other[0])}"
+                f"{_format_count(other)} that {who} have another digest in {sender.node}'s log: {_describe_message(other[0])}"
             )
     return out
 
 
-def lost(a: Report, b: Report) -> int:
+def count_lost(a: Report, b: Report) -> int:
     """Return the number of messages between two nodes that one sent and the other did not receive."""
     pairs = ((a, b), (b, a))
-    return sum(len(x.of(y.node).sent.keys() - y.of(x.node).received.keys()) for x, y in pairs)
+    return sum(
+        len(x.traffic_with(y.node).sent.keys() - y.traffic_with(x.node).received.keys())
+        for x, y in pairs
+    )
 
 
-def _count(keys: Sequence[_Key]) -> str:
+def _format_count(keys: Sequence[_Key]) -> str:
     return f"{len(keys)} message{'s' if len(keys) > 1 else ''}"
 
 
-def _named(key: _Key) -> str:
+def _describe_message(key: _Key) -> str:
     _, round, exchange, client, kind = key
     return f"{kind} of client {client}, round {round}, exchange {exchange}"
 
 
-class _Bad(Exception):
+class _InvalidLine(Exception):
     """A line that proves that a log was changed, or that is none."""
 
 
-class _Reader:
+class _LogReader:
     """Reads one log."""
 
     def __init__(self, path: Path, rosters: Sequence[Roster]) -> None:
@@ -202,20 +208,20 @@ class _Reader:
         self._raw = b""
         self._prev = audit.NOTHING
 
-    def read(self, paths: Sequence[Path]) -> Report:
+    def parse_files(self, paths: Sequence[Path]) -> Report:
         """Read the files of a chain."""
         report = self.report
         for path in paths:
-            for number, line in enumerate(_lines(path), 1):
+            for number, line in enumerate(_iterate_lines(path), 1):
                 try:
-                    self._line(line)
-                except (_Bad, Refused) as bad:
+                    self._check_line(line)
+                except (_InvalidLine, Refused) as bad:
                     report.problems.append(f"{path.name} line {number}: {bad}")
                 except (KeyError, TypeError, ValueError, AttributeError, CoterieError) as bad:
                     report.problems.append(
                         f"{path.name} line {number}: it is no line of an audit log: {bad!r}"
                     )
-                self._prev = audit.digest(line.removesuffix(b"\n"))
+                self._prev = audit.hash_line(line.removesuffix(b"\n"))
                 report.head = (report.head[0] if self._n is None else self._n - 1), self._prev
         if not report.lines:
             report.problems.append("it is empty")
@@ -230,16 +236,16 @@ class _Reader:
             )
         return report
 
-    def _line(self, line: bytes) -> None:
+    def _check_line(self, line: bytes) -> None:
         report = self.report
         if len(line) > MAX_LINE:
-            raise _Bad(f"it has more than {MAX_LINE} bytes")
+            raise _InvalidLine(f"it has more than {MAX_LINE} bytes")
         if not line.endswith(b"\n"):
-            raise _Bad(
+            raise _InvalidLine(
                 "it is torn: its end is missing; the node says so in its next line when it is started again"
             )
         self._raw = line = line.removesuffix(b"\n")
-        found = strict_json(line, "line")
+        found = parse_strict_json(line, "line")
         _check_types(found)
         n, prev, event, time = found["n"], found["prev"], found["event"], float(found["time"])
         expected, before = self._n, self._prev
@@ -248,22 +254,24 @@ class _Reader:
         if expected is None:
             report.begins, report.first = n, time
             if n == 0 and prev != audit.NOTHING:
-                raise _Bad("it is the first of a chain and names a line before it")
+                raise _InvalidLine("it is the first of a chain and names a line before it")
         elif prev != before or n != expected:
-            self._heard(event, found)
+            self._take_event(event, found)
             changed, moved = (
                 "one of them was changed",
                 f"lines were taken out or added ({n} follows {expected - 1})",
             )
-            raise _Bad(f"it does not follow the line before: {changed if n == expected else moved}")
-        self._heard(event, found)
+            raise _InvalidLine(
+                f"it does not follow the line before: {changed if n == expected else moved}"
+            )
+        self._take_event(event, found)
 
-    def _heard(self, event: str, found: Mapping[str, Any]) -> None:
+    def _take_event(self, event: str, found: Mapping[str, Any]) -> None:
         take = getattr(self, f"_on_{event}", None)
         if take is not None:
             take(found)
         elif "peer" in found:
-            refused = self.report.of(found["peer"]).refused
+            refused = self.report.traffic_with(found["peer"]).refused
             if event not in ("peer_up", "peer_down", "catch_up"):
                 refused[str(found.get("code", found.get("reason", event)))] += found.get("times", 1)
 
@@ -272,15 +280,17 @@ class _Reader:
     def _on_file(self, found: Mapping[str, Any]) -> None:
         report = self.report
         if found["format"] != audit.FORMAT:
-            raise _Bad(f"format {found['format']}; this program reads format {audit.FORMAT}")
+            raise _InvalidLine(
+                f"format {found['format']}; this program reads format {audit.FORMAT}"
+            )
         who = found["node"], found["run"]
         if report.node and who != (report.node, report.run):
-            raise _Bad(
+            raise _InvalidLine(
                 f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in {report.run}"
             )
         report.node, report.run, report.key = *who, found["key"]
         if self._runs and report.run not in self._runs:
-            raise _Bad(
+            raise _InvalidLine(
                 f"it is of run {report.run}; the roster that was given is of {', '.join(sorted(self._runs))}"
             )
         if report.key not in self._own:
@@ -288,7 +298,7 @@ class _Reader:
 
     def _on_broken(self, found: Mapping[str, Any]) -> None:
         self._on_file(found)
-        raise _Bad(
+        raise _InvalidLine(
             f"a new chain begins, since the node found the one before damaged: {found['text']}"
         )
 
@@ -307,7 +317,7 @@ class _Reader:
     def _on_roster(self, found: Mapping[str, Any]) -> None:
         report, version = self.report, found["version"]
         if report.rosters and version < report.rosters[-1]:
-            raise _Bad(
+            raise _InvalidLine(
                 f"version {version} of the roster after version {report.rosters[-1]}; versions only rise"
             )
         if version not in report.rosters:
@@ -318,12 +328,12 @@ class _Reader:
         given = self._given.get(version)
         if given is not None:
             if keys != {m.name: m.key for m in given.members}:
-                raise _Bad(
+                raise _InvalidLine(
                     f"its members or their keys are not those of version {version} of the organizer's roster"
                 )
             report.confirmed.add(version)
         if report.node in keys and keys[report.node] not in self._own:
-            raise _Bad(f"the roster has another key for {report.node} than the log")
+            raise _InvalidLine(f"the roster has another key for {report.node} than the log")
         for name, key in keys.items():
             known = self._keys.setdefault(name, [])
             if key not in known:
@@ -335,15 +345,15 @@ class _Reader:
     def _on_head(self, found: Mapping[str, Any]) -> None:
         report = self.report
         if (found["run"], found["node"]) != (report.run, report.node):
-            raise _Bad(f"it is of {found['node']} in run {found['run']}")
-        if not _valid(self._own[:1], *audit.opened(self._raw)):
-            raise _Bad(f"the signature is not that of {report.node}'s key")
+            raise _InvalidLine(f"it is of {found['node']} in run {found['run']}")
+        if not _is_signed_by(self._own[:1], *audit.split_signature(self._raw)):
+            raise _InvalidLine(f"the signature is not that of {report.node}'s key")
         report.heads, report.unsigned = report.heads + 1, 0
 
     # ------------------------------------------------------------------ messages
 
     def _on_sent(self, found: Mapping[str, Any]) -> None:
-        to = self.report.of(found["to"])
+        to = self.report.traffic_with(found["to"])
         key = found["inc"], found["round"], found["exchange"], found["client"], found["kind"]
         to.sent[key] = found["sha256"]
         to.sent_bytes += found["bytes"]
@@ -351,45 +361,47 @@ class _Reader:
     def _on_received(self, found: Mapping[str, Any]) -> None:
         report, peer = self.report, found["from"]
         text = found["manifest"].encode()
-        m = read_manifest(text)
+        m = parse_manifest(text)
         if (m.run, m.peer) != (report.run, peer) or m.to not in ("", report.node):
-            raise _Bad(
+            raise _InvalidLine(
                 f"a message of {m.peer} to {m.to or 'all'} in run {m.run}; expected one of {peer}"
             )
-        if not _valid(
+        if not _is_signed_by(
             self._keys.get(peer, []), bytes.fromhex(found["signature"]), manifest_signed(text)
         ):
-            raise _Bad(f"the message is not signed by {peer}'s key")
-        of = report.of(peer)
+            raise _InvalidLine(f"the message is not signed by {peer}'s key")
+        of = report.traffic_with(peer)
         of.received[m.inc, m.round, m.exchange, m.client, m.kind] = m.sha256
         of.received_bytes += m.bytes
 
     def _on_declined(self, found: Mapping[str, Any]) -> None:
-        self.report.of(found["to"]).declined[found["reason"]] += 1
+        self.report.traffic_with(found["to"]).declined[found["reason"]] += 1
 
     def _on_missing(self, found: Mapping[str, Any]) -> None:
-        self.report.of(found["peer"]).missing[found["reason"]] += 1
+        self.report.traffic_with(found["peer"]).missing[found["reason"]] += 1
 
     def _on_rejected(self, found: Mapping[str, Any]) -> None:
-        self.report.of(found["peer"]).refused["rejected"] += 1
+        self.report.traffic_with(found["peer"]).refused["rejected"] += 1
 
     def _on_turned_away(self, found: Mapping[str, Any]) -> None:
-        self.report.of(found.get("peer", "")).refused[found["reason"]] += found.get("times", 1)
+        self.report.traffic_with(found.get("peer", "")).refused[found["reason"]] += found.get(
+            "times", 1
+        )
 
     def _on_again(self, found: Mapping[str, Any]) -> None:
         times, of = found["times"], found["of"]
         if of in ("declined", "missing"):
-            traffic = self.report.of(found["to" if of == "declined" else "peer"])
+            traffic = self.report.traffic_with(found["to" if of == "declined" else "peer"])
             getattr(traffic, of)[found["reason"]] += times
         elif of != "sent" and not of.startswith("peer_"):
             what = str(found.get("code", found.get("reason", of)))
-            self.report.of(found.get("peer", "")).refused[what] += times
+            self.report.traffic_with(found.get("peer", "")).refused[what] += times
 
 
 def _check_types(found: Any) -> None:
     """Check that the fields that this program reads have their types."""
     if not isinstance(found, dict):
-        raise _Bad("it is no JSON object")
+        raise _InvalidLine("it is no JSON object")
     for name, value in found.items():
         kind = _TYPES.get(name, object)
         if (
@@ -397,17 +409,17 @@ def _check_types(found: Any) -> None:
             or isinstance(value, bool)
             or (type(value) is int and abs(value) >= 1 << 53)
         ):
-            raise _Bad(
+            raise _InvalidLine(
                 f"{name[:40]} is {str(value)[:40]}; expected {getattr(kind, '__name__', 'a number')}"
             )
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _iterate_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE + 2):
             yield line
 
 
-def _valid(keys: Sequence[str], signature: bytes, text: bytes) -> bool:
+def _is_signed_by(keys: Sequence[str], signature: bytes, text: bytes) -> bool:
     """Whether a signature is by one of some keys."""
-    return any(identity.verify(identity.public_key(key), signature, text) for key in keys)
+    return any(identity.verify(identity.decode_public_key(key), signature, text) for key in keys)

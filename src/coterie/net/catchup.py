@@ -16,7 +16,7 @@ LEAST = 1e-3
 """Seconds of a round at the least, for nodes that have not trained yet."""
 
 
-def backed(rounds: Iterable[int], others: int) -> int:
+def newest_backed_round(rounds: Iterable[int], others: int) -> int:
     """Return the newest round that more than half of the other members have reached by their own word; -1 for none.
 
     Args:
@@ -42,11 +42,11 @@ class RunClock:
     ) -> None:
         self.round, self.since, self._clock = round, since, clock
 
-    def in_step(self, round: int) -> None:
+    def note_in_step(self, round: int) -> None:
         """Note that a message of a round has come: its sender is ahead by the few rounds that it keeps, at the most."""
         self.round, self.since = max(self.round, round), self._clock()
 
-    def newest(self, seconds: float) -> int | None:
+    def newest_possible_round(self, seconds: float) -> int | None:
         """Return the newest round that others can be in; None when that is not known.
 
         Args:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 Job = Callable[[], None]
 
 
-class Desks:
+class PeerQueues:
     """A desk for each of those who ask: jobs of one are done in their order, jobs of several at the same time.
 
     One whose jobs take long (an answer that it does not read, for example) holds up only itself.
@@ -32,10 +32,10 @@ class Desks:
             line.append(job)
             if who not in self._served:
                 self._served.add(who)
-                self._pool.submit(self._serve, who)
+                self._pool.submit(self._work_off, who)
         return True
 
-    def _serve(self, who: str) -> None:
+    def _work_off(self, who: str) -> None:
         while True:
             with self._lock:
                 line = self._lines[who]

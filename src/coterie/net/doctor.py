@@ -32,7 +32,7 @@ _SKEW = 30.0  # seconds of clock skew that matter: certificates have five minute
 Say = Callable[[str, bool], None]
 
 
-def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
+def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     """Check everything that can be checked before a run.
 
     Args:
@@ -45,62 +45,70 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     """
     fine = True
 
-    def tell(text: str, good: bool = True) -> None:
+    def report(text: str, good: bool = True) -> None:
         nonlocal fine
         fine &= good
         say(text, good)
 
     try:
-        own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
+        own = Identity.load(
+            file.resolve_path(file.key),
+            file.resolve_path(file.certificate),
+            file.resolve_path(file.ca),
+        )
         left = own.certificate.not_valid_after_utc - datetime.now(UTC)
-        tell(
+        report(
             f"{own.name}: key and certificate belong together; valid for {left.days} days",
             left.days >= 2,
         )
-        roster = rosters.load(file.path(file.roster), file.path(file.organizer))
-        problems = rosters.check(file.path(file.roster), file.path(file.organizer), own=own)
+        roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
+        problems = rosters.check_file(
+            file.resolve_path(file.roster), file.resolve_path(file.organizer), own=own
+        )
         for problem in problems:
-            tell(problem, False)
+            report(problem, False)
         if not problems:
-            tell(
+            report(
                 f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} members"
             )
-        study, label, seed = file.chosen()
-        plan = nodefile.plan_of(study)
-        federation = nodefile.own_rows(
+        study, label, seed = file.select_run()
+        plan = nodefile.make_run_spec(study)
+        federation = nodefile.load_own_rows(
             file, study, roster.member(own.name).clients, roster.population
         )
-        samples = {split: federation.counts(split).tolist() for split in ("train", "validation")}
-        tell(f"data: {samples['train']} training and {samples['validation']} validation samples")
+        samples = {
+            split: federation.count_samples(split).tolist() for split in ("train", "validation")
+        }
+        report(f"data: {samples['train']} training and {samples['validation']} validation samples")
     except CoterieError as error:
-        tell(str(error), False)
+        report(str(error), False)
         return False
-    agreed = plan.agreed(roster.population)
+    agreed = plan.common_settings(roster.population)
     same = roster.study in ("", heads.study_hash(agreed))
     text = "is" if same else "is not"
-    tell(f"study: {label} with seed {seed} {text} what the roster says", same)
+    report(f"study: {label} with seed {seed} {text} what the roster says", same)
     try:
-        devices.check(plan.settings.device)
+        devices.check_device(plan.settings.device)
     except CoterieError as error:
-        tell(str(error), False)
+        report(str(error), False)
         return False
-    tell(f"trains on {plan.settings.device}; {devices.here()}")
+    report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
     address = file.listen or roster.member(own.name).address
-    free = _free(address)
-    tell(
+    free = _is_free(address)
+    report(
         f"{address} is free"
         if free
         else f"{address} is taken: the node runs already, or another program",
         free,
     )
     if free:
-        with _visit(file, roster, own, plan, federation, insecure) as node:
-            for sentence, good in _others(node):
-                tell(sentence, good)
+        with _open_visitor(file, roster, own, plan, federation, insecure) as node:
+            for sentence, good in _check_others(node):
+                report(sentence, good)
     return fine
 
 
-def _free(address: str) -> bool:
+def _is_free(address: str) -> bool:
     host, port = identities.split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -113,7 +121,7 @@ def _free(address: str) -> bool:
 
 
 @contextmanager
-def _visit(
+def _open_visitor(
     file: NodeFile, roster: Roster, own: Identity, plan: Any, federation: Federation, insecure: bool
 ) -> Iterator[Node]:
     """A node that asks the others without taking part."""
@@ -136,14 +144,14 @@ def _visit(
             node.close()
 
 
-def _others(node: Node) -> Iterator[tuple[str, bool]]:
+def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
     """Results for each other member, and for a round."""
     roster, rates = node.roster, []
     heads_found = node.look_around(_LOOK)
-    for name in node.others:
+    for name in node.other_members:
         member = roster.member(name)
         if name not in heads_found:
-            open_ = _reachable(member.address)
+            open_ = _is_reachable(member.address)
             hint = (
                 "its port is open, but it does not answer as this member"
                 if open_
@@ -154,20 +162,20 @@ def _others(node: Node) -> Iterator[tuple[str, bool]]:
         before = time.time()
         head = node.ask_heads([name]).get(name, heads_found[name])
         skew = head.time - (before + time.time()) / 2
-        rate = _rate(node.post, name)
+        rate = _measure_rate(node.post, name)
         rates += [rate] if rate else []
         speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
         different = head.study != heads.study_hash(node.settings) or head.schema != node.schema
         text = f"{name} at {member.address}: {head.state} in round {head.round}, clock {skew:+.1f} s, {speed}"
         if different:
-            text += f"; it runs something else: {heads.difference(node.settings, head.settings)}"
+            text += f"; it runs something else: {heads.describe_difference(node.settings, head.settings)}"
         if head.roster != roster.version:
             text += f"; it has version {head.roster} of the roster, this node has {roster.version}"
         yield text, not different and head.roster == roster.version and abs(skew) < _SKEW
-    yield _forecast(node, rates), True
+    yield _estimate_round(node, rates), True
 
 
-def _reachable(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     try:
         with socket.create_connection(identities.split_address(address), timeout=3.0):
             return True
@@ -175,20 +183,20 @@ def _reachable(address: str) -> bool:
         return False
 
 
-def _rate(post: Post, peer: str) -> float | None:
+def _measure_rate(post: Post, peer: str) -> float | None:
     """Bytes a second from a member: the second of two measurements, since the first warms the link up."""
-    post.probe(peer, 10.0)
-    found = post.probe(peer, 10.0)
+    post.measure_link(peer, 10.0)
+    found = post.measure_link(peer, 10.0)
     return (
         found.bytes / found.seconds if isinstance(found, Delivery) and found.seconds > 0 else None
     )
 
 
-def _forecast(node: Node, rates: list[float]) -> str:
+def _estimate_round(node: Node, rates: list[float]) -> str:
     """Estimated time of a round: one local training, measured, and the transfers of its models."""
     task, started = node.task, time.perf_counter()
     params = task.init(Rng(0))
-    task.train(params, Rng(0).at(0), node.plan.settings.local)
+    task.train(params, Rng(0).at_round(0), node.plan.settings.local)
     training = time.perf_counter() - started
     size = params.shape[1] * params.element_size()
     peers = getattr(node.plan.method, "num_peers", 1)

@@ -28,7 +28,7 @@ _ALL, _NONE = 0xFFFFFFFF, 0
 _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def _filter(addresses: Iterable[str]) -> bytes:
+def _build_filter(addresses: Iterable[str]) -> bytes:
     """Return a classic BPF program that accepts packets from some addresses and drops the others."""
     known = [ipaddress.ip_address(a) for a in sorted(addresses)[:_MOST]]
     load, load_byte, shift, equal, jump, leave = 0x20, 0x30, 0x74, 0x15, 0x05, 0x06
@@ -55,7 +55,7 @@ def _filter(addresses: Iterable[str]) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*head, *four, *six])
 
 
-def _listening(port: int) -> Iterator[socket.socket]:
+def _iterate_listeners(port: int) -> Iterator[socket.socket]:
     """Yield the sockets on which this process listens at a port."""
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
@@ -103,21 +103,21 @@ class Doorkeeper:
         self._timer: threading.Timer | None = None
         self._closed = self._over = False
         threading.Thread(
-            target=self._resolve, args=(list(hosts),), name="coterie-resolve", daemon=True
+            target=self._resolve_hosts, args=(list(hosts),), name="coterie-resolve", daemon=True
         ).start()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether only known addresses are let in now."""
         return self._closed
 
-    def met(self, address: str) -> None:
+    def add_known(self, address: str) -> None:
         """Note that a member has a link from an address (host:port)."""
         with suppress(ValueError), self._lock:
             if len(self._known) < _MOST:
                 self._known.add(str(ipaddress.ip_address(address.rsplit(":", 1)[0].strip("[]"))))
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Note a broken handshake; close the door when there are many."""
         with self._lock:
             now = self._clock()
@@ -125,42 +125,42 @@ class Doorkeeper:
             many = len(self._failed) == _MANY and now - self._failed[0] <= _WITHIN
             if not many or self._closed or self._over:
                 return
-            program = _filter(self._known)
+            program = _build_filter(self._known)
             buffer = ctypes.create_string_buffer(program, len(program))
             code = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
-            for found in _listening(self._port):
+            for found in _iterate_listeners(self._port):
                 with suppress(OSError):
                     found.setsockopt(socket.SOL_SOCKET, _ATTACH, code)
                     self._closed = True
                     _turn_away(found)
             if self._closed:
-                self._wait(_QUIET)
+                self._schedule_reopening(_QUIET)
         if self._closed:
             text = "many broken handshakes: connections come from known addresses only, until a minute is quiet"
             self._log("door_closed", level="warning", text=text)
 
-    def _resolve(self, hosts: list[str]) -> None:
+    def _resolve_hosts(self, hosts: list[str]) -> None:
         """Learn the addresses of the members' hosts, as far as their names can be resolved; this may take long."""
         for host in hosts:
             with suppress(OSError):
                 for entry in socket.getaddrinfo(host, None):
-                    self.met(f"{str(entry[4][0]).split('%')[0]}:0")
+                    self.add_known(f"{str(entry[4][0]).split('%')[0]}:0")
 
-    def _wait(self, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, self.look)
+    def _schedule_reopening(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self.reopen_if_quiet)
         self._timer.daemon = True
         self._timer.start()
 
-    def look(self) -> None:
+    def reopen_if_quiet(self) -> None:
         """Open the door again when it has been quiet for long enough."""
         with self._lock:
             left = self._failed[-1] + _QUIET - self._clock() if self._failed else 0.0
             if not self._closed or self._over:
                 return
             if left > 0:
-                self._wait(left)
+                self._schedule_reopening(left)
                 return
-            for found in _listening(self._port):
+            for found in _iterate_listeners(self._port):
                 with suppress(OSError):
                     found.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
             self._closed = False

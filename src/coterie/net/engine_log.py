@@ -73,7 +73,7 @@ class EngineLog:
         self.times: Counter[str] = Counter()
         self._log, self._out, self._clock, self._everything = log, out, clock, everything
         self._unreported: Counter[_Kind] = Counter()
-        self._told: dict[_Kind, float] = {}
+        self._logged_at: dict[_Kind, float] = {}
         self._newest: dict[_Kind, str] = {}
         # by the engine's thread: its newest ruling on a message
         self._ruled: dict[str, _Ruling] = {}
@@ -87,7 +87,7 @@ class EngineLog:
         # a member has a link, from or to an address
         self.on_link: Callable[[str], None] = lambda address: None
 
-    def line(self, text: str) -> None:
+    def take_line(self, text: str) -> None:
         """Take one line."""
         found = _LINE.match(text)
         if found is None or self._everything or found[1] not in ("DEBUG", "TRACE"):
@@ -95,19 +95,19 @@ class EngineLog:
                 self._out.write(text)
                 self._out.flush()
         if found is not None:
-            self._read(found[2], found[3], found[4].strip())
+            self._interpret_line(found[2], found[3], found[4].strip())
 
-    def _read(self, thread: str, source: str, text: str) -> None:
+    def _interpret_line(self, thread: str, source: str, text: str) -> None:
         if thread in self._unknown:
             self._unknown.remove(thread)
-            self._met(text)
+            self._report_stranger(text)
         elif (links := _LINKS.fullmatch(text)) and (link := _LINK.search(links[1])):
             self.on_link(link[1])
         if source.startswith("zenoh_link_tls"):
-            self._refused("certificate", "", text.removesuffix(_HINT))
+            self._count_refusal("certificate", "", text.removesuffix(_HINT))
             self.on_failed()
         elif text == "Msg intercepted!":
-            self._intercepted(self._ruled.pop(thread, None))
+            self._report_interception(self._ruled.pop(thread, None))
         elif caching := _CACHING.fullmatch(text):
             self._cached[thread] = caching[1]
         elif _UNKNOWN.fullmatch(text):
@@ -121,7 +121,7 @@ class EngineLog:
                 who = name or self._names.get(session, "")
                 self._ruled[thread] = (way == "in", not denied, who, f"{what} on {key}")
 
-    def _met(self, text: str) -> None:
+    def _report_stranger(self, text: str) -> None:
         """Report a link that matches no member, by the engine's next line about it."""
         links = _LINKS.fullmatch(text)
         link = None if links is None else _LINK.search(links[1])
@@ -129,34 +129,36 @@ class EngineLog:
             return  # it is closed already; whose it was is not known
         self._strangers = True
         who = "" if link is None else f" (from {link[1]}, common name {link[2] or 'unknown'})"
-        self._refused(
+        self._count_refusal(
             "not_on_roster", "", f"its certificate is valid; nothing that it sends is heard{who}"
         )
 
-    def _intercepted(self, ruling: _Ruling | None) -> None:
+    def _report_interception(self, ruling: _Ruling | None) -> None:
         inside, allowed, common, what = ruling or (True, True, "", "")
         who = self.name_of(common) if common else ""
         if not inside:
             return
         if not allowed:
-            self._refused("not_allowed", who, what)
+            self._count_refusal("not_allowed", who, what)
         elif self._strangers:
-            self._refused("dropped", "", f"{_TOO_LARGE}, or of somebody who is not on the roster")
+            self._count_refusal(
+                "dropped", "", f"{_TOO_LARGE}, or of somebody who is not on the roster"
+            )
         elif what.startswith(_CAPPED):
-            self._refused("too_large", who, _TOO_LARGE)
+            self._count_refusal("too_large", who, _TOO_LARGE)
 
-    def _refused(self, reason: str, peer: str, text: str) -> None:
+    def _count_refusal(self, reason: str, peer: str, text: str) -> None:
         self.times[reason] += 1
         kind, now = (reason, peer, re.sub(r"\d+", "0", text)), self._clock()
-        if kind not in self._told and len(self._told) >= _KINDS:
+        if kind not in self._logged_at and len(self._logged_at) >= _KINDS:
             kind = (reason, "", "more")
         self._unreported[kind] += 1
         self._newest[kind] = text[:300]
-        if kind not in self._told or now - self._told[kind] >= _PAUSE:
-            self._told[kind] = now
-            self._tell(kind)
+        if kind not in self._logged_at or now - self._logged_at[kind] >= _PAUSE:
+            self._logged_at[kind] = now
+            self._log_refusals(kind)
 
-    def _tell(self, kind: _Kind) -> None:
+    def _log_refusals(self, kind: _Kind) -> None:
         reason, peer, _ = kind
         who, times = ({"peer": peer} if peer else {}), self._unreported.pop(kind)
         self._log(
@@ -172,11 +174,11 @@ class EngineLog:
         """Log the remaining events."""
         while self._unknown:
             self._unknown.pop()
-            self._met("")
+            self._report_stranger("")
         for kind in list(self._unreported):
-            self._tell(kind)
+            self._log_refusals(kind)
 
-    def samples(self) -> list[Sample]:
+    def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
         return [
             ("coterie_turned_away_total", "turned away by the engine", {"reason": reason}, number)
@@ -185,7 +187,7 @@ class EngineLog:
 
 
 @contextmanager
-def listening(log: Log) -> Iterator[EngineLog]:
+def capture_engine_log(log: Log) -> Iterator[EngineLog]:
     """Read what the engine writes on this process's standard output, from now to the end of the block."""
     import zenoh
 
@@ -198,11 +200,11 @@ def listening(log: Log) -> Iterator[EngineLog]:
     with os.fdopen(kept, "w") as out, os.fdopen(reading, errors="replace") as lines:
         engine = EngineLog(log, out, everything="RUST_LOG" in os.environ)
 
-        def read() -> None:
+        def take_lines() -> None:
             for line in lines:
-                engine.line(line)
+                engine.take_line(line)
 
-        reader = threading.Thread(target=read, name="coterie-engine-log")
+        reader = threading.Thread(target=take_lines, name="coterie-engine-log")
         reader.start()
         try:
             yield engine

@@ -29,13 +29,13 @@ from coterie.exchange.base import (
     Rule,
     check_peers,
     check_reply,
-    nbytes_row,
-    read,
+    make_inbox,
+    row_nbytes,
 )
 from coterie.exchange.in_memory import InMemory
 from coterie.net.outbox import Missing
 from coterie.net.payload import MAX_HEADER, Refused, Template
-from coterie.net.post import Post, RoundMissed, gaps
+from coterie.net.post import Post, RoundMissed, nan_tensors
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
@@ -63,7 +63,7 @@ class RemoteExchange:
         self._odd: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
-        self.begin(Rng(0))
+        self.begin_round(Rng(0))
 
     @property
     def roster(self) -> Roster:
@@ -72,21 +72,21 @@ class RemoteExchange:
 
     # ------------------------------------------------------------------ the round
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round."""
         self._rng, self._number, self._groups = rng, 0, 0
-        self._own.begin(rng)
+        self._own.begin_round(rng)
         self._expected: Tensor | None = None
         self._got: dict[Address, Delivery] = {}
         self._lost: set[int] = set()
         self._redraws, self._until = 0, 0.0
-        self._down = self._unreachable()
+        self._down = self._unreachable_clients()
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round."""
-        self._own.enter(ids)
+        self._own.set_active(ids)
 
-    def away(self, names: Iterable[str], *, for_good: Iterable[str] = ()) -> None:
+    def set_away(self, names: Iterable[str], *, for_good: Iterable[str] = ()) -> None:
         """Note members that did not answer at the start.
 
         Args:
@@ -95,9 +95,9 @@ class RemoteExchange:
         """
         self._away, self._odd = frozenset(names), frozenset(for_good)
 
-    def _unreachable(self) -> set[int]:
+    def _unreachable_clients(self) -> set[int]:
         """The clients of members that are known to be away now, and of those that were removed."""
-        alive = self.post.transport.alive()
+        alive = self.post.transport.alive_members()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
         away = {
@@ -105,36 +105,36 @@ class RemoteExchange:
         }
         return away | set(self.roster.removed)
 
-    def reachable(self) -> Bool[Tensor, " population"]:
+    def reachable_clients(self) -> Bool[Tensor, " population"]:
         """Return the clients that can be asked in this round, as known at its beginning."""
         out = torch.ones(self.roster.population, dtype=torch.bool)
         out[list(self._down)] = False
         return out
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         number, self._number = self._number, self._number + 1
         return number
 
     # ------------------------------------------------------------------ sending
 
-    def _tensors(self, message: Message, row: int) -> dict[str, Tensor]:
+    def _row_tensors(self, message: Message, row: int) -> dict[str, Tensor]:
         fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
         return {"params": message.params[row], **fields}
 
-    def _publish(self, message: Message, number: int) -> None:
+    def _publish_rows(self, message: Message, number: int) -> None:
         for row, client in enumerate(self._own.active.tolist()):
-            self.post.publish(self._tensors(message, row), self._at(number, client))
+            self.post.publish(self._row_tensors(message, row), self._address_of(number, client))
 
     # ------------------------------------------------------------------ asking
 
-    def _template(self, message: Message, address: Address) -> Template:
+    def _message_template(self, message: Message, address: Address) -> Template:
         """The template of a message like this one from another client."""
         tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
         rows = {
             name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
             for name, t in tensors.items()
         }
-        return Template.of(rows, halved=frozenset({"params"}), gaps=gaps(rows, address))
+        return Template.of(rows, halved=frozenset({"params"}), gaps=nan_tensors(rows, address))
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the message of the hosted clients and ask the chosen peers for theirs: see `Exchange.pull`.
@@ -143,17 +143,19 @@ class RemoteExchange:
             PeersMissing: in the first exchange of a round, when peers are missing and others may be
                 drawn.
         """
-        started, number = time.monotonic(), self._next()
+        started, number = time.monotonic(), self._next_number()
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)
-        board = self._own.board(message)
-        self._publish(message, number)
+        board = self._own.publish_message(message)
+        self._publish_rows(message, number)
         assert board.ids is not None
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
         if not self._until:
             self._until = started + self.post.deadline()
         left = max(0.0, self._until - time.monotonic()) if number == 0 else self.post.deadline()
-        lost = self._ask(wanted, number, self._template(message, self._at(number, -1)), left)
+        lost = self._fetch_missing(
+            wanted, number, self._message_template(message, self._address_of(number, -1)), left
+        )
         self.post.traffic.seconds += time.monotonic() - started
         again = (
             number == 0
@@ -165,36 +167,40 @@ class RemoteExchange:
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
             "readers": own.tolist(), "asked": wanted, "missing": {str(c): why for c, why in lost.items()},
-            "arrived": [c for c in wanted if self._at(number, c) in self._got],
+            "arrived": [c for c in wanted if self._address_of(number, c) in self._got],
             "unreachable": sorted(self._down | self._lost), "seconds": time.monotonic() - started,
         })  # fmt: skip
         if number == 0:
             self._lost |= set(lost)
         if again:
             self._redraws, self._number = self._redraws + 1, 0
-            self._own.begin(self._rng)
+            self._own.begin_round(self._rng)
             raise PeersMissing(torch.tensor(sorted(lost)))
-        whole = self._whole(board, [self._got.get(self._at(number, c)) for c in wanted])
-        return read(whole, own, peers, self.roster.population)
+        whole = self._join_messages(
+            board, [self._got.get(self._address_of(number, c)) for c in wanted]
+        )
+        return make_inbox(whole, own, peers, self.roster.population)
 
-    def _at(self, number: int, client: int) -> Address:
+    def _address_of(self, number: int, client: int) -> Address:
         return Address(self._rng.round, number, client)
 
-    def _ask(
+    def _fetch_missing(
         self, wanted: Iterable[int], number: int, template: Template, seconds: float
     ) -> dict[int, str]:
         """Fetch messages that are neither here nor known to be missing; return those now missing, with reasons."""
         skip = self._lost | self._down
         fresh = [
-            self._at(number, c)
+            self._address_of(number, c)
             for c in wanted
-            if self._at(number, c) not in self._got and c not in skip
+            if self._address_of(number, c) not in self._got and c not in skip
         ]
-        found = self.post.gather(fresh, template, seconds)
-        self._got |= {self._at(number, c): d for c, d in found.items() if isinstance(d, Delivery)}
+        found = self.post.fetch_all(fresh, template, seconds)
+        self._got |= {
+            self._address_of(number, c): d for c, d in found.items() if isinstance(d, Delivery)
+        }
         return {c: missing.reason for c, missing in found.items() if isinstance(missing, Missing)}
 
-    def _whole(self, own: Message, came: Iterable[Delivery | None]) -> Message:
+    def _join_messages(self, own: Message, came: Iterable[Delivery | None]) -> Message:
         """Join the client's own rows and those received to one message, in the order of ids."""
         deliveries = [d for d in came if d is not None]
         if not deliveries or own.ids is None:
@@ -202,17 +208,17 @@ class RemoteExchange:
         ids = torch.cat([own.ids, torch.tensor([d.manifest.client for d in deliveries])])
         order = torch.argsort(ids)
 
-        def joined(mine: Tensor, name: str) -> Tensor:
+        def join_rows(mine: Tensor, name: str) -> Tensor:
             rows = [*mine, *(d.tensors[name] for d in deliveries)]
             return torch.stack([rows[place].to(mine.device) for place in order.tolist()])
 
-        fields = {name: joined(value, f"field.{name}") for name, value in own.fields.items()}
-        return Message(joined(own.params, "params"), fields, ids[order])
+        fields = {name: join_rows(value, f"field.{name}") for name, value in own.fields.items()}
+        return Message(join_rows(own.params, "params"), fields, ids[order])
 
     # ------------------------------------------------------------------ the server role
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send the message to the node in the server role and wait for its answer: see `Exchange.serve`.
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send the message to the node in the server role and wait for its answer: see `Exchange.ask_server`.
 
         Raises:
             RoundMissed: when the server continued without this node's message.
@@ -222,32 +228,35 @@ class RemoteExchange:
             raise ExchangeError(
                 "this method needs a server and the roster names none; set `server` in the roster"
             )
-        started, address = time.monotonic(), Address(self._rng.round, self._next(), -1, "request")
+        started, address = (
+            time.monotonic(),
+            Address(self._rng.round, self._next_number(), -1, "request"),
+        )
         message = replace(message, ids=self._own.active)
         if self.server:
-            answer = self._answer(message, rule, shared, address)
+            answer = self._answer_clients(message, rule, shared, address)
         else:
             for row, client in enumerate(self._own.active.tolist()):
                 self.post.publish(
-                    self._tensors(message, row),
+                    self._row_tensors(message, row),
                     replace(address, client=client),
                     to=self.roster.server,
                 )
-            answer = shared, self._replies(message, address)
+            answer = shared, self._fetch_replies(message, address)
         self.post.traffic.seconds += time.monotonic() - started
         return answer
 
-    def _answer(
+    def _answer_clients(
         self, message: Message, rule: Rule, shared: Any, address: Address
     ) -> tuple[Any, Inbox]:
         everybody = torch.arange(self.roster.population)
         expected = set((everybody if self._expected is None else self._expected).tolist())
         others = sorted(expected - set(self.ids.tolist()))
-        template = self._template(message, address)
-        found = self.post.gather(
+        template = self._message_template(message, address)
+        found = self.post.fetch_all(
             [replace(address, client=c) for c in others], template, self.post.deadline()
         )
-        whole = self._whole(
+        whole = self._join_messages(
             message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())]
         )
         assert whole.ids is not None
@@ -267,15 +276,17 @@ class RemoteExchange:
                 self.post.transport.publish(at, Missing("absent", address.round))
         assert message.ids is not None
         rows = torch.tensor([places[c] for c in message.ids.tolist()], dtype=torch.int64)
-        return new, reply.inbox(rows)
+        return new, reply.to_inbox(rows)
 
-    def _replies(self, message: Message, address: Address) -> Inbox:
+    def _fetch_replies(self, message: Message, address: Address) -> Inbox:
         template, like = self._reply_template(message), dict[str, Tensor]()
         rows: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         index = []
         for client in self._own.active.tolist():
             at = replace(address, client=client, kind="reply")
-            got = self.post.from_server(at, template, partial(_check_reply, like=like)).tensors
+            got = self.post.fetch_from_server(
+                at, template, partial(_check_reply, like=like)
+            ).tensors
             like = like or got
             for place, sender in enumerate(torch.unique(got["index"]).tolist()):
                 fields = {
@@ -288,7 +299,7 @@ class RemoteExchange:
         if not rows:
             return Reply(
                 message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)
-            ).inbox()
+            ).to_inbox()
         order = sorted(rows)
         table = torch.stack([rows[s][0] for s in order]).to(message.params.device)
         names = rows[order[0]][1]
@@ -300,7 +311,7 @@ class RemoteExchange:
             mask=torch.ones_like(peers, dtype=torch.bool),
             age=torch.zeros_like(peers),
             fields={n: torch.stack([rows[s][1][n] for s in order]).to(table.device) for n in names},
-            bytes=torch.full_like(peers, nbytes_row(table) + sum(v.nbytes for v in names.values())),
+            bytes=torch.full_like(peers, row_nbytes(table) + sum(v.nbytes for v in names.values())),
         )
 
     def _reply_template(self, message: Message) -> Template:
@@ -332,8 +343,10 @@ class RemoteExchange:
             max_bytes=most,
         )
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Compute the cohort in the server role, or receive it from the server: see `Exchange.cohort`."""
+    def agree_on_cohort(
+        self, compute: Callable[[], Int[Tensor, " active"]]
+    ) -> Int[Tensor, " active"]:
+        """Compute the cohort in the server role, or receive it from the server: see `Exchange.agree_on_cohort`."""
         number, self._groups = self._groups, self._groups + 1
         self._number = self._groups * COHORT
         address = Address(self._rng.round, number, -1, "cohort")
@@ -343,7 +356,7 @@ class RemoteExchange:
             return self._expected
         template = Template({"ids": (torch.int64, ("active",))}, max_bytes=_MAX_COHORT)
 
-        def check(tensors: Mapping[str, Tensor]) -> None:
+        def check_cohort(tensors: Mapping[str, Tensor]) -> None:
             ids = tensors["ids"]
             inside = (ids >= 0) & (ids < self.roster.population)
             if not torch.equal(ids, torch.unique(ids)) or not bool(inside.all()):
@@ -351,29 +364,31 @@ class RemoteExchange:
                     "cohort", "the server's cohort is not a set of clients in ascending order"
                 )
 
-        self._expected = self.post.from_server(address, template, check).tensors["ids"]
+        self._expected = self.post.fetch_from_server(address, template, check_cohort).tensors["ids"]
         return self._expected
 
     # ------------------------------------------------------------------ those who stopped
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Make stopped clients answer with these models in every later round."""
-        self._own.retire(ids, params)
-        self._stand({int(i): row.clone() for i, row in zip(ids, params, strict=True)})
+        self._own.retire_clients(ids, params)
+        self._publish_stopped({int(i): row.clone() for i, row in zip(ids, params, strict=True)})
 
-    def _stand(self, models: Mapping[int, Tensor]) -> None:
+    def _publish_stopped(self, models: Mapping[int, Tensor]) -> None:
         for number, board in self._own.last.items():
             assert board.ids is not None
             places = {client: row for row, client in enumerate(board.ids.tolist())}
             for client in models.keys() & places.keys():
-                row = self._tensors(board, places[client])
+                row = self._row_tensors(board, places[client])
                 tensors = {**row, "params": models[client][: len(row["params"])]}
                 at = Address(self._rng.round + 1, number, client)
-                self.post.transport.stand(
+                self.post.transport.publish_standing(
                     at, lambda address, tensors=tensors: self.post.seal(tensors, address)
                 )
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Pass a round; stopped clients still answer."""
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -383,7 +398,7 @@ class RemoteExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._own.restore(tensors)
-        self._stand(
+        self._publish_stopped(
             {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
         )
 
@@ -402,11 +417,11 @@ def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     if not like:
         return
 
-    def form(reply: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    def describe_form(reply: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
         rows = {name: (t.dtype, t.shape[1:]) for name, t in reply.items()}
         return {**rows, "index": (reply["index"].dtype, reply["index"].shape)}
 
-    if form(got) != form(like):
+    if describe_form(got) != describe_form(like):
         raise Refused("shape", "the server's answers to two clients of this node differ in form")
 
 

@@ -95,12 +95,12 @@ class Fleet:
             )
         self.processes[name] = process
         reader = threading.Thread(
-            target=self._read, args=(name, process), name=f"coterie-log-{name}"
+            target=self._copy_log, args=(name, process), name=f"coterie-log-{name}"
         )
         reader.start()
         self._readers.append(reader)
 
-    def _read(self, name: str, process: "subprocess.Popen[str]") -> None:
+    def _copy_log(self, name: str, process: "subprocess.Popen[str]") -> None:
         assert process.stderr is not None
         path = None if self.logs is None else self.logs / f"{name}.log"
         out = sys.stderr if path is None else path.open("a")
@@ -179,7 +179,7 @@ def lay_out(
     Returns:
         The node files by member.
     """
-    plan, seed = nodefile.plan_of(study), study.seeds[0]
+    plan, seed = nodefile.make_run_spec(study), study.seeds[0]
     federation = build_federation(study.data, seed, data_dir)
     population = federation.population
     if port < 1024 or port + population > 32768:
@@ -192,16 +192,16 @@ def lay_out(
     truth = federation.truth.cluster.tolist() if federation.truth is not None else []
     server = names[0] if plan.method.server else ""
     who = Roster("demo", members, population, server=server, clusters=tuple(truth))
-    layout = plan.task(federation).layout
+    layout = plan.make_task(federation).layout
     keys = folder / "keys"
-    local.provision(
+    local.create_credentials(
         keys,
         who,
         days=days,
-        study=head.study_hash(plan.agreed(population)),
+        study=head.study_hash(plan.common_settings(population)),
         schema=head.schema_hash(layout),
     )
-    write_atomically(folder / "study.toml", config.dumps(study).encode())
+    write_atomically(folder / "study.toml", config.format_study(study).encode())
     files = {}
     for name in names:
         lines = [
@@ -219,7 +219,7 @@ def lay_out(
     return files
 
 
-def gather(
+def join_results(
     folder: Path, study: StudyConfig, names: Sequence[str], label: str
 ) -> dict[str, pd.DataFrame]:
     """Join the results of the nodes into one run of a study, beside the simulated one.
@@ -254,7 +254,7 @@ def gather(
     for file in ("provenance.json",):
         write_atomically(target / file, (sources[0] / file).read_bytes())
     named = replace(study, methods=(replace(study.methods[0], label=label),))
-    write_atomically(target / "config.toml", config.dumps(named).encode())
+    write_atomically(target / "config.toml", config.format_study(named).encode())
     return tables
 
 
@@ -269,10 +269,12 @@ def demo_study(clients: int, rounds: int) -> StudyConfig:
             f"data.num_clients={clients}",
             f'data.shift=[{{kind="rotation", degrees=[0, 180], sizes=[{clients - clients // 2}, {clients // 2}]}}]',
         ],
-    ).only("DAC", 0)
+    ).select_run("DAC", 0)
 
 
-def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[str], None]) -> Path:
+def run_demo(
+    folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[str], None]
+) -> Path:
     """Run the demonstration: nodes on loopback with mutual TLS, one killed and restarted, beside the simulation.
 
     Args:
@@ -295,7 +297,7 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
     killed = threading.Event()
     reached: dict[str, int] = {}
 
-    def listen(name: str, event: Mapping[str, Any]) -> None:
+    def handle_event(name: str, event: Mapping[str, Any]) -> None:
         if event["event"] == "round" and event["round"] > reached.get(name, -2):
             reached[name] = event["round"]
             if name == victim and event["round"] >= rounds // 3:
@@ -318,7 +320,7 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
     say(
         f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in {folder / 'logs'}"
     )
-    with Fleet(files, logs=folder / "logs", listener=listen) as fleet:
+    with Fleet(files, logs=folder / "logs", listener=handle_event) as fleet:
         for name in names:
             fleet.start(name)
         if killed.wait(600):
@@ -328,10 +330,10 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
         statuses = fleet.wait(600)
     if any(statuses.values()):
         raise TransportError(f"nodes ended with {statuses}; see {folder / 'logs'}")
-    return beside_simulation(folder, study, names)
+    return compare_with_simulation(folder, study, names)
 
 
-def beside_simulation(
+def compare_with_simulation(
     folder: Path, study: StudyConfig, names: Sequence[str], data_dir: Path | None = None
 ) -> Path:
     """Simulate the same study and put both runs into one study's folder.
@@ -342,9 +344,11 @@ def beside_simulation(
     torch.set_num_threads(1)
     simulated = replace(study, methods=(replace(study.methods[0], label="simulated"),))
     run_study(simulated, out=folder / "runs", overwrite=True, data_dir=data_dir)
-    gather(folder, study, names, "nodes")
+    join_results(folder, study, names, "nodes")
     both = tuple(replace(study.methods[0], label=label) for label in ("nodes", "simulated"))
     top = folder / "runs" / study.name
-    write_atomically(top / "config.toml", config.dumps(replace(study, methods=both)).encode())
+    write_atomically(
+        top / "config.toml", config.format_study(replace(study, methods=both)).encode()
+    )
     summary.write_summary(top)
     return top

@@ -9,9 +9,9 @@ from typing import Any
 from coterie.errors import PeerMismatch
 from coterie.methods.base import Method
 from coterie.models.layout import Layout
-from coterie.net.payload import Refused, strict_json
+from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
-from coterie.net.wire import SIGNATURE, VERSION, canonical
+from coterie.net.wire import SIGNATURE, VERSION, canonical_json
 from coterie.simulation.settings import Settings
 
 _DOMAIN = b"coterie head 1\n"
@@ -72,11 +72,11 @@ class Head:
 
     def seal(self, sign: Callable[[bytes], bytes]) -> bytes:
         """Return the head as signed bytes."""
-        text = canonical(asdict(self))
+        text = canonical_json(asdict(self))
         return sign(_DOMAIN + text) + text
 
 
-def read(
+def parse_head(
     data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer: str, nonce: str
 ) -> Head:
     """Read a head and check that it is this member's and fresh.
@@ -89,7 +89,7 @@ def read(
         raise Refused("head", f"{len(text)} bytes; expected at most {_MAX}")
     if not verify(signature, _DOMAIN + text):
         raise Refused("signature", f"the head is not signed by {peer}'s key of the roster")
-    document = strict_json(text, "head")
+    document = parse_strict_json(text, "head")
     if not isinstance(document, dict) or set(document) != {f.name for f in fields(Head)}:
         raise Refused("head", "it has not the keys of a head")
     for field in fields(Head):
@@ -126,19 +126,19 @@ def settings_of(
         "model": model,
         "population": population,
     }
-    out |= _flat("method.", dataclasses.asdict(method))
+    out |= _flatten("method.", dataclasses.asdict(method))
     own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
     if settings.new_client_others == "frozen":  # younger than rosters that are about
         del own["new_client_others"]
-    out |= {k: v for k, v in _flat("", own).items() if k not in _OWN_AFFAIR}
+    out |= {k: v for k, v in _flatten("", own).items() if k not in _OWN_AFFAIR}
     return out
 
 
-def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            out |= _flat(f"{prefix}{key}.", value)
+            out |= _flatten(f"{prefix}{key}.", value)
         else:
             out[prefix + key] = (
                 value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -148,7 +148,9 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def study_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings that must be equal on all nodes."""
-    return hashlib.sha256(canonical({k: v for k, v in settings.items() if k != FROZEN})).hexdigest()
+    return hashlib.sha256(
+        canonical_json({k: v for k, v in settings.items() if k != FROZEN})
+    ).hexdigest()
 
 
 def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -161,11 +163,11 @@ def schema_hash(layout: Layout) -> str:
     slots = [[slot.name, list(slot.shape)] for slot in layout.slots]
     frozen = [layout.frozen_digest] if layout.frozen else []
     return hashlib.sha256(
-        canonical([slots, str(layout.dtype), layout.trainable, *frozen])
+        canonical_json([slots, str(layout.dtype), layout.trainable, *frozen])
     ).hexdigest()
 
 
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def describe_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Name the settings in which two nodes differ, with both values; "" when there are none."""
     keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
     differ = [f"{k} is {theirs.get(k)!r} there and {mine.get(k)!r} here" for k in keys[:4]]
@@ -202,7 +204,7 @@ def check_study(
     ):
         if expected and found != expected:
             name = next(iter(agree), "")
-            text = difference(settings, others[name].settings) if name else ""
+            text = describe_difference(settings, others[name].settings) if name else ""
             if what == "model schema" and FROZEN in settings and not text:
                 raise PeerMismatch(
                     f"this node's model, whose frozen weights are {settings[FROZEN]}, is not that of the roster of run "
@@ -219,7 +221,7 @@ def check_study(
     if odd and not roster.study:
         name = odd[0]
         text = (
-            difference(settings, others[name].settings)
+            describe_difference(settings, others[name].settings)
             or f"model schema {others[name].schema[:16]}"
         )
         raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")

@@ -122,15 +122,15 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def public_text(key: ec.EllipticCurvePublicKey) -> str:
+def encode_public_key(key: ec.EllipticCurvePublicKey) -> str:
     """Return a public key as 66 hexadecimal digits (the compressed point)."""
     return key.public_bytes(
         serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
     ).hex()
 
 
-def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """Read a public key that `public_text` wrote.
+def decode_public_key(text: str) -> ec.EllipticCurvePublicKey:
+    """Read a public key that `encode_public_key` wrote.
 
     Raises:
         TransportError: when it is no point of the curve.
@@ -176,7 +176,7 @@ def key_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
 # ---------------------------------------------------------------- certificates
 
 
-def read_certificate(path: Path) -> x509.Certificate:
+def load_certificate(path: Path) -> x509.Certificate:
     """Read a certificate in PEM.
 
     Raises:
@@ -241,7 +241,7 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
     write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def _alternative(host: str) -> x509.SubjectAlternativeName:
+def _alternative_name(host: str) -> x509.SubjectAlternativeName:
     name = x509.IPAddress(ipaddress.ip_address(host)) if _is_ip(host) else x509.DNSName(host)
     return x509.SubjectAlternativeName([name])
 
@@ -251,7 +251,7 @@ def _check_days(days: float) -> None:
         raise ConfigError(f"--days is {days:g}; expected more than 0 and at most 3650")
 
 
-def _builder(
+def _certificate_builder(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
@@ -270,7 +270,7 @@ def _builder(
     )
 
 
-def _usage(**on: bool) -> x509.KeyUsage:
+def _key_usage(**on: bool) -> x509.KeyUsage:
     names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
              "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
     return x509.KeyUsage(**{name: on.get(name, False) for name in names})
@@ -294,15 +294,15 @@ def make_authority(
     )
     key = new_key(folder / "ca.key")
     certificate = (
-        _builder(subject, subject, key.public_key(), days, now)
+        _certificate_builder(subject, subject, key.public_key(), days, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
     write_certificate(folder / "ca.pem", certificate)
     organizer = new_key(folder / "organizer.key")
     write_atomically(
-        folder / "organizer.pub", (public_text(organizer.public_key()) + "\n").encode()
+        folder / "organizer.pub", (encode_public_key(organizer.public_key()) + "\n").encode()
     )
     return certificate
 
@@ -314,7 +314,7 @@ def make_request(folder: Path, name: str, address: str) -> Path:
     request = (
         x509.CertificateSigningRequestBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .add_extension(_alternative(host), critical=False)
+        .add_extension(_alternative_name(host), critical=False)
         .sign(key, hashes.SHA256())
     )
     path = folder / f"{name}.csr"
@@ -363,12 +363,12 @@ def sign_request(
         raise TransportError(
             f"{request} asks for the name {certificate_name(csr)}; agreed was {name}"
         )
-    key, wanted = certificate_key(csr), _alternative(split_address(address)[0])
+    key, wanted = certificate_key(csr), _alternative_name(split_address(address)[0])
     made = folder / "members" / f"{name}.pem"
     if (
         made.exists()
         and not new_key
-        and public_text(certificate_key(read_certificate(made))) != public_text(key)
+        and encode_public_key(certificate_key(load_certificate(made))) != encode_public_key(key)
     ):
         raise TransportError(
             f"{name} has a certificate of another key; to replace that key: coterie net rekey {folder} {name} {request}"
@@ -382,15 +382,15 @@ def sign_request(
         raise TransportError(
             f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}"
         )
-    authority, ca = load_key(folder / "ca.key"), read_certificate(folder / "ca.pem")
+    authority, ca = load_key(folder / "ca.key"), load_certificate(folder / "ca.pem")
     subject = x509.Name([
         x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)), x509.NameAttribute(NameOID.USER_ID, name)
     ])  # fmt: skip
     certificate = (
-        _builder(subject, ca.subject, key, days, now)
+        _certificate_builder(subject, ca.subject, key, days, now)
         .add_extension(wanted, critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(
             x509.ExtendedKeyUsage(
                 [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -440,10 +440,10 @@ class Identity:
         """
         key, certificate, ca = (
             load_key(key_file),
-            read_certificate(certificate_file),
-            read_certificate(ca_file),
+            load_certificate(certificate_file),
+            load_certificate(ca_file),
         )
-        if public_text(key.public_key()) != public_text(certificate_key(certificate)):
+        if encode_public_key(key.public_key()) != encode_public_key(certificate_key(certificate)):
             raise TransportError(f"{key_file} is not the key of the certificate {certificate_file}")
         try:
             certificate.verify_directly_issued_by(ca)

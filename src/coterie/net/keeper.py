@@ -40,26 +40,26 @@ class Keeper:
         log: Callable[..., None] = lambda *_, **__: None,
     ):
         self.file, self._seen, self._log = file, folder / SEEN, log
-        self._organizer_file, self._organizer = organizer, rosters.organizer_key(organizer)
-        self._stamp = self._stamped()
-        self.sealed = rosters.sealed(file)
+        self._organizer_file, self._organizer = organizer, rosters.load_organizer_key(organizer)
+        self._stamp = self._file_stamp()
+        self.sealed = rosters.load_signed(file)
         self.roster = rosters.load(file, organizer)
         if self._seen.exists():
-            self._rise(self._seen.read_bytes(), str(self._seen))
+            self._accept_newer(self._seen.read_bytes(), str(self._seen))
 
-    def keep(self) -> None:
+    def save_roster(self) -> None:
         """Keep the roster on disk."""
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         if not self._seen.exists() or self._seen.read_bytes() != self.sealed:
             write_atomically(self._seen, self.sealed)
 
-    def _rise(self, data: bytes, source: str) -> bool:
+    def _accept_newer(self, data: bytes, source: str) -> bool:
         """Take a roster if it is a newer one."""
         if len(data) > MAX_BYTES:
             self._log("roster_refused", level="warning", source=source, text=f"{len(data)} bytes")
             return False
         try:
-            found = rosters.opened(data, self._organizer)
+            found = rosters.parse_signed(data, self._organizer)
         except (TransportError, PeerMismatch) as error:
             self._log("roster_refused", level="warning", source=source, text=str(error)[:300])
             return False
@@ -72,32 +72,32 @@ class Keeper:
         self.roster, self.sealed = found, data
         return True
 
-    def look(self) -> Roster | None:
+    def reload_file(self) -> Roster | None:
         """Return the roster of the file when the file has changed and holds a newer one."""
-        stamp = self._stamped()
+        stamp = self._file_stamp()
         if stamp == self._stamp:
             return None
         try:
-            data = rosters.sealed(self.file)
+            data = rosters.load_signed(self.file)
         except TransportError as error:  # half-copied: looked at again when it changes again
             self._log(
                 "roster_refused", level="warning", source=str(self.file), text=str(error)[:300]
             )
             data = b""
         self._stamp = stamp
-        if not data or not self._rise(data, str(self.file)):
+        if not data or not self._accept_newer(data, str(self.file)):
             return None
-        self.keep()
+        self.save_roster()
         return self.roster
 
-    def offered(self, data: bytes, peer: str) -> Roster | None:
+    def accept_offer(self, data: bytes, peer: str) -> Roster | None:
         """Return the roster that another member sent, when it is newer."""
-        if not self._rise(data, peer):
+        if not self._accept_newer(data, peer):
             return None
-        self.keep()
+        self.save_roster()
         return self.roster
 
-    def _stamped(self) -> _Stamp:
+    def _file_stamp(self) -> _Stamp:
         out = []
         for path in (self.file, self.file.with_name(self.file.name + ".sig")):
             try:
@@ -108,7 +108,7 @@ class Keeper:
         return tuple(out)
 
 
-def changes(old: Roster, new: Roster) -> dict[str, Any]:
+def describe_changes(old: Roster, new: Roster) -> dict[str, Any]:
     """Return what a node's log says of a new roster: its version, who was removed and who has another key."""
     keys = {m.name: m.key for m in new.members}
     removed = [m.name for m in old.members if m.name not in keys]

@@ -18,7 +18,7 @@ from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
-from coterie.exchange.narrowed import cut
+from coterie.exchange.narrowed import narrow_message
 from coterie.methods.base import Method, PeerMethod, Round
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.net.exchange import MAX_REPLY, RemoteExchange
@@ -27,7 +27,7 @@ from coterie.net.post import Post
 from coterie.net.roster import Roster
 from coterie.net.wire import Address
 from coterie.simulation.loop import Loop
-from coterie.simulation.newcomers import Joining, chosen, everybody
+from coterie.simulation.newcomers import JoinContext, choose_newcomers, join_states
 from coterie.simulation.settings import Settings
 
 KIND = "join"
@@ -35,7 +35,7 @@ KIND = "join"
 
 
 @dataclass(frozen=True)
-class Sides:
+class Participants:
     """Who of a roster takes part in the run, and who joins when it has ended.
 
     Args:
@@ -47,37 +47,41 @@ class Sides:
     """
 
     ids: Int[Tensor, " clients"]
-    taking: Roster
-    whole: Roster
+    run_roster: Roster
+    full_roster: Roster
     method: Method
 
     @property
-    def late(self) -> list[str]:
+    def late_members(self) -> list[str]:
         """The members that join late."""
-        here = {member.name for member in self.taking.members}
-        return [member.name for member in self.whole.members if member.name not in here]
+        here = {member.name for member in self.run_roster.members}
+        return [member.name for member in self.full_roster.members if member.name not in here]
 
-    def renewed(self, roster: Roster) -> "Sides":
+    def with_roster(self, roster: Roster) -> "Participants":
         """Return the same sides with a newer roster of the run, in which members were removed or have other keys."""
-        return _sides(roster, self.method, self.ids, self.taking.population)
+        return _make_participants(roster, self.method, self.ids, self.run_roster.population)
 
-    def answers(self, name: str) -> bool:
+    def answers_newcomers(self, name: str) -> bool:
         """Return whether a member answers newcomers when the run has ended."""
-        return name == self.taking.server if self.method.server else name not in self.late
+        return (
+            name == self.run_roster.server if self.method.server else name not in self.late_members
+        )
 
-    def roster(self, name: str) -> Roster:
+    def roster_for(self, name: str) -> Roster:
         """Return the roster as a member sees it: newcomers know all, the others each other."""
-        return self.whole if name in self.late else self.taking
+        return self.full_roster if name in self.late_members else self.run_roster
 
-    def numbered(self, federation: Federation, name: str) -> Federation:
+    def renumber_rows(self, federation: Federation, name: str) -> Federation:
         """Return a member's rows with the numbers of that roster."""
         place = torch.argsort(self.ids)
         return replace(
-            federation, ids=place[federation.ids], population=self.roster(name).population
+            federation, ids=place[federation.ids], population=self.roster_for(name).population
         )
 
 
-def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Sides | None:
+def find_participants(
+    roster: Roster, method: Method, settings: Settings, seed: int
+) -> Participants | None:
     """Tell who joins late; None where the study holds nobody out.
 
     Args:
@@ -107,7 +111,7 @@ def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Side
         )
     population, known = roster.population, roster.client_names
     names = [known.get(client, "") for client in range(population)] if known else []
-    new = set(chosen(settings.new_clients, population, names, seed).tolist())
+    new = set(choose_newcomers(settings.new_clients, population, names, seed).tolist())
     order = [c for c in range(population) if c not in new] + sorted(new)
     for member in roster.members:
         if new & set(member.clients) and not set(member.clients) <= new:
@@ -121,17 +125,19 @@ def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Side
         )
     if roster.server and set(roster.member(roster.server).clients) & new:
         raise ConfigError(f"new_clients: {roster.server} has the server role and cannot join late")
-    return _sides(roster, method, torch.tensor(order), population - len(new))
+    return _make_participants(roster, method, torch.tensor(order), population - len(new))
 
 
-def _sides(roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking: int) -> Sides:
+def _make_participants(
+    roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking: int
+) -> Participants:
     """The sides of a roster, of whose clients, in the order of `ids`, the first take part."""
     place = {client: number for number, client in enumerate(ids.tolist())}
     numbered = tuple(replace(m, clients=tuple(place[c] for c in m.clients)) for m in roster.members)
     removed = tuple(sorted(place[c] for c in roster.removed))
     here = tuple(m for m in numbered if all(c < taking for c in m.clients))
     gone = tuple(c for c in removed if c < taking)
-    return Sides(
+    return Participants(
         ids,
         replace(roster, members=here, population=taking, clusters=(), removed=gone),
         replace(roster, members=numbered, clusters=(), removed=removed),
@@ -142,7 +148,7 @@ def _sides(roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking:
 # ---------------------------------------------------------------- those that took part
 
 
-def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
+def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     """Answer newcomers from now on, by what the run has come to.
 
     Args:
@@ -157,14 +163,14 @@ def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     if isinstance(method, ServerMethod):
         task = loop.task
         context = ServerContext(
-            last, loop.rng.at(last), task.layout, task.population, None, task.part
+            last, loop.rng.at_round(last), task.layout, task.population, None, task.part
         )
         table = method.serving(context, loop.state.shared)
-        told = {-1: {"table": table if task.part.whole else task.part.shared.of(table)}}
+        told = {-1: {"table": table if task.part.whole else task.part.shared.select_from(table)}}
     else:
         assert isinstance(method, PeerMethod)
         task = wide()
-        message = cut(task.part, method.message(task, everybody(loop, task)))
+        message = narrow_message(task.part, method.message(task, join_states(loop, task)))
         told = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in told.items():
         at = Address(-1, 0, client, KIND)
@@ -172,7 +178,9 @@ def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             post.seal(tensors, at)
         except Refused:
             return False
-        post.transport.stand(at, lambda address, tensors=tensors: post.seal(tensors, address))
+        post.transport.publish_standing(
+            at, lambda address, tensors=tensors: post.seal(tensors, address)
+        )
     return True
 
 
@@ -190,13 +198,13 @@ def row_of(message: Message, row: int) -> dict[str, Tensor]:
 class LateExchange(RemoteExchange):
     """The exchange of a newcomer: it reads what finished members answer, and nobody reads it."""
 
-    def _at(self, number: int, client: int) -> Address:
+    def _address_of(self, number: int, client: int) -> Address:
         return Address(self._rng.round, number, client, KIND)
 
-    def _publish(self, message: Message, number: int) -> None:
+    def _publish_rows(self, message: Message, number: int) -> None:
         pass
 
-    def served(self, like: Tensor) -> Float[Tensor, "models shared"]:
+    def fetch_models(self, like: Tensor) -> Float[Tensor, "models shared"]:
         """Fetch the models that serve clients now from the server: what is shared of them.
 
         Args:
@@ -209,28 +217,28 @@ class LateExchange(RemoteExchange):
         shapes = {"table": (like.dtype, ("models", "params" if self.width is None else self.width))}
         template = Template(shapes, halved=frozenset({"table"}), max_bytes=MAX_REPLY)
 
-        def check(tensors: Mapping[str, Tensor]) -> None:
+        def check_models(tensors: Mapping[str, Tensor]) -> None:
             if not len(tensors["table"]):
                 raise Refused("shape", "the server answers with no model; expected one or more")
 
         return (
-            self.post.from_server(Address(-1, 0, -1, KIND), template, check)
+            self.post.fetch_from_server(Address(-1, 0, -1, KIND), template, check_models)
             .tensors["table"]
             .to(like.device)
         )
 
 
-class NodeJoining(Joining):
+class NodeJoining(JoinContext):
     """A run that the newcomers of a node join: members that are away cannot be chosen."""
 
-    def round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
-        """See `Joining.round`."""
-        rnd = super().round(index, task, params)
+    def make_round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
+        """See `JoinContext.make_round`."""
+        rnd = super().make_round(index, task, params)
         assert isinstance(self.exchange, RemoteExchange)
-        return replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+        return replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
 
 
-def joining(loop: Loop, here: Sides) -> NodeJoining:
+def make_joining(loop: Loop, here: Participants) -> NodeJoining:
     """Return the run that the clients of a node join.
 
     Args:
@@ -238,7 +246,7 @@ def joining(loop: Loop, here: Sides) -> NodeJoining:
         here: who takes part and who is late.
     """
     reachable: Bool[Tensor, " population"] = (
-        torch.arange(here.whole.population) < here.taking.population
+        torch.arange(here.full_roster.population) < here.run_roster.population
     )
     rows = torch.arange(len(loop.task))
     return NodeJoining(

@@ -15,7 +15,7 @@ from coterie.net.transport import Hub, InProcess
 Keys = tuple[ec.EllipticCurvePrivateKey, ...]
 
 
-def members(
+def make_members(
     groups: Sequence[Sequence[int]], *, server: str = "", port: int = 21000, schema: str = ""
 ) -> tuple[Roster, Keys]:
     """Make a roster of nodes n0, n1, ... on loopback and their keys, in memory.
@@ -32,19 +32,19 @@ def members(
             f"n{i}",
             f"127.0.0.1:{port + i}",
             tuple(group),
-            identity.public_text(keys[i].public_key()),
+            identity.encode_public_key(keys[i].public_key()),
         )
         for i, group in enumerate(groups)
     )
     return Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema), keys
 
 
-def signer(key: ec.EllipticCurvePrivateKey) -> Callable[[bytes], bytes]:
+def make_signer(key: ec.EllipticCurvePrivateKey) -> Callable[[bytes], bytes]:
     """Return a function that signs bytes with a key."""
     return lambda data: identity.sign(key, data)
 
 
-def in_process(
+def connect_in_process(
     groups: Sequence[Sequence[int]], *, server: str = "n0", terms: Terms | None = None, **options
 ) -> tuple[Hub, list[RemoteExchange]]:
     """Connect exchanges, one for each group of clients, inside this program.
@@ -56,14 +56,14 @@ def in_process(
         options: more for every `Post`.
     """
     hub = Hub()
-    who, keys = members(groups, server=server)
+    who, keys = make_members(groups, server=server)
     return hub, [
-        RemoteExchange(Post(InProcess(hub, m.name), who, signer(key), terms=terms, **options))
+        RemoteExchange(Post(InProcess(hub, m.name), who, make_signer(key), terms=terms, **options))
         for m, key in zip(who.members, keys, strict=True)
     ]
 
 
-def provision(
+def create_credentials(
     folder: Path, who: Roster, *, days: float = 1.0, study: str = "", schema: str = ""
 ) -> tuple[Roster, list[identity.Identity]]:
     """Create the files of an organizer and all members in one folder: authority, keys, certificates, signed roster.
@@ -83,7 +83,7 @@ def provision(
     for member in who.members:
         request = identity.make_request(folder, member.name, member.address)
         certificate = identity.sign_request(folder, request, member.name, member.address, days=days)
-        made.append(roster.certified(member, certificate))
+        made.append(roster.add_certificate(member, certificate))
         people.append(
             identity.Identity.load(
                 folder / f"{member.name}.key",
@@ -92,5 +92,5 @@ def provision(
             )
         )
     signed = replace(who, members=tuple(made), study=study, schema=schema)
-    roster.write(folder / "roster.toml", signed, folder / "organizer.key")
+    roster.write_signed(folder / "roster.toml", signed, folder / "organizer.key")
     return signed, people

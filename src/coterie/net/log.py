@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from coterie._util.loopback import HOST, ours
+from coterie._util.loopback import HOST, is_local_request
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
@@ -63,7 +63,7 @@ class Log:
                 self._lost = 0
 
 
-class Rarely:
+class RateLimit:
     """Says what may be told of something that others can make happen without end: so often in so many seconds.
 
     Args:
@@ -75,17 +75,20 @@ class Rarely:
     def __init__(
         self, times: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._told: deque[float] = deque(maxlen=times)
-        self._seconds, self._clock, self._untold = seconds, clock, 0
+        self._allowed_at: deque[float] = deque(maxlen=times)
+        self._seconds, self._clock, self._suppressed = seconds, clock, 0
 
     def __call__(self) -> int | None:
         """Return None when it is not to be told this time, and else how often it was not told since the last time."""
         now = self._clock()
-        if len(self._told) == self._told.maxlen and now - self._told[0] < self._seconds:
-            self._untold += 1
+        if (
+            len(self._allowed_at) == self._allowed_at.maxlen
+            and now - self._allowed_at[0] < self._seconds
+        ):
+            self._suppressed += 1
             return None
-        untold, self._untold = self._untold, 0
-        self._told.append(now)
+        untold, self._suppressed = self._suppressed, 0
+        self._allowed_at.append(now)
         return untold
 
 
@@ -93,7 +96,7 @@ Sample = tuple[str, str, dict[str, str], float]
 """(name, help, labels, value) of one number for Prometheus."""
 
 
-def exposition(samples: Iterable[Sample]) -> str:
+def format_samples(samples: Iterable[Sample]) -> str:
     """Return numbers in the text format of Prometheus."""
     lines, seen = [], set()
     for name, text, labels, value in samples:
@@ -118,13 +121,15 @@ class MetricsServer:
     """
 
     def __init__(self, port: int, collect: Callable[[], Iterable[Sample]]) -> None:
-        class Handler(BaseHTTPRequestHandler):
+        class MetricsHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found, body = 404, b"see /metrics\n"
-                if not ours(self.headers.get("Host", ""), self.connection.getsockname()[1]):
+                if not is_local_request(
+                    self.headers.get("Host", ""), self.connection.getsockname()[1]
+                ):
                     found, body = 403, b"ask by the name 127.0.0.1 or localhost\n"
                 elif self.path == "/metrics":
-                    found, body = 200, exposition(collect()).encode()
+                    found, body = 200, format_samples(collect()).encode()
                 self.send_response(found)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
                 self.send_header("X-Content-Type-Options", "nosniff")
@@ -136,7 +141,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Write nothing: the log is for the run."""
 
-        self._server = ThreadingHTTPServer((HOST, port), Handler)
+        self._server = ThreadingHTTPServer((HOST, port), MetricsHandler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="coterie-metrics")
         self._thread.start()

@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 
 from coterie._util.files import write_atomically
-from coterie._util.lines import Lines
+from coterie._util.lines import LineFile
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.exchange.accepting import Reputation
 from coterie.methods.base import Method, Round
 from coterie.methods.server import ServerMethod
-from coterie.models.layout import ModelSource, own_name
+from coterie.models.layout import ModelSource, custom_model_name
 from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.audit import Audit
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
-from coterie.net.keeper import Keeper, changes, check_same_run
+from coterie.net.keeper import Keeper, check_same_run, describe_changes
 from coterie.net.log import Log, Sample
 from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
@@ -49,7 +49,7 @@ from coterie.net.wire import VERSION
 from coterie.rng import Rng
 from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.loop import Loop
-from coterie.simulation.models import models_of
+from coterie.simulation.models import collect_models
 from coterie.simulation.record import Record
 from coterie.simulation.run import make_task
 from coterie.simulation.settings import Settings
@@ -76,7 +76,7 @@ class RunSpec:
     model_name: str
     seed: int = 0
 
-    def task(self, federation: Federation, secret: int | None = None) -> Task:
+    def make_task(self, federation: Federation, secret: int | None = None) -> Task:
         """Return the task of a node's rows.
 
         Args:
@@ -85,7 +85,7 @@ class RunSpec:
         """
         return make_task(federation, self.method, self.model, self.settings, secret)
 
-    def agreed(self, population: int) -> dict[str, Any]:
+    def common_settings(self, population: int) -> dict[str, Any]:
         """Return the settings that must be equal on every node."""
         return heads.settings_of(self.method, self.settings, self.seed, self.model_name, population)
 
@@ -111,13 +111,13 @@ class Patience:
 class NodeLoop(Loop):
     """The run's loop, in which members that are away cannot be chosen."""
 
-    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
-        rnd = super()._context(index, rows, cohort)
+    def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        rnd = super()._make_round(index, rows, cohort)
         assert isinstance(self.exchange, RemoteExchange)
         return (
             rnd
             if self.method.server
-            else replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+            else replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
         )
 
 
@@ -131,7 +131,7 @@ class Node:
         transport: the transport of messages; its owner closes it.
         sign: signs bytes with this node's key.
         folder: folder of this node's run; a killed node continues from its checkpoint there.
-        terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
+        terms: deadlines and options of the exchange; a deadline of 0 is measured (see `round_deadline`).
         patience: how long it waits for others.
         log: receives events.
         keeper: knows of newer rosters; without one, the roster stays as it is.
@@ -159,27 +159,31 @@ class Node:
         self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
-        self._told_done = 0  # how often this node has answered that it is done
-        self._check(federation)
+        self._done_answers = 0  # how often this node has answered that it is done
+        self._check_federation(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
-        self.sides = latecomers.sides(roster, plan.method, plan.settings, plan.seed)
-        self.late = self.sides is not None and transport.name in self.sides.late
-        names, seen = {**roster.client_names, **federation.names}, roster
-        if self.sides is not None:
+        self.participants = latecomers.find_participants(
+            roster, plan.method, plan.settings, plan.seed
+        )
+        self.late = (
+            self.participants is not None and transport.name in self.participants.late_members
+        )
+        names, seen = {**roster.client_names, **federation.names_by_id}, roster
+        if self.participants is not None:
             federation, seen = (
-                self.sides.numbered(federation, transport.name),
-                self.sides.roster(transport.name),
+                self.participants.renumber_rows(federation, transport.name),
+                self.participants.roster_for(transport.name),
             )
         self._federation = replace(federation, truth=planted)
         # drawn anew at every start and never written: noise that is used twice could be taken off
-        self.task = plan.task(self._federation, secret=secrets.randbits(63))
+        self.task = plan.make_task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
-        self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
+        self.settings = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
-        self._journal_file = Lines(folder / ARRIVALS)
-        if torn := self._journal_file.cut():
+        self._journal_file = LineFile(folder / ARRIVALS)
+        if torn := self._journal_file.trim_partial_line():
             self.log(
                 "journal_repaired",
                 level="warning",
@@ -187,28 +191,31 @@ class Node:
             )
         self.post = Post(
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
-            terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
+            terms=terms or Terms(), deadline=self.round_deadline, journal=self._write_journal,
         )  # fmt: skip
-        self.post.between, self.post.believes = self.renew, self._server_signs
+        self.post.on_server_wait, self.post.server_has_reached = (
+            self.update_roster,
+            self._server_signs,
+        )
         if audit is not None:
-            self.post.arrived, self.post.able = audit.received, audit.ensure
+            self.post.on_answer, self.post.ensure_able = audit.record_delivery, audit.ensure_written
         door = latecomers.LateExchange if self.late else RemoteExchange
-        self.exchange = door(self.post, self.task.part.shared.count)
-        ids = None if self.sides is None else self.sides.ids
+        self.exchange = door(self.post, self.task.part.shared.num_columns)
+        ids = None if self.participants is None else self.participants.ids
         record = Record(clusters, names, ids, similarities=plan.settings.record_similarities)
         self.loop = NodeLoop(
             self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record
         )
         # whom others do not notice
         settings = plan.settings if self.late else replace(plan.settings, new_clients=None)
-        self._identity = checkpoint.identity(
-            plan.method, settings, plan.seed, federation, self.task, own_name(plan.model)
+        self._identity = checkpoint.compute_identity(
+            plan.method, settings, plan.seed, federation, self.task, custom_model_name(plan.model)
         )
         self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
-        self._started, self._local, self._deaf_until = time.perf_counter(), [0.0], -1
-        self.clock = self._in_step()
+        self._started, self._local, self._ignore_hints_until = time.perf_counter(), [0.0], -1
+        self.clock = self._make_clock()
 
-    def _check(self, federation: Federation) -> None:
+    def _check_federation(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
         if (
             sorted(federation.ids.tolist()) != own
@@ -244,14 +251,14 @@ class Node:
         write_atomically(path, json.dumps({"incarnation": now}).encode())
         return now
 
-    def _journal(self, event: Mapping[str, Any]) -> None:
+    def _write_journal(self, event: Mapping[str, Any]) -> None:
         """Record what arrived in the journal, for replay, and log it."""
         self._journal_file.append(json.dumps(event).encode())
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
         grave = details.get("missing") or event["event"] == "refused"
         self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
-    def deadline(self) -> float:
+    def round_deadline(self) -> float:
         """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""
         if self.post.terms.deadline:
             return self.post.terms.deadline
@@ -261,8 +268,8 @@ class Node:
 
     # ------------------------------------------------------------------ meeting the others
 
-    def _head(self, nonce: str) -> bytes:
-        self._told_done += self._state == "done"
+    def _make_head(self, nonce: str) -> bytes:
+        self._done_answers += self._state == "done"
         return Head(
             self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
             heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
@@ -272,14 +279,14 @@ class Node:
     def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
         """Ask members for their heads; return those that arrived."""
 
-        def one(name: str) -> Head | None:
+        def ask_one(name: str) -> Head | None:
             nonce = secrets.token_hex(8)
-            data = self.transport.head(name, nonce, self.patience.ask)
+            data = self.transport.ask_head(name, nonce, self.patience.ask)
             if isinstance(data, Missing):
                 return None
-            key = identities.public_key(self.roster.member(name).key)
+            key = identities.decode_public_key(self.roster.member(name).key)
             try:
-                return heads.read(
+                return heads.parse_head(
                     data,
                     lambda s, d: identities.verify(key, s, d),
                     run=self.roster.run,
@@ -295,41 +302,47 @@ class Node:
         with ThreadPoolExecutor(8, "coterie-heads") as pool:
             known = {m.name for m in self.roster.members}  # one that was just removed is not asked
             names = [n for n in names if n in known]
-            return {n: h for n, h in zip(names, pool.map(one, names), strict=True) if h is not None}
+            return {
+                n: h for n, h in zip(names, pool.map(ask_one, names), strict=True) if h is not None
+            }
 
     @property
-    def others(self) -> list[str]:
+    def other_members(self) -> list[str]:
         """The other members that take part in the rounds."""
-        members = self.roster.members if self.sides is None else self.sides.taking.members
+        members = (
+            self.roster.members
+            if self.participants is None
+            else self.participants.run_roster.members
+        )
         return [m.name for m in members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
         """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
-        while len(met) < len(self.others):
-            met |= self.ask_heads(n for n in self.others if n not in met)
+        while len(met) < len(self.other_members):
+            met |= self.ask_heads(n for n in self.other_members if n not in met)
             started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
-            if time.monotonic() > until or 2 * len(started) > len(self.others):
+            if time.monotonic() > until or 2 * len(started) > len(self.other_members):
                 break
-            if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
+            if len(met) < len(self.other_members) and self._stop.wait(self.patience.poll):
                 break
         return met
 
-    def _open(self) -> None:
+    def _start_answering(self) -> None:
         """Answer those who ask how this node is, which roster it has, and how good the link is."""
         if self.audit is not None:
             study = heads.study_hash(self.settings)
             resumes = self.loop.next_round
-            self.audit.start(
+            self.audit.record_start(
                 self.roster, inc=self.incarnation, resumes=resumes, study=study, schema=self.schema
             )
-        self.transport.serve_head(self._head)
+        self.transport.serve_head(self._make_head)
         if (keeper := self.keeper) is not None:
-            keeper.keep()
+            keeper.save_roster()
             self.transport.serve_roster(lambda: keeper.sealed)
         self.post.serve_probe()
 
-    def meet(self) -> bool:
+    def meet_others(self) -> bool:
         """Wait for the other members and check that they run the same study.
 
         Returns:
@@ -338,28 +351,28 @@ class Node:
         Raises:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self._open()
+        self._start_answering()
         met = self.look_around(self.patience.start)
-        if (newer := self._newer(met)) is not None:
-            self._take(*newer)
+        if (newer := self._fetch_newer_roster(met)) is not None:
+            self._take_roster(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
-            text = heads.difference(self.settings, met[name].settings)
+            text = heads.describe_difference(self.settings, met[name].settings)
             self.log(
                 "mismatch", level="error", peer=name, text=text or "another model or wire format"
             )
-        self.exchange.away([n for n in self.others if n not in met], for_good=odd)
-        absent = sorted(set(self.others) - set(met))
+        self.exchange.set_away([n for n in self.other_members if n not in met], for_good=odd)
+        absent = sorted(set(self.other_members) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
-        self._journal(
+        self._write_journal(
             {"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation}
         )
-        self._welcome(met)
+        self._note_met(met)
         self._state = "running"
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         return late or self.loop.next_round >= 0
 
-    def _welcome(self, met: Mapping[str, Head]) -> None:
+    def _note_met(self, met: Mapping[str, Head]) -> None:
         """Note the members that were met, by their signed heads."""
         self._met = frozenset(met)
         if self.audit is not None:
@@ -370,7 +383,7 @@ class Node:
                     "state": head.state,
                     "round": head.round,
                 }
-                self.audit.joined(name, self.roster, **about)
+                self.audit.record_join(name, self.roster, **about)
 
     def _catch_up(self) -> None:
         """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`.
@@ -380,10 +393,12 @@ class Node:
         """
         if self.exchange.server:
             return
-        heads, here = self.ask_heads(self.others), self.loop.next_round
+        heads, here = self.ask_heads(self.other_members), self.loop.next_round
         hint, self.post.ahead = self.post.ahead, None
-        claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
-        possible = self.clock.newest(self._pace())
+        claimed = catchup.newest_backed_round(
+            (h.round for h in heads.values()), len(self.other_members)
+        )
+        possible = self.clock.newest_possible_round(self._seconds_per_round())
         target = min(
             claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible
         )
@@ -393,11 +408,11 @@ class Node:
                 level="warning",
                 came_from=here,
                 goes_to=target,
-                **_apart("claimed", claimed, target),
+                **_if_different("claimed", claimed, target),
             )
-            self.loop.skip(target)
+            self.loop.skip_rounds(target)
         elif hint is not None:
-            self._deaf_until = here + KEEP
+            self._ignore_hints_until = here + KEEP
             self.log(
                 "not_backed",
                 level="warning",
@@ -409,12 +424,16 @@ class Node:
         head = self.ask_heads([self.roster.server]).get(self.roster.server)
         return head is not None and head.round >= round
 
-    def _pace(self) -> float:
+    def _seconds_per_round(self) -> float:
         """Seconds that this node has trained in a round so far."""
-        done = self.loop.next_round + 1 - sum(last + 1 - first for first, last in self.loop.skipped)
+        done = (
+            self.loop.next_round
+            + 1
+            - sum(last + 1 - first for first, last in self.loop.skipped_rounds)
+        )
         return self._timing()["train_s"] / max(1, done)
 
-    def _in_step(self) -> catchup.RunClock:
+    def _make_clock(self) -> catchup.RunClock:
         """The clock of the run: from the checkpoint on, or from when the roster was signed."""
         saved = self.folder / checkpoint.FILE
         if self.loop.next_round >= 0 and saved.exists():
@@ -424,7 +443,7 @@ class Node:
 
     # ------------------------------------------------------------------ the roster
 
-    def renew(self) -> None:
+    def update_roster(self) -> None:
         """Take a newer roster, from its file or from a member that has one; look for one, once a round.
 
         Raises:
@@ -432,86 +451,96 @@ class Node:
         """
         if self.keeper is None:
             return
-        found = self.keeper.look()
+        found = self.keeper.reload_file()
         if found is not None:
-            self._adopt(found)
+            self._adopt_roster(found)
         if self._scouted is None:
             self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
         elif self._scouted.done():
             offered, self._scouted = self._scouted.result(), None
             if offered is not None:
-                self._take(*offered)
+                self._take_roster(*offered)
 
     def _ask_around(self, number: int) -> tuple[str, bytes] | None:
         """Ask one member, another one every time, whether it has a newer roster."""
-        alive = sorted(self.transport.alive())
-        return self._newer(self.ask_heads([alive[number % len(alive)]])) if alive else None
+        alive = sorted(self.transport.alive_members())
+        return (
+            self._fetch_newer_roster(self.ask_heads([alive[number % len(alive)]]))
+            if alive
+            else None
+        )
 
-    def _newer(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
+    def _fetch_newer_roster(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
         """Return the newest roster of some members, when by their signed heads it is newer than this node's."""
         name = max(met, key=lambda n: met[n].roster, default="")
         if self.keeper is None or not name or met[name].roster <= self.roster.version:
             return None
-        data = self.transport.roster_of(name, self.patience.ask)
+        data = self.transport.ask_roster(name, self.patience.ask)
         return None if isinstance(data, Missing) else (name, data)
 
-    def _take(self, peer: str, data: bytes) -> None:
+    def _take_roster(self, peer: str, data: bytes) -> None:
         assert self.keeper is not None
-        found = self.keeper.offered(data, peer)
+        found = self.keeper.accept_offer(data, peer)
         if found is not None:
-            self._adopt(found)
+            self._adopt_roster(found)
 
-    def _adopt(self, new: Roster) -> None:
+    def _adopt_roster(self, new: Roster) -> None:
         """Go on under a newer roster: its members, their keys, and links that it allows."""
         check_same_run(self.roster, new, self.transport.name)
-        different = changes(self.roster, new)
+        different = describe_changes(self.roster, new)
         self.log("roster", **different)
         if self.audit is not None:
-            self.audit.roster(new, removed=different["removed"], rekeyed=different["rekeyed"])
+            self.audit.record_roster(
+                new, removed=different["removed"], rekeyed=different["rekeyed"]
+            )
         self.roster = seen = new
-        if self.sides is not None:
-            self.sides = self.sides.renewed(new)
-            seen = self.sides.roster(self.transport.name)
-        self.post.renew(replace(seen, schema=self.schema))
-        self.transport.renew(new)
+        if self.participants is not None:
+            self.participants = self.participants.with_roster(new)
+            seen = self.participants.roster_for(self.transport.name)
+        self.post.use_roster(replace(seen, schema=self.schema))
+        self.transport.use_roster(new)
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Run from the checkpoint or the start to the end."""
         if self.late:
-            self._join()
+            self._join_late()
             return
-        if self._answers and checkpoint.finished(self.folder):
+        if self._is_answering and checkpoint.is_finished(self.folder):
             self._answer_again()
             return
-        behind = self.meet()
+        behind = self.meet_others()
         if self.loop.next_round < 0 and not self._stop.is_set():
-            self._step()
+            self._run_round()
         if behind:
             self._catch_up()
-        while not self.loop.finished and not self._stop.is_set():
-            self._step()
+        while not self.loop.is_finished and not self._stop.is_set():
+            self._run_round()
         if self._stop.is_set():
             self.log("stopped", resumes=self.loop.next_round)
             return
-        if self.loop.untrained:
+        if self.loop.is_untrained:
             raise TransportError(
                 "the server left this node out of every round: it has trained nothing and has no model"
             )
         self._answer_newcomers()
         self._state = "done" if not self.plan.method.server else "running"
-        self.loop.final()
-        models = models_of(self.loop, self.plan.model, self.plan.method.kind)
-        checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
+        self.loop.evaluate_final()
+        models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
+        checkpoint.finish_run(
+            self.folder, self.loop, self._identity, self._timing(), models.make_files()
+        )
         self._state = "done"
-        skipped: dict[str, Any] = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        skipped: dict[str, Any] = (
+            {"skipped": self.loop.skipped_rounds} if self.loop.skipped_rounds else {}
+        )
         self.log(
             "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped
         )
         self._linger()
 
-    def _step(self) -> None:
+    def _run_round(self) -> None:
         index, exchanging, began = (
             self.loop.next_round,
             self.post.traffic.seconds,
@@ -519,32 +548,32 @@ class Node:
         )
         received = self.post.traffic.received
         self.log.round, before = index, self.loop.state.reputation
-        self.renew()
+        self.update_roster()
         try:
-            self.loop.step()
+            self.loop.run_next_round()
         except RoundMissed as missed:
             if index < 0 and type(self.plan.method).enroll is not Method.enroll:
                 raise TransportError(
                     f"{self.plan.method.kind} enrolls its clients before the first round, and this node came too late"
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
-            self._journal({"event": "missed", "round": index})
-            self.loop.skip(index + 1)
+            self._write_journal({"event": "missed", "round": index})
+            self.loop.skip_rounds(index + 1)
         if self.post.traffic.received > received:
-            self.clock.in_step(index)
+            self.clock.note_in_step(index)
         self._write_down(index, before)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
-        self._journal({"event": "round", "round": index})
+        self._write_journal({"event": "round", "round": index})
         values: dict[str, Any] = {
             name: float(value.nanmean()) for name, value in self.loop.validation.items()
         }
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
         if (
             self.post.ahead is not None
-            and self.post.ahead > self.loop.next_round > self._deaf_until
+            and self.post.ahead > self.loop.next_round > self._ignore_hints_until
         ):
             self._catch_up()
 
@@ -561,7 +590,7 @@ class Node:
             list[tuple[int, int, str, int | None]](),
             self.exchange.ids,
         )
-        found = [(reader, read, None) for reader, read in self.loop.record.refused(index)]
+        found = [(reader, read, None) for reader, read in self.loop.record.list_refused(index)]
         if (
             now is not None
             and before is not None
@@ -573,8 +602,8 @@ class Node:
             ]
         for reader, read, until in found:
             refused.append((reader, read, self.post.host_of.get(read, ""), until))
-        self.audit.judged(index, refused)
-        self.audit.mark(index)
+        self.audit.record_rejections(index, refused)
+        self.audit.end_round(index)
 
     def _timing(self) -> dict[str, float]:
         return {
@@ -586,21 +615,23 @@ class Node:
     # ------------------------------------------------------------------ members that join late
 
     @property
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         """Whether newcomers ask this node."""
-        return self.sides is not None and self.sides.answers(self.transport.name)
+        return self.participants is not None and self.participants.answers_newcomers(
+            self.transport.name
+        )
 
     def _answer_newcomers(self) -> None:
         """From the last round on, answer members that join late."""
-        if self._answers:
-            assert self.sides is not None
+        if self._is_answering:
+            assert self.participants is not None
             wide, engine = (
                 replace(self._federation, population=self.roster.population),
                 self.task.engine.name,
             )
             settings = replace(self.plan.settings, engine=engine, block=self.task.block)
             plan = replace(self.plan, settings=settings)
-            if not latecomers.answer(self.post, self.loop, lambda: plan.task(wide)):
+            if not latecomers.answer_newcomers(self.post, self.loop, lambda: plan.make_task(wide)):
                 self.log(
                     "withheld",
                     level="warning",
@@ -609,59 +640,64 @@ class Node:
 
     def _answer_again(self) -> None:
         """Answer members that join late after a run that this node has finished before."""
-        self._open()
+        self._start_answering()
         heads.check_study(self.roster, self.settings, self.schema, {})
         self._answer_newcomers()
         self._state = "done"
-        assert self.sides is not None
+        assert self.participants is not None
         self.log(
-            "answering", text=f"the run is over; waiting for {', '.join(self.sides.late)} to join"
+            "answering",
+            text=f"the run is over; waiting for {', '.join(self.participants.late_members)} to join",
         )
         self._linger()
 
-    def _join(self) -> None:
+    def _join_late(self) -> None:
         """Join a run that has ended, by the method's own rule: train, be tested, and leave the others as they are."""
         assert isinstance(self.exchange, latecomers.LateExchange)
-        assert self.sides is not None
+        assert self.participants is not None
         met = self._await_the_end()
         if self._stop.is_set():
             self.log("stopped")
             return
         last, now = (
             max(head.round for head in met.values()) - 1,
-            latecomers.joining(self.loop, self.sides),
+            latecomers.make_joining(self.loop, self.participants),
         )
         self._state = "running"
         if isinstance(self.plan.method, ServerMethod):
-            models = newcomers.served(now, self._table())
+            models = newcomers.iterate_served_models(now, self._fetch_table())
         else:
-            models = newcomers.with_peers(
+            models = newcomers.iterate_peer_models(
                 now, replace(self.loop.state, moments=None, reputation=None)
             )
-        final = newcomers.tested(now, self._followed(models), self.loop.record, last)
-        self.loop.evaluated, self.loop.next_round = final, last + 1
+        final = newcomers.evaluate_newcomers(
+            now, self._follow_models(models), self.loop.record, last
+        )
+        self.loop.evaluated_models, self.loop.next_round = final, last + 1
         if len(self.loop.tracker.best):
             self.loop.tracker = replace(self.loop.tracker, best=final)
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
-        models = models_of(self.loop, self.plan.model, self.plan.method.kind)
-        checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
+        models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
+        checkpoint.finish_run(
+            self.folder, self.loop, self._identity, self._timing(), models.make_files()
+        )
         self._state = "done"
         self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
         self._linger()
 
-    def _table(self) -> Tensor:
+    def _fetch_table(self) -> Tensor:
         """The server's models, with 0 in what clients keep at home."""
         assert isinstance(self.exchange, latecomers.LateExchange)
         part = self.task.part
         try:
-            table = self.exchange.served(self.loop.state.params)
+            table = self.exchange.fetch_models(self.loop.state.params)
         except RoundMissed:
             raise TransportError(
                 f"the server {self.roster.server} has no model for new clients: see its log"
             ) from None
-        return table if part.whole else part.shared.widened(table)
+        return table if part.whole else part.shared.expand_to_rows(table)
 
-    def _followed(self, models: newcomers.Models) -> newcomers.Models:
+    def _follow_models(self, models: newcomers.ModelSteps) -> newcomers.ModelSteps:
         """Pass a newcomer's models on, and log its rounds."""
         for index, (params, judged) in enumerate(models, start=-1):
             self.loop.state = replace(self.loop.state, params=params)
@@ -679,11 +715,11 @@ class Node:
             TransportError: when those that newcomers ask do not answer.
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self._open()
-        names = [self.roster.server] if self.plan.method.server else self.others
+        self._start_answering()
+        names = [self.roster.server] if self.plan.method.server else self.other_members
         seen, until = {}, time.monotonic() + self.patience.start
         while True:
-            self.renew()
+            self.update_roster()
             met = self.ask_heads(names)
             found = {name: (head.state, head.round) for name, head in met.items()}
             if found != seen:
@@ -704,8 +740,8 @@ class Node:
                 f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished member "
                 "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
             )
-        self.exchange.away([n for n in names if n not in met], for_good=odd)
-        self._welcome(met)
+        self.exchange.set_away([n for n in names if n not in met], for_good=odd)
+        self._note_met(met)
         return met
 
     def _linger(self) -> None:
@@ -716,21 +752,22 @@ class Node:
         seen, until = {}, time.monotonic() + self.patience.linger
         late = (
             []
-            if self.late or not self._answers
-            else list(self.sides.late if self.sides is not None else [])
+            if self.late or not self._is_answering
+            else list(self.participants.late_members if self.participants is not None else [])
         )
         while time.monotonic() < until:
-            self.renew()
+            self.update_roster()
             found = {
-                n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()
+                n: (h.state, h.round)
+                for n, h in self.ask_heads([*self.other_members, *late]).items()
             }
             done = {n for n, (state, _) in found.items() if state == "done"}
             late = [n for n in late if n not in done]
-            if self.late and (self._told_done >= len(self._met) or not found):
+            if self.late and (self._done_answers >= len(self._met) or not found):
                 # the last of those who waited for this node reads its answer
                 self._stop.wait(self.patience.poll)
                 return
-            here = self.transport.alive().union(found) & set(self.others)
+            here = self.transport.alive_members().union(found) & set(self.other_members)
             if not late and not self.late and here <= done:
                 return
             if found != seen:
@@ -749,7 +786,7 @@ class Node:
         self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()
 
-    def samples(self) -> list[Sample]:
+    def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
         traffic, labels = self.post.traffic, {"node": self.transport.name}
         out: list[Sample] = [
@@ -758,7 +795,7 @@ class Node:
                 "coterie_peers_alive",
                 "members whose token is seen",
                 labels,
-                len(self.transport.alive()),
+                len(self.transport.alive_members()),
             ),
             ("coterie_received_total", "messages received", labels, traffic.received),
             ("coterie_received_bytes_total", "bytes received", labels, traffic.bytes),
@@ -775,6 +812,6 @@ class Node:
         return out
 
 
-def _apart(name: str, value: int, other: int) -> dict[str, int]:
+def _if_different(name: str, value: int, other: int) -> dict[str, int]:
     """A value by its name, where it is not what another says."""
     return {name: value} if value != other else {}

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 
-from coterie._util.importing import imported_function
-from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, Share, parse
+from coterie._util.importing import import_function
+from coterie._util.settings import (
+    Configurable,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Share,
+    parse_settings,
+)
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, build_federation, build_from_sources
@@ -147,16 +153,16 @@ class NodeFile(Configurable):
     network: NetworkSettings = field(default_factory=NetworkSettings)
     folder: Path = Path(".")
 
-    def path(self, name: str) -> Path:
+    def resolve_path(self, name: str) -> Path:
         """Return a path of the file, relative to the file's folder."""
         return self.folder / name
 
-    def chosen(self) -> tuple[StudyConfig, str, int]:
+    def select_run(self) -> tuple[StudyConfig, str, int]:
         """Return the study, and the label and seed of this node's run."""
-        return choose(config.load(self.path(self.study)), self.method, self.seed)
+        return select_run(config.load(self.resolve_path(self.study)), self.method, self.seed)
 
 
-def choose(
+def select_run(
     study: StudyConfig, method: str = "", seed: int | None = None
 ) -> tuple[StudyConfig, str, int]:
     """Return one run of a study as a study.
@@ -176,15 +182,19 @@ def choose(
             f"the study has the seeds {list(study.seeds)}; say which: seed = {study.seeds[0]}"
         )
     label, number = method or labels[0], study.seeds[0] if seed is None else seed
-    return study.only(label, number), label, number
+    return study.select_run(label, number), label, number
 
 
-def plan_of(study: StudyConfig) -> RunSpec:
+def make_run_spec(study: StudyConfig) -> RunSpec:
     """Return the part of a run that is equal on all nodes, from a study of one run."""
-    entry = study.scaled(study.methods[0].label)
+    entry = study.scale_method(study.methods[0].label)
     settings = between_machines(entry.method, entry.settings)
     return RunSpec(
-        entry.method, settings, study.model.source, str(study.model.source), study.seeds[0]
+        entry.method,
+        settings,
+        study.model.named_model,
+        str(study.model.named_model),
+        study.seeds[0],
     )
 
 
@@ -194,7 +204,11 @@ def between_machines(method: Method, settings: Settings) -> Settings:
     A simulation with these settings gives the results of the nodes.
     """
     judging = replace(settings, acceptance=True)
-    return judging if settings.acceptance is None and judging.rules_of(method) else settings
+    return (
+        judging
+        if settings.acceptance is None and judging.acceptance_rules_for(method)
+        else settings
+    )
 
 
 def load(path: Path) -> NodeFile:
@@ -213,14 +227,14 @@ def load(path: Path) -> NodeFile:
     for name, kind in (("data", DataSource), ("network", NetworkSettings)):
         part = table.pop(name, {})
         require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
-        parts[name] = parse(kind, part, f"{path}: {name}")
-    return parse(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
+        parts[name] = parse_settings(kind, part, f"{path}: {name}")
+    return parse_settings(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
 
 
 # ---------------------------------------------------------------- data
 
 
-def own_rows(
+def load_own_rows(
     file: NodeFile, study: StudyConfig, clients: tuple[int, ...], population: int
 ) -> Federation:
     """Return this node's own data, as rows of the population.
@@ -249,23 +263,25 @@ def own_rows(
         )
     if source.study:
         require(source.study == "own rows", "data.study", source.study, "'own rows'")
-        place = file.path(source.data_dir) if source.data_dir else None
+        place = file.resolve_path(source.data_dir) if source.data_dir else None
         return build_federation(study.data, study.seeds[0], place).host(list(clients))
     if source.federation:
-        return _placed(Federation.load(file.path(source.federation)), clients, population)
+        return _place_rows(
+            Federation.load(file.resolve_path(source.federation)), clients, population
+        )
     if source.dataset:
-        return _placed(_dataset(file, study.seeds[0], clients), clients, population)
+        return _place_rows(_build_dataset(file, study.seeds[0], clients), clients, population)
     if source.function:
-        made = _called(source.function)
+        made = _call_function(source.function)
         if isinstance(made, Federation):
-            return _placed(made, clients, population)
+            return _place_rows(made, clients, population)
         pair, test = (
             made if all(isinstance(one, tuple) and len(one) == 2 for one in made) else (made, None)
         )
     elif source.arrays:
-        pair, test = _arrays(file.path(source.arrays))
+        pair, test = _load_arrays(file.resolve_path(source.arrays))
     else:
-        read = hub.read_folder(file.path(source.folder), source.label or None)
+        read = hub.load_folder(file.resolve_path(source.folder), source.label or None)
         pair, test = (
             (read.train.x, read.train.y),
             (read.test.x, read.test.y) if len(read.test) else None,
@@ -280,10 +296,10 @@ def own_rows(
         validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
     )  # fmt: skip
     # the roster says how the node is called
-    return _placed(replace(federation, client_names=()), clients, population)
+    return _place_rows(replace(federation, client_names=()), clients, population)
 
 
-def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
+def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
     """The data that [data] names as a study does: those of one client, unless they come with clients.
 
     A client draws from the stream of its id: its rows are split as in a simulation of all members'
@@ -292,10 +308,10 @@ def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
     name, options = file.data.dataset, dict(file.data.options)
     if name in datasets.OWN_KINDS:
         for key in {"path", "test"} & set(options):
-            options[key] = str(file.path(str(options[key])))
-        made = datasets.own(name, options, shared=True)
+            options[key] = str(file.resolve_path(str(options[key])))
+        made = datasets.load_table_or_folder(name, options, shared=True)
     elif ":" in name:
-        made = datasets.called(name, options, seed)
+        made = datasets.call_dataset_function(name, options, seed)
     else:
         raise ConfigError(
             f"data.dataset is {name!r}; expected 'table', 'folder' or 'package.module:name'"
@@ -315,12 +331,12 @@ def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
         test_fraction=file.data.test,
         folds=file.data.folds,
     )
-    seed, fold = config.drawn_from(seed)
+    seed, fold = config.data_seed_and_fold(seed)
     alike = len(made.train.columns[made.clients].unique()) == len(clients)
     return build_from_sources(config, (made,), Rng(seed), fold, clients if alike else None)
 
 
-def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:
+def _place_rows(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:
     """Give rows their ids in the population; rows that have ids already are chosen by them."""
     if federation.population == population and set(clients) <= set(federation.ids.tolist()):
         return federation.host(list(clients))
@@ -333,7 +349,7 @@ def _placed(federation: Federation, clients: tuple[int, ...], population: int) -
     )
 
 
-def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+def _load_arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
@@ -350,10 +366,10 @@ def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
     return (found["x"], found["y"]), test
 
 
-def _called(name: str) -> Any:
+def _call_function(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
-    result = imported_function(name, f"data.function {name!r}")()
+    result = import_function(name, f"data.function {name!r}")()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
         raise DataError(
             f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs"

@@ -67,7 +67,7 @@ class Outbox:
         self, *, per_asker: int = PER_ASKER, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.per_asker, self._clock = per_asker, clock
-        self._kept: dict[Address, tuple[str, Parcel | Missing]] = {}
+        self._published: dict[Address, tuple[str, Parcel | Missing]] = {}
         self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
         # of the standing ones, those that were asked for lately
         self._sealed: dict[Address, Parcel] = {}
@@ -93,14 +93,14 @@ class Outbox:
         with self._change:
             if self._closed:
                 raise TransportError("this node is closed; it publishes nothing any more")
-            self._kept[address] = (to, what)
+            self._published[address] = (to, what)
             if address.round > self._newest:
                 self._newest = address.round
-                self._forget()
-            answers = self._due()
-        _give(answers)
+                self._drop_old()
+            answers = self._take_due()
+        _deliver_answers(answers)
 
-    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with the same message in this round and all later ones.
 
         Args:
@@ -110,8 +110,8 @@ class Outbox:
         with self._change:
             self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
             self._sealed.clear()
-            answers = self._due()
-        _give(answers)
+            answers = self._take_due()
+        _deliver_answers(answers)
 
     def ask(self, asker: str, address: Address, wait: float, answer: Answer) -> None:
         """Answer a question now, when its message is published, or after `wait` seconds.
@@ -120,25 +120,25 @@ class Outbox:
             asker: the asking member, as the network identifies it.
             address: the address of the message.
             wait: seconds to wait for it.
-            answer: called once; with a parcel, `sent` must follow when it is delivered or given up.
+            answer: called once; with a parcel, `note_sent` must follow when it is delivered or given up.
         """
         with self._change:
             waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
             older = self._waiting.pop((asker, address), None)
-            answers = [] if older is None else [(older.answer, self._missing("busy"))]
+            answers = [] if older is None else [(older.answer, self._make_missing("busy"))]
             if self._closed:
-                answers.append((answer, self._missing("closing")))
-            elif self._open(asker) >= self.per_asker:
-                busy = self._missing("busy")
+                answers.append((answer, self._make_missing("closing")))
+            elif self._count_open(asker) >= self.per_asker:
+                busy = self._make_missing("busy")
                 self.permit(asker, address, busy)
                 answers.append((answer, busy))
             else:
                 self._waiting[asker, address] = waiting
-                answers += self._due()
+                answers += self._take_due()
                 self._change.notify_all()
-        _give(answers)
+        _deliver_answers(answers)
 
-    def sent(self, asker: str) -> None:
+    def note_sent(self, asker: str) -> None:
         """Note that a message handed out to an asker has been delivered or given up."""
         with self._change:
             left = self._sending.get(asker, 0) - 1
@@ -150,51 +150,51 @@ class Outbox:
         """Answer every open question with "closing"."""
         with self._change:
             self._closed = True
-            answers = [(w.answer, self._missing("closing")) for w in self._waiting.values()]
+            answers = [(w.answer, self._make_missing("closing")) for w in self._waiting.values()]
             self._waiting.clear()
             self._change.notify_all()
-        _give(answers)
+        _deliver_answers(answers)
         self._sweeper.join()
 
     @property
-    def load(self) -> tuple[int, int]:
+    def current_load(self) -> tuple[int, int]:
         """The numbers of stored messages and of open questions."""
         with self._change:
-            return len(self._kept), len(self._waiting)
+            return len(self._published), len(self._waiting)
 
-    def _forget(self) -> None:
-        rounds = sorted({a.round for a in self._kept}, reverse=True)
-        sizes = {r: sum(w.size for a, (_, w) in self._kept.items() if a.round == r and isinstance(w, Parcel))
+    def _drop_old(self) -> None:
+        rounds = sorted({a.round for a in self._published}, reverse=True)
+        sizes = {r: sum(w.size for a, (_, w) in self._published.items() if a.round == r and isinstance(w, Parcel))
                  for r in rounds}  # fmt: skip
         kept, total = set(rounds[:2]), 0
         for round in rounds[:KEEP]:
             total += sizes[round]
             kept |= {round} if total <= KEEP_BYTES else set()
-        self._kept = {a: what for a, what in self._kept.items() if a.round in kept}
+        self._published = {a: what for a, what in self._published.items() if a.round in kept}
 
-    def _open(self, asker: str) -> int:
+    def _count_open(self, asker: str) -> int:
         return sum(1 for name, _ in self._waiting if name == asker) + self._sending.get(asker, 0)
 
-    def _missing(self, reason: str) -> Missing:
+    def _make_missing(self, reason: str) -> Missing:
         return Missing(reason, self._newest)
 
-    def _find(self, waiting: _Waiting) -> Parcel | Missing | None:
+    def _find_answer(self, waiting: _Waiting) -> Parcel | Missing | None:
         address = waiting.address
-        if address in self._kept:
-            to, what = self._kept[address]
+        if address in self._published:
+            to, what = self._published[address]
             if to not in ("", waiting.asker):
-                return self._missing("forbidden")
+                return self._make_missing("forbidden")
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
         since, seal = self._standing.get(
             (address.exchange, address.client, address.kind), (0, None)
         )
         if seal is not None and address.round >= since:
-            return self._stood(address, seal)
+            return self._seal_standing(address, seal)
         if address.round < self._newest:
-            return self._missing("gone")
-        return self._missing("not_ready") if waiting.until <= self._clock() else None
+            return self._make_missing("gone")
+        return self._make_missing("not_ready") if waiting.until <= self._clock() else None
 
-    def _stood(self, address: Address, seal: Callable[[Address], Parcel]) -> Parcel:
+    def _seal_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> Parcel:
         """A standing message, sealed once for all who ask for it."""
         if address not in self._sealed:
             self._sealed[address] = seal(address)
@@ -205,15 +205,15 @@ class Outbox:
                 del self._sealed[next(iter(self._sealed))]
         return self._sealed[address]
 
-    def _due(self) -> list[tuple[Answer, Parcel | Missing]]:
+    def _take_due(self) -> list[tuple[Answer, Parcel | Missing]]:
         """Take the questions that can be answered now."""
         out: list[tuple[Answer, Parcel | Missing]] = []
         for key, waiting in list(self._waiting.items()):
-            found = self._find(waiting)
+            found = self._find_answer(waiting)
             if found is not None:
                 del self._waiting[key]
                 if not self.permit(waiting.asker, waiting.address, found):
-                    found = self._missing("closing")
+                    found = self._make_missing("closing")
                 if isinstance(found, Parcel):
                     self._sending[waiting.asker] = self._sending.get(waiting.asker, 0) + 1
                 out.append((waiting.answer, found))
@@ -226,10 +226,10 @@ class Outbox:
                     return
                 first = min((w.until for w in self._waiting.values()), default=None)
                 self._change.wait(None if first is None else max(0.0, first - self._clock()))
-                answers = self._due()
-            _give(answers)
+                answers = self._take_due()
+            _deliver_answers(answers)
 
 
-def _give(answers: Sequence[tuple[Answer, Parcel | Missing]]) -> None:
+def _deliver_answers(answers: Sequence[tuple[Answer, Parcel | Missing]]) -> None:
     for answer, what in answers:
         answer(what)

@@ -101,15 +101,15 @@ def encode(
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.half() if name in half else tensor
-        if not _fit_to_use(tensor, name in gaps):
+        if not _is_usable(tensor, name in gaps):
             raise Refused(
                 "not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire"
             )
         out[name] = tensor
-    return _safetensors(out)
+    return _encode_safetensors(out)
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+def _encode_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the bytes that `safetensors.torch.save` returns, with one copy of the numbers instead of three."""
     order = list(_DTYPES.values())
     names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
@@ -129,30 +129,32 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def names_in(payload: bytes) -> list[str]:
+def tensor_names(payload: bytes) -> list[str]:
     """Return the names of the tensors in safetensors bytes of this program's own making, in alphabetical order."""
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     return sorted(name for name in header if name != "__metadata__")
 
 
-def strict_json(text: bytes, what: str) -> Any:
+def parse_strict_json(text: bytes, what: str) -> Any:
     """Read untrusted JSON: no key twice, no NaN, no deep nesting.
 
     Raises:
         Refused: when it is not JSON of that kind.
     """
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(items)
         if len(out) != len(items):
             raise Refused("duplicate_key", f"a key occurs twice in the {what}")
         return out
 
-    def constant(word: str) -> Any:
+    def refuse_constant(word: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(
+            text.decode(), object_pairs_hook=check_pairs, parse_constant=refuse_constant
+        )
     except (ValueError, RecursionError) as error:
         raise Refused(what, f"not JSON: {str(error)[:80]}") from None
 
@@ -169,7 +171,7 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
         Refused: with code "header", "duplicate_key", "names", "dtype", "shape", "layout", "boolean"
             or "not_finite".
     """
-    entries, start = _header(payload)
+    entries, start = _decode_header(payload)
     missing = set(template.tensors) - set(entries)
     extra = {
         n
@@ -191,8 +193,8 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
                 f"{name} lies at {begin} to {end}; expected {count * dtype.itemsize} bytes",
             )
         position = end
-        out[name] = _tensor(name, payload, start + begin, dtype, shape, count)
-        if not _fit_to_use(out[name], name in template.gaps):
+        out[name] = _decode_tensor(name, payload, start + begin, dtype, shape, count)
+        if not _is_usable(out[name], name in template.gaps):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
         if half and name in template.halved:
             out[name] = out[name].to(template.tensors[name][0])
@@ -201,7 +203,7 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
     return out
 
 
-def _tensor(
+def _decode_tensor(
     name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: tuple[int, ...], count: int
 ) -> Tensor:
     if not count:
@@ -216,7 +218,7 @@ def _tensor(
     return torch.frombuffer(payload, dtype=dtype, count=count, offset=at).reshape(shape)
 
 
-def _fit_to_use(tensor: Tensor, gaps: bool) -> bool:
+def _is_usable(tensor: Tensor, gaps: bool) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if gaps:
@@ -225,13 +227,13 @@ def _fit_to_use(tensor: Tensor, gaps: bool) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
-def _header(
+def _decode_header(
     payload: bytearray,
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_HEADER, len(payload) - 8):
         raise Refused("header", f"a header of {length} bytes in a payload of {len(payload)}")
-    document = strict_json(bytes(payload[8 : 8 + length]), "header")
+    document = parse_strict_json(bytes(payload[8 : 8 + length]), "header")
     if not isinstance(document, dict):
         raise Refused("header", "expected a JSON object")
     out = {}
@@ -245,13 +247,18 @@ def _header(
             raise Refused(
                 "dtype", f"{name} has type {str(dtype)[:20]}; expected one of {', '.join(_DTYPES)}"
             )
-        if not (_naturals(shape) and _naturals(offsets) and len(shape) <= 8 and len(offsets) == 2):
+        if not (
+            _are_naturals(shape)
+            and _are_naturals(offsets)
+            and len(shape) <= 8
+            and len(offsets) == 2
+        ):
             raise Refused("header", f"{name} has a shape or offsets that are not natural numbers")
         out[name] = (_DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
     return out, 8 + length
 
 
-def _naturals(value: Any) -> bool:
+def _are_naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in value)
 
 

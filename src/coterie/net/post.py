@@ -22,7 +22,7 @@ from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery, Transport
 from coterie.net.wire import CHUNK, Address, Expectation, Parcel
-from coterie.net.wire import seal as seal_parcel
+from coterie.net.wire import seal_parcel as seal_parcel
 
 # messages that are asked for at a time; a member holds a few more questions open than that
 _OF_A_MEMBER = 4
@@ -81,7 +81,7 @@ class Traffic:
     missing: Counter[str] = field(default_factory=Counter)
 
 
-def gaps(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
+def nan_tensors(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
     """Return the tensors that may hold NaN: vectors of extras for the server, which are padded with NaN."""
     if address.kind != "request":
         return frozenset()
@@ -144,24 +144,24 @@ class Post:
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
-        self.arrived: Callable[[str, Address, Delivery | Missing], None] = (
+        self.on_answer: Callable[[str, Address, Delivery | Missing], None] = (
             lambda peer, address, found: None
         )
-        self.between: Callable[[], None] = lambda: None
-        self.able: Callable[[], None] = lambda: None
-        self.believes: Callable[[int], bool] = lambda round: True
+        self.on_server_wait: Callable[[], None] = lambda: None
+        self.ensure_able: Callable[[], None] = lambda: None
+        self.server_has_reached: Callable[[int], bool] = lambda round: True
         self._sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
-        self.renew(roster)
+        self.use_roster(roster)
         self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
         self._closing = threading.Event()
 
-    def renew(self, roster: Roster) -> None:
+    def use_roster(self, roster: Roster) -> None:
         """Continue with another roster of the run: only messages by its keys count from now on."""
         keys = {m.name: m.key for m in self.roster.members}
         self._newest = {m.name: self._newest[m.name] for m in roster.members
                         if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
         self.roster, self.host_of = roster, roster.host_of
-        public = {m.name: identity.public_key(m.key) for m in roster.members}
+        public = {m.name: identity.decode_public_key(m.key) for m in roster.members}
         self._verify = {
             n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()
         }
@@ -192,7 +192,7 @@ class Post:
             sign=self._sign,
             to=to,
             half=half,
-            gaps=gaps(tensors, address),
+            gaps=nan_tensors(tensors, address),
             chunk=self.terms.chunk,
         )
 
@@ -214,11 +214,11 @@ class Post:
 
     def serve_probe(self) -> None:
         """Answer probes of the link to this node."""
-        self.transport.stand(
+        self.transport.publish_standing(
             PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at)
         )
 
-    def probe(self, peer: str, seconds: float) -> Delivery | Missing:
+    def measure_link(self, peer: str, seconds: float) -> Delivery | Missing:
         """Measure the link to a member with one megabyte."""
         return self.fetch(peer, PROBE, Template({"probe": (torch.uint8, (PROBE_BYTES,))}), seconds)
 
@@ -233,7 +233,7 @@ class Post:
             self._verify[peer], self._newest.get(peer, 0),
         )  # fmt: skip
         found = self.transport.fetch(peer, expect, seconds)
-        self.arrived(peer, address, found)
+        self.on_answer(peer, address, found)
         if isinstance(found, Delivery):
             with self._counting:
                 self._newest[peer] = max(self._newest.get(peer, 0), found.manifest.inc)
@@ -247,7 +247,7 @@ class Post:
                 self.ahead = max(found.round, self.ahead or 0)
         return found
 
-    def gather(
+    def fetch_all(
         self, wanted: Iterable[Address], template: Template, seconds: float
     ) -> dict[int, Delivery | Missing]:
         """Ask for messages of several clients, all of them before the deadline.
@@ -257,7 +257,7 @@ class Post:
         """
         until = time.monotonic() + seconds
 
-        def one(address: Address) -> Delivery | Missing:
+        def fetch_one(address: Address) -> Delivery | Missing:
             left = until - time.monotonic()
             if address.client not in self.host_of:
                 return Missing("removed")
@@ -274,15 +274,15 @@ class Post:
             mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()
         ]
 
-        def in_turn(lane: list[Address]) -> dict[int, Delivery | Missing]:
-            return {address.client: one(address) for address in lane}
+        def fetch_in_turn(lane: list[Address]) -> dict[int, Delivery | Missing]:
+            return {address.client: fetch_one(address) for address in lane}
 
         found: dict[int, Delivery | Missing] = {}
-        for answers in self._awaited(partial(in_turn, lane) for lane in lanes if lane):
+        for answers in self._await_all(partial(fetch_in_turn, lane) for lane in lanes if lane):
             found |= answers
         return {address.client: found[address.client] for address in addresses}
 
-    def _awaited(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
+    def _await_all(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
         """Ask side by side, and wait for all answers as long as this node can go on."""
         try:
             asked = [self._pool.submit(question) for question in questions]
@@ -290,14 +290,14 @@ class Post:
             raise TransportError("this node is closed; it asks nobody any more") from None
         try:
             while wait(asked, _LOOK).not_done:
-                self.able()
-            self.able()
+                self.ensure_able()
+            self.ensure_able()
             return [one.result() for one in asked]
         finally:
             for one in asked:
                 one.cancel()
 
-    def from_server(
+    def fetch_from_server(
         self,
         address: Address,
         template: Template,
@@ -319,7 +319,7 @@ class Post:
         until, pause = time.monotonic() + self.terms.server_wait, 0.2
         while True:
             seconds = 2 * self.deadline() + 1
-            (found,) = self._awaited(
+            (found,) = self._await_all(
                 [partial(self.fetch, self.roster.server, address, template, seconds)]
             )
             if isinstance(found, Delivery):
@@ -327,8 +327,10 @@ class Post:
                     check(found.tensors)
                     return found
                 except Refused as refused:
-                    found = self._refused(refused)
-            if found.reason in ("absent", "gone", "withheld") and self.believes(address.round):
+                    found = self._record_refusal(refused)
+            if found.reason in ("absent", "gone", "withheld") and self.server_has_reached(
+                address.round
+            ):
                 raise RoundMissed(found.reason, found.round)
             self.journal(
                 {
@@ -338,7 +340,7 @@ class Post:
                     "why": found.reason,
                 }
             )
-            self.between()
+            self.on_server_wait()
             if time.monotonic() > until or self._closing.wait(pause):
                 raise TransportError(
                     f"the server {self.roster.server} has not answered for {self.terms.server_wait:.0f} s "
@@ -346,7 +348,7 @@ class Post:
                 )
             pause = min(2 * pause, 5.0)
 
-    def _refused(self, refused: Refused) -> Missing:
+    def _record_refusal(self, refused: Refused) -> Missing:
         """Count and record an answer of the server that cannot be used."""
         self.traffic.missing[f"refused:{refused.code}"] += 1
         server, text = self.roster.server, str(refused)

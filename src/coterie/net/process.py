@@ -11,14 +11,14 @@ from pathlib import Path
 from types import FrameType
 
 from coterie._util import manifest
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie.errors import ConfigError, DiskFull, TransportError
 from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.audit import Audit
 from coterie.net.doorkeeper import Doorkeeper
-from coterie.net.engine_log import listening
-from coterie.net.identity import Identity, public_text, split_address
+from coterie.net.engine_log import capture_engine_log
+from coterie.net.identity import Identity, encode_public_key, split_address
 from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
@@ -26,7 +26,7 @@ from coterie.net.nodefile import NodeFile
 from coterie.results import summary
 from coterie.simulation import checkpoint
 from coterie.studies import config
-from coterie.studies.describe import describe
+from coterie.studies.describe import describe_federation
 
 _GIVEN_UP = (
     "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
@@ -34,7 +34,7 @@ _GIVEN_UP = (
 )
 
 
-def credentials(
+def load_credentials(
     file: NodeFile, log: Callable[..., None] = lambda *_, **__: None
 ) -> tuple[Keeper, Identity]:
     """Read the newest roster and this member's identity, and check that they belong together.
@@ -46,9 +46,14 @@ def credentials(
     Raises:
         TransportError: when they do not, or a file cannot be used.
     """
-    own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
+    own = Identity.load(
+        file.resolve_path(file.key), file.resolve_path(file.certificate), file.resolve_path(file.ca)
+    )
     keeper = Keeper(
-        file.path(file.roster), file.path(file.organizer), file.path(file.runs) / own.name, log
+        file.resolve_path(file.roster),
+        file.resolve_path(file.organizer),
+        file.resolve_path(file.runs) / own.name,
+        log,
     )
     roster = keeper.roster
     problems = rosters.check_own(roster, own)
@@ -64,12 +69,12 @@ def credentials(
 
 def run_folder(file: NodeFile, name: str) -> Path:
     """Return the folder of a node's run: as in a simulation, under the node's name."""
-    study, label, seed = file.chosen()
-    return file.path(file.runs) / name / study.name / label / f"seed-{seed}"
+    study, label, seed = file.select_run()
+    return file.resolve_path(file.runs) / name / study.name / label / f"seed-{seed}"
 
 
 @contextmanager
-def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
+def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     """Create a node from a file, ready to run, and close all its parts at the end.
 
     What happens to it is written to the audit log in the member's folder, which outlives the run's
@@ -81,29 +86,31 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     """
     from coterie.net.zenoh_transport import ZenohTransport
 
-    study, _, _ = file.chosen()
+    study, _, _ = file.select_run()
     log = Log("", level=file.log)
-    keeper, own = credentials(file, log)
+    keeper, own = load_credentials(file, log)
     roster, log.node = keeper.roster, own.name
     clients = roster.member(own.name).clients
-    federation = nodefile.own_rows(file, study, clients, roster.population)
+    federation = nodefile.load_own_rows(file, study, clients, roster.population)
     folder = run_folder(file, own.name)
     with ExitStack() as stack:
-        own_folder = file.path(file.runs) / own.name
-        stack.enter_context(claimed(folder))
-        stack.enter_context(claimed(own_folder))
-        key = public_text(own.key.public_key())
+        own_folder = file.resolve_path(file.runs) / own.name
+        stack.enter_context(claim_folder(folder))
+        stack.enter_context(claim_folder(own_folder))
+        key = encode_public_key(own.key.public_key())
         audit = stack.enter_context(Audit(own_folder, own.name, roster.run, key, own.sign))
-        log.also = audit.heard
-        _prepare(folder, config.dumps(study), json.dumps(describe(federation)))
+        log.also = audit.record_event
+        _write_study_files(
+            folder, config.format_study(study), json.dumps(describe_federation(federation))
+        )
         if insecure:
             log("insecure", level="warning", text=_GIVEN_UP)
-        with unbroken():  # threads start here: who starts them must come to own them
-            engine = stack.enter_context(listening(log))
+        with defer_signals():  # threads start here: who starts them must come to own them
+            engine = stack.enter_context(capture_engine_log(log))
             engine.name_of = roster.name_of  # links come up before the transport is ready
             port = split_address(file.listen or roster.member(own.name).address)[1]
             door = Doorkeeper(port, [split_address(m.address)[0] for m in roster.members], log)
-            engine.on_failed, engine.on_link = door.failed, door.met
+            engine.on_failed, engine.on_link = door.note_failure, door.add_known
             stack.callback(door.close)
             transport = stack.enter_context(
                 ZenohTransport(
@@ -116,21 +123,24 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
                 )
             )
         engine.name_of = transport.name_of
-        transport.outbox.permit = audit.answered
+        transport.outbox.permit = audit.record_answer
         node = Node(
-            nodefile.plan_of(study), federation, roster, transport, own.sign, folder,
+            nodefile.make_run_spec(study), federation, roster, transport, own.sign, folder,
             terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper, audit=audit,
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
             stack.callback(
-                MetricsServer(file.metrics_port, lambda: [*node.samples(), *engine.samples()]).close
+                MetricsServer(
+                    file.metrics_port,
+                    lambda: [*node.prometheus_samples(), *engine.prometheus_samples()],
+                ).close
             )
         yield node
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM to the end of the block, which must be short."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only
@@ -149,15 +159,15 @@ def unbroken() -> Iterator[None]:
             signal.raise_signal(caught[0])
 
 
-def _prepare(folder: Path, study: str, described: str) -> None:
+def _write_study_files(folder: Path, study: str, described: str) -> None:
     """Write the files of a study that precede a run, for report, watch, compare and show."""
     manifest.replace_files(folder, {summary.CONFIG: study.encode()})
-    summary.write_files(
+    summary.write_study_files(
         folder.parent.parent, {summary.CONFIG: study, summary.FEDERATION: described}
     )
 
 
-def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
+def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
     """Run a node to its end.
 
     Args:
@@ -171,16 +181,16 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
     file = nodefile.load(path)
     if role is not None:
         file = replace(file, role=role)
-    name = credentials(file)[1].name
+    name = load_credentials(file)[1].name
     folder = run_folder(file, name)
-    if checkpoint.finished(folder) and not _answers(file, name):
+    if checkpoint.is_finished(folder) and not _answers_newcomers(file, name):
         Log(name, level=file.log)(
             "done", text=f"the run in {folder} is over; delete the folder to run it again"
         )
         return 0
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        with opened(file, insecure=insecure) as node:
+        with open_node(file, insecure=insecure) as node:
             node.run()
         summary.write_summary(folder.parent.parent)
     except (KeyboardInterrupt, SystemExit):
@@ -191,7 +201,7 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         )
         raise
     except Exception as error:
-        if DiskFull.is_said_by(error):
+        if DiskFull.matches(error):
             Log(name, level=file.log)(
                 "disk_full", level="error",
                 text=f"{error}; nothing is lost: when started again with more room, it continues from its checkpoint",
@@ -200,13 +210,15 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
     return 0
 
 
-def _answers(file: NodeFile, name: str) -> bool:
+def _answers_newcomers(file: NodeFile, name: str) -> bool:
     """Whether members that join late ask this one when its run is over."""
-    plan = nodefile.plan_of(file.chosen()[0])
-    sides = latecomers.sides(credentials(file)[0].roster, plan.method, plan.settings, plan.seed)
-    return sides is not None and sides.answers(name)
+    plan = nodefile.make_run_spec(file.select_run()[0])
+    sides = latecomers.find_participants(
+        load_credentials(file)[0].roster, plan.method, plan.settings, plan.seed
+    )
+    return sides is not None and sides.answers_newcomers(name)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """End in order on SIGTERM: the session is closed, and the checkpoint of the last round is kept."""
     sys.exit(128 + number)

@@ -91,11 +91,11 @@ class Roster:
             raise PeerMismatch(
                 f"the roster has wire format {self.protocol}; this program speaks wire format {VERSION}"
             )
-        problems = self.problems()
+        problems = self.find_problems()
         if problems:
             raise TransportError(f"the roster is wrong: {problems[0]}")
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return the roster's internal errors; empty for a valid roster."""
         names = [m.name for m in self.members]
         clients = sorted([*self.removed, *(c for m in self.members for c in m.clients)])
@@ -129,7 +129,7 @@ class Roster:
             try:
                 identity.split_address(member.address)
                 if member.key:
-                    key = identity.public_key(member.key)
+                    key = identity.decode_public_key(member.key)
                     if member.subject not in ("", identity.key_fingerprint(key)):
                         found.append(f"{member.name}: its certificate is not bound to its key")
             except TransportError as error:
@@ -164,17 +164,17 @@ class Roster:
             member.clients[0]: member.name for member in self.members if len(member.clients) == 1
         }
 
-    def before(self, name: str) -> tuple[Member, ...]:
+    def members_before(self, name: str) -> tuple[Member, ...]:
         """Return the members that this one dials: those before it, so that one side of each pair dials."""
         place = self.members.index(self.member(name))
         return self.members[:place]
 
 
-def certified(member: Member, certificate: x509.Certificate) -> Member:
+def add_certificate(member: Member, certificate: x509.Certificate) -> Member:
     """Return a member with the key, fingerprint and end of its certificate."""
     return replace(
         member,
-        key=identity.public_text(identity.certificate_key(certificate)),
+        key=identity.encode_public_key(identity.certificate_key(certificate)),
         certificate=identity.fingerprint(certificate),
         expires=certificate.not_valid_after_utc.isoformat(),
         subject=name if (name := identity.common_name(certificate)) != member.name else "",
@@ -239,7 +239,7 @@ def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
         raise TransportError(f"the roster lacks {', '.join(sorted(required - set(table)))}")
 
 
-def write(path: Path, roster: Roster, organizer: Path) -> None:
+def write_signed(path: Path, roster: Roster, organizer: Path) -> None:
     """Sign a roster and write it beside its signature (`PATH.sig`).
 
     Args:
@@ -263,20 +263,20 @@ def load(path: Path, organizer: Path) -> Roster:
     Raises:
         TransportError: when the signature is not the organizer's, or the roster has errors.
     """
-    return opened(
-        sealed(path),
-        organizer_key(organizer),
+    return parse_signed(
+        load_signed(path),
+        load_organizer_key(organizer),
         f"{path} is not signed by the organizer in {organizer}",
     )
 
 
-def sealed(path: Path) -> bytes:
+def load_signed(path: Path) -> bytes:
     """Return a roster with its signature before it, as it travels between members.
 
     Raises:
         TransportError: when a file is missing, or holds no signature.
     """
-    text, signature = _read(path), _read(path.with_name(path.name + ".sig"))
+    text, signature = _load_bytes(path), _load_bytes(path.with_name(path.name + ".sig"))
     hexadecimal = signature.decode("ascii", "replace").strip()
     if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
         raise TransportError(
@@ -285,21 +285,21 @@ def sealed(path: Path) -> bytes:
     return bytes.fromhex(hexadecimal) + text
 
 
-def organizer_key(path: Path) -> ec.EllipticCurvePublicKey:
+def load_organizer_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Read the organizer's public key.
 
     Raises:
         TransportError: when the file holds none.
     """
-    return identity.public_key(_read(path).decode("ascii", "replace").strip())
+    return identity.decode_public_key(_load_bytes(path).decode("ascii", "replace").strip())
 
 
-def opened(
+def parse_signed(
     data: bytes,
     organizer: ec.EllipticCurvePublicKey,
     what: str = "the roster is not the organizer's",
 ) -> Roster:
-    """Check the signature of the result of `sealed`, and then read the roster.
+    """Check the signature of the result of `load_signed`, and then read the roster.
 
     Raises:
         TransportError: when the signature is not the organizer's; `what` begins the text.
@@ -310,14 +310,14 @@ def opened(
     return loads(text.decode("utf-8", "replace"))
 
 
-def _read(path: Path) -> bytes:
+def _load_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise TransportError(f"cannot read {path}: {error.strerror}") from None
 
 
-def check(
+def check_file(
     path: Path,
     organizer: Path,
     *,
@@ -371,7 +371,7 @@ def check_own(roster: Roster, own: identity.Identity) -> list[str]:
         member = roster.member(own.name)
     except TransportError as error:
         return [str(error)]
-    if member.key != identity.public_text(own.key.public_key()):
+    if member.key != identity.encode_public_key(own.key.public_key()):
         return [
             f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for a new roster"
         ]

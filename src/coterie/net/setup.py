@@ -7,10 +7,10 @@ from pathlib import Path
 
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
-from coterie.models.layout import Layout, source, template
+from coterie.models.layout import Layout, make_template, resolve_model
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import Identity, certificate_name, read_certificate, sign_request
+from coterie.net.identity import Identity, certificate_name, load_certificate, sign_request
 from coterie.net.roster import Member, Roster
 from coterie.simulation.settings import DTYPES
 from coterie.studies import config
@@ -18,7 +18,7 @@ from coterie.studies import config
 MEMBERS = "members.json"
 
 
-def signed_members(folder: Path) -> dict[str, str]:
+def load_members(folder: Path) -> dict[str, str]:
     """Return the addresses of all members ever signed, in order: a member's place is its client's id, for good.
 
     The address of a member that was removed is "".
@@ -33,22 +33,22 @@ def check_member(folder: Path, name: str) -> None:
     Raises:
         ConfigError: when it was.
     """
-    if signed_members(folder).get(name) == "":
+    if load_members(folder).get(name) == "":
         raise ConfigError(
             f"{name} was removed, and neither names nor ids are used again; agree on another name"
         )
 
 
-def note_member(folder: Path, name: str, address: str) -> None:
+def add_member(folder: Path, name: str, address: str) -> None:
     """Store a member's address, in the order of signing, for the roster."""
-    _store(folder, {**signed_members(folder), name: address})
+    _save_members(folder, {**load_members(folder), name: address})
 
 
-def _store(folder: Path, known: dict[str, str]) -> None:
+def _save_members(folder: Path, known: dict[str, str]) -> None:
     write_atomically(folder / MEMBERS, (json.dumps(known, indent=1) + "\n").encode())
 
 
-def remove(folder: Path, name: str) -> Roster:
+def remove_member(folder: Path, name: str) -> Roster:
     """Remove a member: write and sign the next version of the roster without it. Its client's id stays unused.
 
     Args:
@@ -71,13 +71,13 @@ def remove(folder: Path, name: str) -> Roster:
         )
     left = tuple(m for m in old.members if m.name != name)
     removed = tuple(sorted([*old.removed, *member.clients]))
-    made = _next(folder, replace(old, members=left, removed=removed))
-    if name in (known := signed_members(folder)):
-        _store(folder, {**known, name: ""})
+    made = _sign_next(folder, replace(old, members=left, removed=removed))
+    if name in (known := load_members(folder)):
+        _save_members(folder, {**known, name: ""})
     return made
 
 
-def rekey(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Roster:
+def rekey_member(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Roster:
     """Give a member a new key: sign its request, and write and sign the next version of the roster.
 
     Args:
@@ -93,23 +93,23 @@ def rekey(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Rost
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
     member = old.member(name)
     certificate = sign_request(folder, request, name, member.address, days=days, new_key=True)
-    new = rosters.certified(member, certificate)
-    return _next(
+    new = rosters.add_certificate(member, certificate)
+    return _sign_next(
         folder, replace(old, members=tuple(new if m.name == name else m for m in old.members))
     )
 
 
-def _next(folder: Path, changed: Roster) -> Roster:
+def _sign_next(folder: Path, changed: Roster) -> Roster:
     """Sign a changed roster as its next version."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     made = replace(changed, version=changed.version + 1, issued=now)
-    rosters.write(folder / "roster.toml", made, folder / "organizer.key")
+    rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
     return made
 
 
-def run_of(folder: Path) -> str:
+def load_run_id(folder: Path) -> str:
     """Return the run's id of an organizer's folder."""
-    subject = read_certificate(folder / "ca.pem").subject.rfc4514_string()
+    subject = load_certificate(folder / "ca.pem").subject.rfc4514_string()
     return subject.removeprefix("CN=coterie ")
 
 
@@ -129,45 +129,45 @@ def write_roster(
         ConfigError: when no member has a certificate, or the study needs a server and none is
             named.
     """
-    known = signed_members(folder)
+    known = load_members(folder)
     if not any(known.values()):
         raise ConfigError(
             f"{folder} has signed no member yet; answer requests with `coterie net sign`"
         )
-    chosen, _, _ = nodefile.choose(config.load(study))
-    plan = nodefile.plan_of(chosen)
+    chosen, _, _ = nodefile.select_run(config.load(study))
+    plan = nodefile.make_run_spec(chosen)
     if plan.method.server and not server:
         raise ConfigError(
             f"{plan.method.kind} needs a server; name the member in that role: "
             f"--server {next(name for name, address in known.items() if address)}"
         )
-    module = template(plan.method.model(source(plan.model, features, classes or 1)))
+    module = make_template(plan.method.model(resolve_model(plan.model, features, classes or 1)))
     layout = Layout(module, DTYPES[plan.settings.dtype])
     members, removed = [], []
     for number, (name, address) in enumerate(known.items()):
         if not address:
             removed.append(number)
             continue
-        certificate = read_certificate(folder / "members" / f"{name}.pem")
+        certificate = load_certificate(folder / "members" / f"{name}.pem")
         if certificate_name(certificate) != name:
             raise TransportError(
                 f"{folder / 'members' / name}.pem is the certificate of {certificate_name(certificate)}"
             )
-        members.append(rosters.certified(Member(name, address, (number,)), certificate))
+        members.append(rosters.add_certificate(Member(name, address, (number,)), certificate))
     made = Roster(
-        run_of(folder),
+        load_run_id(folder),
         tuple(members),
         len(known),
         version=_last_version(folder) + 1,
-        study=head.study_hash(plan.agreed(len(known))),
+        study=head.study_hash(plan.common_settings(len(known))),
         schema=head.schema_hash(layout),
         server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
     )
     # whom the study holds out must be on it
-    latecomers.sides(made, plan.method, plan.settings, plan.seed)
-    rosters.write(folder / "roster.toml", made, folder / "organizer.key")
+    latecomers.find_participants(made, plan.method, plan.settings, plan.seed)
+    rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
     return made
 
 
@@ -180,13 +180,15 @@ def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[st
     """Return the problems of a roster, and of a node with it; empty when there are none."""
     if node_file is None:
         beside = path.with_name("organizer.pub")
-        return rosters.check(path, organizer if organizer.exists() else beside)
+        return rosters.check_file(path, organizer if organizer.exists() else beside)
     file = nodefile.load(node_file)
-    own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
-    problems = rosters.check(path, file.path(file.organizer), own=own)
-    study, label, _ = file.chosen()
-    roster = rosters.load(path, file.path(file.organizer))
-    found = head.study_hash(nodefile.plan_of(study).agreed(roster.population))
+    own = Identity.load(
+        file.resolve_path(file.key), file.resolve_path(file.certificate), file.resolve_path(file.ca)
+    )
+    problems = rosters.check_file(path, file.resolve_path(file.organizer), own=own)
+    study, label, _ = file.select_run()
+    roster = rosters.load(path, file.resolve_path(file.organizer))
+    found = head.study_hash(nodefile.make_run_spec(study).common_settings(roster.population))
     if roster.study and found != roster.study:
         problems.append(
             f"{file.study} ({label}) is not the study of the roster; ask the organizer for its study file"

@@ -38,7 +38,7 @@ class Delivery:
     sealed: builtins.bytes = b""
 
 
-Head = Callable[[str], bytes]
+HeadSource = Callable[[str], bytes]
 """Answers "how are you?": takes the asker's nonce and returns a signed document (see `node.heads`)."""
 
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Store a message for those who ask for it; from the first one on, this node counts as alive."""
         ...
 
-    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         ...
 
@@ -60,11 +60,11 @@ class Transport(Protocol):
         """Ask a member for a message, wait at most `deadline` seconds, and check it."""
         ...
 
-    def serve_head(self, head: Head) -> None:
+    def serve_head(self, head: HeadSource) -> None:
         """Say how this node answers when it is asked how it is."""
         ...
 
-    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+    def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
         ...
 
@@ -72,15 +72,15 @@ class Transport(Protocol):
         """Say how this node answers when it is asked for its roster."""
         ...
 
-    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+    def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:
         """Ask a member for its roster: the signature and then the text."""
         ...
 
-    def renew(self, roster: Roster) -> None:
+    def use_roster(self, roster: Roster) -> None:
         """Go on with another roster of the run: links that it does not allow are closed."""
         ...
 
-    def alive(self) -> frozenset[str]:
+    def alive_members(self) -> frozenset[str]:
         """Return the members that are known to be alive now: a hint only."""
         ...
 
@@ -93,7 +93,7 @@ WAIT = 0.8
 """The share of an asker's deadline for which a peer may hold its question."""
 
 
-def assemble(
+def assemble_delivery(
     expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: float
 ) -> Delivery | Missing:
     """Assemble a message from (attachment, chunk) pairs, or return why it is refused."""
@@ -123,7 +123,7 @@ class Hub:
         self.tamper: Callable[[list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]] | None = None
         self.lock = threading.Lock()
 
-    def find(self, asker: str, peer: str) -> "InProcess | None":
+    def find_node(self, asker: str, peer: str) -> "InProcess | None":
         """Return the node of a name, if the asker can reach it."""
         with self.lock:
             return None if (asker, peer) in self.cut else self.nodes.get(peer)
@@ -140,7 +140,7 @@ class InProcess:
     def __init__(self, hub: Hub, name: str) -> None:
         self.hub, self.name, self.outbox = hub, name, Outbox()
         self._announced = False
-        self._head: Head | None = None
+        self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
         with hub.lock:
             hub.nodes[name] = self
@@ -150,15 +150,15 @@ class InProcess:
         self.outbox.publish(address, what, to=to)
         self._announced = True
 
-    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
-        self.outbox.stand(address, seal)
+        self.outbox.publish_standing(address, seal)
         self._announced |= address.kind != "probe"
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         """Ask a node of the hub."""
         started = time.monotonic()
-        node = self.hub.find(self.name, peer)
+        node = self.hub.find_node(self.name, peer)
         if node is None:
             return Missing("unreachable")
         box: queue.Queue[Parcel | Missing] = queue.Queue()
@@ -169,34 +169,34 @@ class InProcess:
             return Missing("timeout")
         if isinstance(answer, Missing):
             return answer
-        parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.chunks()]
-        node.outbox.sent(self.name)
+        parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.iterate_chunks()]
+        node.outbox.note_sent(self.name)
         if self.hub.tamper is not None:
             parts = self.hub.tamper(parts)
-        return assemble(expect, parts, time.monotonic() - started)
+        return assemble_delivery(expect, parts, time.monotonic() - started)
 
-    def serve_head(self, head: Head) -> None:
+    def serve_head(self, head: HeadSource) -> None:
         """Say how this node answers when it is asked how it is."""
         self._head = head
 
-    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+    def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a node of the hub how it is."""
-        node = self.hub.find(self.name, peer)
+        node = self.hub.find_node(self.name, peer)
         return Missing("unreachable") if node is None or node._head is None else node._head(nonce)
 
     def serve_roster(self, sealed: Callable[[], bytes]) -> None:
         """Say how this node answers when it is asked for its roster."""
         self._sealed = sealed
 
-    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+    def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:
         """Ask a node of the hub for its roster."""
-        node = self.hub.find(self.name, peer)
+        node = self.hub.find_node(self.name, peer)
         return Missing("unreachable") if node is None or node._sealed is None else node._sealed()
 
-    def renew(self, roster: Roster) -> None:
+    def use_roster(self, roster: Roster) -> None:
         """Go on: a hub has no links that could be closed."""
 
-    def alive(self) -> frozenset[str]:
+    def alive_members(self) -> frozenset[str]:
         """Return the nodes that have published something and can be reached."""
         with self.hub.lock:
             there = [n for n, node in self.hub.nodes.items() if node._announced]

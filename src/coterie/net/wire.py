@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from coterie.net.payload import Refused, Template, decode, encode, strict_json
+from coterie.net.payload import Refused, Template, decode, encode, parse_strict_json
 
 VERSION = 1
 CHUNK = 512 * 1024
@@ -90,7 +90,7 @@ class Manifest:
         return Address(self.round, self.exchange, self.client, self.kind)
 
     @property
-    def chunks(self) -> int:
+    def num_chunks(self) -> int:
         """Number of chunks of the payload; 0 for an empty one."""
         return -(-self.bytes // self.chunk)
 
@@ -135,7 +135,7 @@ class Parcel:
         count = max(1, -(-len(self.payload) // self.chunk))
         return len(self.payload) + len(self.manifest) + SIGNATURE + 4 * count
 
-    def chunks(self) -> Iterator[tuple[bytes, memoryview]]:
+    def iterate_chunks(self) -> Iterator[tuple[bytes, memoryview]]:
         """Yield (attachment, part of the payload). The first attachment carries the manifest; there is always one."""
         view = memoryview(self.payload)
         count = max(1, -(-len(view) // self.chunk))
@@ -146,7 +146,7 @@ class Parcel:
             yield head, view[number * self.chunk : (number + 1) * self.chunk]
 
 
-def seal(
+def seal_parcel(
     tensors: Mapping[str, Tensor],
     *,
     run: str,
@@ -183,21 +183,21 @@ def seal(
         VERSION, run, peer, inc, address.round, address.exchange, address.client, address.kind, to,
         CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,
     )  # fmt: skip
-    text = canonical(asdict(manifest))
-    return Parcel(text, sign(signed(text)), payload, chunk)
+    text = canonical_json(asdict(manifest))
+    return Parcel(text, sign(bytes_to_sign(text)), payload, chunk)
 
 
-def signed(text: bytes) -> bytes:
+def bytes_to_sign(text: bytes) -> bytes:
     """Return the bytes that a sender signs for a manifest."""
     return _DOMAIN + text
 
 
-def canonical(document: Any) -> bytes:
+def canonical_json(document: Any) -> bytes:
     """Return the JSON of a document with sorted keys and without spaces, for hashing and signing."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def read_manifest(text: bytes) -> Manifest:
+def parse_manifest(text: bytes) -> Manifest:
     """Read a manifest and check everything that does not depend on the question.
 
     Raises:
@@ -205,7 +205,7 @@ def read_manifest(text: bytes) -> Manifest:
     """
     if len(text) > MAX_MANIFEST:
         raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
-    document = strict_json(text, "manifest")
+    document = parse_strict_json(text, "manifest")
     if not isinstance(document, dict):
         raise Refused("manifest", "expected a JSON object")
     if document.get("v") != VERSION:
@@ -259,7 +259,7 @@ class Assembler:
         if number != self._next:
             raise Refused("chunk", f"chunk {number} came; expected {self._next}")
         if number == 0:
-            self._open(attachment[4:])
+            self._check_manifest(attachment[4:])
         elif len(attachment) != 4:
             raise Refused("chunk", "only the first chunk carries a manifest")
         assert self.manifest is not None
@@ -276,15 +276,15 @@ class Assembler:
         self._got += len(chunk)
         self._next += 1
 
-    def _open(self, envelope: bytes) -> None:
+    def _check_manifest(self, envelope: bytes) -> None:
         expect, signature, text = self.expect, envelope[:SIGNATURE], envelope[SIGNATURE:]
         if len(text) > MAX_MANIFEST:
             raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
-        if not expect.verify(signature, signed(text)):
+        if not expect.verify(signature, bytes_to_sign(text)):
             raise Refused(
                 "signature", f"the manifest is not signed by {expect.peer}'s key of the roster"
             )
-        m = read_manifest(text)
+        m = parse_manifest(text)
         for name, found, wanted in (("run", m.run, expect.run), ("sender", m.peer, expect.peer)):
             if found != wanted:
                 raise Refused(name, f"the manifest is of {name} {found[:64]}; expected {wanted}")
@@ -305,7 +305,7 @@ class Assembler:
         self.manifest, self.sealed = m, envelope
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all chunks have arrived."""
         return self.manifest is not None and self._got == self.manifest.bytes
 
@@ -315,7 +315,7 @@ class Assembler:
         Raises:
             Refused: when chunks are missing or the payload does not match the template.
         """
-        if self.manifest is None or not self.complete:
+        if self.manifest is None or not self.is_complete:
             raise Refused("truncated", f"{self._got} bytes came of those announced")
         if self._digest.hexdigest() != self.manifest.sha256:
             raise Refused("digest", "the payload does not hash to what its sender signed")

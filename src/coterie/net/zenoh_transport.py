@@ -21,13 +21,13 @@ from typing import Any
 import zenoh
 
 from coterie.errors import TransportError
-from coterie.net.desks import Desks
+from coterie.net.desks import PeerQueues
 from coterie.net.identity import Identity, split_address
-from coterie.net.log import Rarely
+from coterie.net.log import RateLimit
 from coterie.net.outbox import REASONS, Missing, Outbox
-from coterie.net.payload import Refused, strict_json
+from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
-from coterie.net.transport import WAIT, Delivery, Head
+from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.wire import (
     CHUNK,
     KINDS,
@@ -36,7 +36,7 @@ from coterie.net.wire import (
     Assembler,
     Expectation,
     Parcel,
-    canonical,
+    canonical_json,
 )
 
 MAX_QUERY = 64 * 1024
@@ -51,12 +51,12 @@ _CHANGES, _WITHIN = 20, 200.0
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-def prefix(run: str) -> str:
+def key_prefix(run: str) -> str:
     """Return the first chunks of every key of a run: the protocol's version and the run's id."""
     return f"coterie/{VERSION}/{run}"
 
 
-def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
+def access_list(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     """Return the access list of one member: the actions allowed to each certificate.
 
     A question goes out to the member alone that it is for. The engine would also send it to every
@@ -68,9 +68,9 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
         names: the common name of each member's certificate, by the member's name.
         run: the run's id.
     """
-    base = prefix(run)
+    base = key_prefix(run)
 
-    def allow(id: str, flow: str, messages: list[str], *keys: str) -> dict[str, Any]:
+    def allow_messages(id: str, flow: str, messages: list[str], *keys: str) -> dict[str, Any]:
         return {
             "id": id,
             "permission": "allow",
@@ -82,16 +82,18 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     watch = ["liveliness_query", "declare_liveliness_subscriber"]
     own = ["reply", "declare_queryable", "liveliness_token"]
     rules = [
-        allow("watch", "ingress", watch, f"{base}/*/alive"),
-        allow("out-mine", "egress", own, f"{base}/{me}/**"),
-        allow("out-watch", "egress", watch, f"{base}/*/alive"),
+        allow_messages("watch", "ingress", watch, f"{base}/*/alive"),
+        allow_messages("out-mine", "egress", own, f"{base}/{me}/**"),
+        allow_messages("out-watch", "egress", watch, f"{base}/*/alive"),
     ]
     subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(names.values())}]
     policies = [{"rules": [rule["id"] for rule in rules], "subjects": ["members"]}]
     for name, common in names.items():
-        rules.append(allow(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
-        rules.append(allow(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
-        rules.append(allow(f"out-ask-{name}", "egress", ["query"], f"{base}/{name}/*/{me}"))
+        rules.append(allow_messages(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
+        rules.append(allow_messages(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
+        rules.append(
+            allow_messages(f"out-ask-{name}", "egress", ["query"], f"{base}/{name}/*/{me}")
+        )
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common]})
         ids = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
         policies.append({"rules": ids, "subjects": [f"cn-{name}"]})
@@ -104,7 +106,7 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     }
 
 
-def configuration(
+def build_config(
     roster: Roster,
     me: str,
     identity: Identity | None,
@@ -124,7 +126,7 @@ def configuration(
     """
     scheme = "tcp" if identity is None else "tls"
 
-    def endpoint(address: str) -> str:
+    def format_endpoint(address: str) -> str:
         host, port = split_address(address)
         return f"{scheme}/[{host}]:{port}" if ":" in host else f"{scheme}/{host}:{port}"
 
@@ -135,9 +137,9 @@ def configuration(
     }
     config: dict[str, Any] = {
         "mode": "peer",
-        "listen": {"endpoints": [endpoint(listen or roster.member(me).address)]},
+        "listen": {"endpoints": [format_endpoint(listen or roster.member(me).address)]},
         "connect": {
-            "endpoints": [endpoint(m.address) for m in roster.before(me)],
+            "endpoints": [format_endpoint(m.address) for m in roster.members_before(me)],
             "timeout_ms": -1,
             "exit_on_failure": False,
             "retry": {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5},
@@ -171,7 +173,7 @@ def configuration(
             "verify_name_on_connect": True,
             "close_link_on_expiration": True,
         }
-        config["access_control"] = access(
+        config["access_control"] = access_list(
             me, {m.name: m.common_name for m in roster.members}, roster.run
         )
     return config
@@ -190,7 +192,7 @@ def _give_threads(members: int) -> None:
     os.environ.setdefault("ZENOH_RUNTIME", f"({parts})")
 
 
-def many_files() -> None:
+def raise_file_limit() -> None:
     """Let this process open as many files as the system allows: every connection of a stranger is one.
 
     The usual limit is 1024; whoever fills it keeps a node from reading its own files.
@@ -249,8 +251,8 @@ class ZenohTransport:
         self.roster, self.name, self._log = roster, name, log
         self._identity, self._address, self._lease = identity, listen, lease
         self._names = frozenset(m.name for m in roster.members)
-        self._base = prefix(roster.run)
-        self._head: Head | None = None
+        self._base = key_prefix(roster.run)
+        self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
         self._alive: set[str] = set()
         self._awaited = frozenset[str]()  # seen before, and not now
@@ -260,18 +262,18 @@ class ZenohTransport:
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
         _give_threads(len(roster.members))
-        many_files()
-        self._session = self._open()
+        raise_file_limit()
+        self._session = self._open_session()
         self.outbox = Outbox()
         self._senders = ThreadPoolExecutor(
             min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send"
         )
-        self._desks = Desks()
-        self._begin()
+        self._desks = PeerQueues()
+        self._start_answering()
 
-    def _open(self, patience: float = 0.0) -> Any:
+    def _open_session(self, patience: float = 0.0) -> Any:
         """Open a session with the links that the roster allows; wait for the own address to be free again."""
-        config = configuration(
+        config = build_config(
             self.roster, self.name, self._identity, listen=self._address, lease=self._lease
         )
         until = time.monotonic() + patience
@@ -289,7 +291,7 @@ class ZenohTransport:
                     raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
             self._pause.wait(0.1)
 
-    def _begin(self) -> None:
+    def _start_answering(self) -> None:
         """Answer and watch over the session."""
         room = max(64, 4 * len(self.roster.members))
         self._questions = self._session.declare_queryable(
@@ -300,12 +302,12 @@ class ZenohTransport:
         )
         self._threads = [
             threading.Thread(target=self._listen, name="coterie-listen"),
-            threading.Thread(target=self._watch, name="coterie-watch"),
+            threading.Thread(target=self._watch_members, name="coterie-watch"),
         ]
         for thread in self._threads:
             thread.start()
 
-    def _end(self) -> None:
+    def _close_session(self) -> None:
         """Withdraw everything and close the session."""
         if self._token is not None:
             self._token.undeclare()
@@ -316,19 +318,19 @@ class ZenohTransport:
             thread.join()
         self._session.close()
 
-    def renew(self, roster: Roster) -> None:
+    def use_roster(self, roster: Roster) -> None:
         """Go on with another roster: every link is closed, and made anew under its access list.
 
         What was published stays. Not to be called while this node is asking for something.
         """
-        self._end()
+        self._close_session()
         with self._lock:
             self.roster, self._names = roster, frozenset(m.name for m in roster.members)
             self._awaited = (self._awaited | self._alive) & self._names
             self._alive.clear()
-        self._session = self._open(_REOPEN)
+        self._session = self._open_session(_REOPEN)
         self._renewed = time.monotonic()
-        self._begin()
+        self._start_answering()
         if self._announced:
             self._announce()
 
@@ -351,22 +353,24 @@ class ZenohTransport:
         asked again.
         """
         until = time.monotonic() + deadline
-        found = self._fetched(peer, expect, deadline)
+        found = self._fetch_once(peer, expect, deadline)
         while isinstance(found, Missing) and found.reason in ("unreachable", "closing"):
             now = time.monotonic()
             if now > min(self._renewed + _SETTLE, until - 0.5) or self._leaving.is_cancelled:
                 break
             self._pause.wait(0.25)
-            found = self._fetched(peer, expect, until - time.monotonic())
+            found = self._fetch_once(peer, expect, until - time.monotonic())
         return found
 
-    def _fetched(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
+    def _fetch_once(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         started = time.monotonic()
         at = expect.address
         question = f"r={at.round};x={at.exchange};c={at.client};w={WAIT * deadline:.3f}"
         assembler, size = Assembler(expect), 0
         wrong: Refused
-        for sample, error in self._replies(f"{peer}/{at.kind}/{self.name}?{question}", deadline):
+        for sample, error in self._iterate_replies(
+            f"{peer}/{at.kind}/{self.name}?{question}", deadline
+        ):
             if sample is None:
                 return error or Missing("unreachable")
             attachment = b"" if sample.attachment is None else sample.attachment.to_bytes()
@@ -393,23 +397,23 @@ class ZenohTransport:
         )
         return Missing(f"refused:{wrong.code}", None, str(wrong))
 
-    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+    def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
-        for sample, error in self._replies(f"{peer}/head/{self.name}?n={nonce}", deadline):
+        for sample, error in self._iterate_replies(f"{peer}/head/{self.name}?n={nonce}", deadline):
             return (
                 (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
             )
         return Missing("unreachable")
 
-    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+    def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:
         """Ask a member for its roster."""
-        for sample, error in self._replies(f"{peer}/roster/{self.name}", deadline):
+        for sample, error in self._iterate_replies(f"{peer}/roster/{self.name}", deadline):
             return (
                 (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
             )
         return Missing("unreachable")
 
-    def _replies(self, selector: str, deadline: float) -> Any:
+    def _iterate_replies(self, selector: str, deadline: float) -> Any:
         """Yield (sample, None) for each reply and (None, Missing) for an error."""
         try:
             replies = self._session.get(
@@ -426,9 +430,9 @@ class ZenohTransport:
             if reply.ok is not None:
                 yield reply.ok, None
             elif reply.err is not None:
-                yield None, _error(reply.err.payload.to_bytes())
+                yield None, _parse_error(reply.err.payload.to_bytes())
 
-    def alive(self) -> frozenset[str]:
+    def alive_members(self) -> frozenset[str]:
         """Return the members with a visible liveliness token: a hint only.
 
         While links are made anew after a change of the roster, here and then there, those that were
@@ -438,8 +442,8 @@ class ZenohTransport:
             awaited = self._awaited if time.monotonic() < self._renewed + _SETTLE else frozenset()
             return frozenset(self._alive) | awaited
 
-    def _watch(self) -> None:
-        changes: dict[str, Rarely] = {}
+    def _watch_members(self) -> None:
+        changes: dict[str, RateLimit] = {}
         for sample in self._tokens.handler:
             name = str(sample.key_expr).removeprefix(f"{self._base}/").removesuffix("/alive")
             if name not in self._names or name == self.name:
@@ -448,7 +452,7 @@ class ZenohTransport:
             with self._lock:
                 (self._alive.add if there else self._alive.discard)(name)
                 self._awaited = self._awaited - {name} if there else self._awaited | {name}
-            if (untold := changes.setdefault(name, Rarely(_CHANGES, _WITHIN))()) is not None:
+            if (untold := changes.setdefault(name, RateLimit(_CHANGES, _WITHIN))()) is not None:
                 self._log(
                     "peer_up" if there else "peer_down",
                     peer=name,
@@ -462,9 +466,9 @@ class ZenohTransport:
         self.outbox.publish(address, what, to=to)
         self._announce()
 
-    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
-        self.outbox.stand(address, seal)
+        self.outbox.publish_standing(address, seal)
         if address.kind != "probe":
             self._announce()
 
@@ -475,7 +479,7 @@ class ZenohTransport:
                 f"{self._base}/{self.name}/alive"
             )
 
-    def serve_head(self, head: Head) -> None:
+    def serve_head(self, head: HeadSource) -> None:
         """Say how this node answers when it is asked how it is."""
         self._head = head
 
@@ -489,36 +493,40 @@ class ZenohTransport:
             chunks = key.removeprefix(f"{self._base}/").split("/")
             asker = chunks[2] if len(chunks) == 3 else ""
             if chunks[0] != self.name or asker not in self._names:
-                self._in_turn("", query, partial(_say, query, Missing("forbidden")))
+                self._enqueue_answer(
+                    "", query, partial(_reply_missing, query, Missing("forbidden"))
+                )
             elif chunks[1] == "head":
-                self._in_turn(asker, query, partial(self._answer_head, query, key))
+                self._enqueue_answer(asker, query, partial(self._answer_head, query, key))
             elif chunks[1] == "roster":
-                self._in_turn(asker, query, partial(self._answer_roster, query, key))
+                self._enqueue_answer(asker, query, partial(self._answer_roster, query, key))
             else:
-                self._in_turn(asker, query, partial(self._take, query, key, chunks[1], asker))
+                self._enqueue_answer(
+                    asker, query, partial(self._handle_question, query, key, chunks[1], asker)
+                )
 
-    def _in_turn(self, asker: str, query: Any, job: Callable[[], None]) -> None:
+    def _enqueue_answer(self, asker: str, query: Any, job: Callable[[], None]) -> None:
         """Answer at the asker's own desk: an answer to somebody who does not read waits for seconds."""
-        refuse = partial(_say, query, Missing("closing" if self._closed else "busy"))
+        refuse = partial(_reply_missing, query, Missing("closing" if self._closed else "busy"))
         if not self._desks.put(asker, job) and not self._desks.put("", refuse, _SURPLUS):
             refuse()
 
     def _answer_head(self, query: Any, key: str) -> None:
         nonce = str(query.parameters).removeprefix("n=")
         if self._head is None or not nonce.isalnum() or len(nonce) > 64:
-            _say(query, Missing("not_ready"))
+            _reply_missing(query, Missing("not_ready"))
             return
         with suppress(zenoh.ZError), query:
             query.reply(key, self._head(nonce))
 
     def _answer_roster(self, query: Any, key: str) -> None:
         if self._sealed is None:
-            _say(query, Missing("not_ready"))
+            _reply_missing(query, Missing("not_ready"))
             return
         with suppress(zenoh.ZError), query:
             query.reply(key, self._sealed())
 
-    def _take(self, query: Any, key: str, kind: str, asker: str) -> None:
+    def _handle_question(self, query: Any, key: str, kind: str, asker: str) -> None:
         try:
             parameters = dict(part.split("=", 1) for part in str(query.parameters)[:200].split(";"))
             address = Address(
@@ -526,32 +534,32 @@ class ZenohTransport:
             )
             wait = float(parameters["w"])
         except (ValueError, KeyError):
-            _say(query, Missing("forbidden"))
+            _reply_missing(query, Missing("forbidden"))
             return
         if kind not in KINDS:
-            _say(query, Missing("forbidden"))
+            _reply_missing(query, Missing("forbidden"))
             return
 
-        def answer(what: Parcel | Missing) -> None:
+        def send_answer(what: Parcel | Missing) -> None:
             if isinstance(what, Missing):
-                self._in_turn(asker, query, partial(_say, query, what))
+                self._enqueue_answer(asker, query, partial(_reply_missing, query, what))
             else:
                 try:
                     self._senders.submit(self._send, query, key, what, asker)
                 except RuntimeError:  # closing: no more work is taken
-                    _say(query, Missing("closing"))
+                    _reply_missing(query, Missing("closing"))
 
-        self.outbox.ask(asker, address, wait, answer)
+        self.outbox.ask(asker, address, wait, send_answer)
 
     def _send(self, query: Any, key: str, parcel: Parcel, asker: str) -> None:
         try:
             with query:
-                for attachment, chunk in parcel.chunks():
+                for attachment, chunk in parcel.iterate_chunks():
                     query.reply(key, bytes(chunk), attachment=attachment)
         except zenoh.ZError as error:
             self._log("not_sent", level="warning", peer=asker, text=str(error)[:200])
         finally:
-            self.outbox.sent(asker)
+            self.outbox.note_sent(asker)
 
     # ------------------------------------------------------------------ leaving
 
@@ -564,21 +572,21 @@ class ZenohTransport:
         self.outbox.close()
         self._senders.shutdown(wait=True)
         self._desks.close()
-        self._end()
+        self._close_session()
 
 
-def _say(query: Any, missing: Missing) -> None:
+def _reply_missing(query: Any, missing: Missing) -> None:
     """Answer a question with the reason why there is no message; ignore an asker that has gone."""
     with suppress(zenoh.ZError), query:
-        query.reply_err(canonical({"code": missing.reason, "round": missing.round}))
+        query.reply_err(canonical_json({"code": missing.reason, "round": missing.round}))
 
 
-def _error(payload: bytes) -> Missing:
+def _parse_error(payload: bytes) -> Missing:
     """Read an error reply: the engine's timeout, or one of our own codes."""
     if payload == b"Timeout":
         return Missing("timeout")
     try:
-        document = strict_json(payload[:1024], "error")
+        document = parse_strict_json(payload[:1024], "error")
     except Refused:
         return Missing("unreachable", None, repr(payload[:80]))
     code, round = (

@@ -29,28 +29,28 @@ from torch import Tensor
 
 from coterie._util.files import write_atomically
 from coterie._util.settings import Configurable, PositiveFloat, PositiveInt
-from coterie.errors import ConfigError, require, unknown
+from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional import clustering, simplex
 from coterie.functional.metrics import ACCURACY
 from coterie.methods import METHODS
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.models import simplex_layers
-from coterie.results.coverage import Incomplete, lines
-from coterie.results.summary import find_runs
+from coterie.results.coverage import IncompleteStudyWarning, format_statuses
+from coterie.results.summary import load_runs
 from coterie.simulation import final_metrics
 from coterie.simulation.loop import Loop
 from coterie.studies.run import reopen_run
 
 FOLDER = "analyses"
-EVERYBODY = -1
+ALL_CLIENTS = -1
 """The client of a row for all test sets together."""
 SERVED = -1
 """The point of a row for the position that is used."""
 
 
 @dataclass(frozen=True)
-class Options(Configurable):
+class AnalysisOptions(Configurable):
     """The options of the analyses.
 
     Args:
@@ -65,7 +65,7 @@ class Options(Configurable):
     betas: Annotated[Sequence[PositiveFloat], MinLen(1)] = (0.1, 0.5, 1.0, 2.0, 4.0)
 
 
-def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
+def evaluate_simplex(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     """Evaluate models at uniform points of a run's simplex on all test sets together and on those of single clients.
 
     Args:
@@ -78,18 +78,20 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
         raise ConfigError(
             "the analysis 'simplex' scores models by their accuracy; these targets are not one class a sample"
         )
-    clients = list(options.clients) or _of_two_regions(shared.region.tolist())
+    clients = list(options.clients) or _clients_of_two_regions(shared.region.tolist())
     for client in clients:
         require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")
     middle = torch.full((method.endpoints,), 1 / method.endpoints, dtype=torch.float64)
     drawn = simplex.sample_region(
-        loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points
+        loop.rng.at_round(-1).generator("analysis.simplex"), middle, 2.0, options.points
     )
     tables = []
-    for client in (EVERYBODY, *clients):
-        served = middle if client == EVERYBODY else shared.centers[shared.region[client]]
+    for client in (ALL_CLIENTS, *clients):
+        served = middle if client == ALL_CLIENTS else shared.centers[shared.region[client]]
         alpha = torch.cat([served[None].cpu(), drawn])
-        accuracy = torch.cat([_accuracy(loop, client, rows) for rows in _models(loop, alpha)])
+        accuracy = torch.cat(
+            [_compute_accuracy(loop, client, rows) for rows in _compose_models(loop, alpha)]
+        )
         columns = {f"alpha_{m}": alpha[:, m].numpy() for m in range(alpha.shape[1])}
         head = {
             "point": range(SERVED, options.points),
@@ -100,30 +102,30 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def _of_two_regions(region: Sequence[int]) -> list[int]:
+def _clients_of_two_regions(region: Sequence[int]) -> list[int]:
     """The first client and the first of another region, or else the second client."""
     other = next((client for client, place in enumerate(region) if place != region[0]), 1)
     return [0, other] if len(region) > 1 else [0]
 
 
-def _models(
+def _compose_models(
     loop: Loop, alpha: Float[Tensor, "points topics"]
 ) -> Iterator[Float[Tensor, "rows params"]]:
     """The models at some positions, a few at a time."""
     layout, model = loop.task.layout, loop.state.shared.models[:1]
     for part in alpha.split(max(1, min(256, 2**24 // layout.size))):
-        yield simplex_layers.compose(layout, model.expand(len(part), -1), part[:, None])
+        yield simplex_layers.compose_endpoints(layout, model.expand(len(part), -1), part[:, None])
 
 
-def _accuracy(
+def _compute_accuracy(
     loop: Loop, client: int, rows: Float[Tensor, "rows params"]
 ) -> Float[Tensor, " rows"]:
-    if client == EVERYBODY:
+    if client == ALL_CLIENTS:
         return loop.task.pooled_accuracy(rows)
     return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
 
 
-def interactions(loop: Loop, options: Options) -> pd.DataFrame:
+def tabulate_interactions(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     """Return the final interaction matrix of FedGWC, its affinity, and the clusters.
 
     Pairs in different clusters keep the interaction from before the split.
@@ -133,7 +135,7 @@ def interactions(loop: Loop, options: Options) -> pd.DataFrame:
         options: not used.
     """
     shared, size = loop.state.shared, len(loop.state.shared.label)
-    label, affinity = shared.label.cpu(), _affinity(loop, None)
+    label, affinity = shared.label.cpu(), _compute_affinity(loop, None)
     return pd.DataFrame(
         {
             "client": torch.arange(size).repeat_interleave(size).numpy(),
@@ -147,7 +149,7 @@ def interactions(loop: Loop, options: Options) -> pd.DataFrame:
     )
 
 
-def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
+def evaluate_betas(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     r"""Return the clusters into which the whole population would be split, for several $\beta$.
 
     Args:
@@ -156,28 +158,28 @@ def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
     """
     method = loop.method
     assert isinstance(method, FedGwc)
-    planted = torch.from_numpy(loop.record.clusters[loop.record.known_as(loop.task.ids)])
+    planted = torch.from_numpy(loop.record.clusters[loop.record.table_ids(loop.task.ids)])
     truth = planted if bool((planted >= 0).all()) else None
     rows = []
     for beta in options.betas:
         found = clustering.propose_split(
-            _affinity(loop, beta),
+            _compute_affinity(loop, beta),
             n_max=method.n_max,
             min_cluster_size=method.min_cluster_size,
             space=method.db_space,
             labels=method.labels,
         )
         label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
-        scores = final_metrics.cluster_metrics(label, truth, loop.task.class_counts())
+        scores = final_metrics.compute_cluster_metrics(label, truth, loop.task.class_counts())
         rows.append({"beta": float(beta), **scores})
     return pd.DataFrame(rows)
 
 
-def _affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"]:
+def _compute_affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"]:
     method = loop.method
     assert isinstance(method, FedGwc)
     matrix = loop.state.shared.matrix.cpu()
-    return clustering.affinity(
+    return clustering.affinity_matrix(
         matrix,
         beta or method.beta,
         axis=method.upv_axis,
@@ -196,27 +198,27 @@ class Analysis:
         text: a description in one line.
     """
 
-    measure: Callable[[Loop, Options], pd.DataFrame]
+    measure: Callable[[Loop, AnalysisOptions], pd.DataFrame]
     method: type[Any]
     text: str
 
 
 ANALYSES = {
     "simplex": Analysis(
-        simplex_scores, SimplexMethod, "SosicFL: accuracy of models all over the simplex"
+        evaluate_simplex, SimplexMethod, "SosicFL: accuracy of models all over the simplex"
     ),
     "interaction": Analysis(
-        interactions, FedGwc, "FedGWC: interaction matrix, affinity and clusters"
+        tabulate_interactions, FedGwc, "FedGWC: interaction matrix, affinity and clusters"
     ),
     "beta": Analysis(
-        beta_sensitivity, FedGwc, "FedGWC: the split of the stored matrix for several beta"
+        evaluate_betas, FedGwc, "FedGWC: the split of the stored matrix for several beta"
     ),
 }
 """Every analysis by its name."""
 
 
-def analyze(
-    folder: str | Path, what: str, options: Options | None = None, **sources: Any
+def analyze_runs(
+    folder: str | Path, what: str, options: AnalysisOptions | None = None, **sources: Any
 ) -> list[Path]:
     """Analyze the runs in a folder to which the analysis applies, and write a table into the folder of each.
 
@@ -234,31 +236,31 @@ def analyze(
         CheckpointError: when a run has no checkpoint.
     """
     if what not in ANALYSES:
-        raise ConfigError(unknown("analysis", what, ANALYSES))
+        raise ConfigError(describe_unknown("analysis", what, ANALYSES))
     analysis = ANALYSES[what]
-    kinds = _kinds(analysis.method)
-    runs, problems = find_runs([folder])
+    kinds = _find_kinds(analysis.method)
+    runs, problems = load_runs([folder])
     for problem in problems:
-        (line,) = lines([problem.standing])
-        warnings.warn(line, Incomplete, stacklevel=2)
-    chosen = [run for run in runs if run.kind in kinds]
+        (line,) = format_statuses([problem.status])
+        warnings.warn(line, IncompleteStudyWarning, stacklevel=2)
+    chosen = [run for run in runs if run.method_kind in kinds]
     if not chosen:
-        found = ", ".join(sorted({run.kind for run in runs})) or "no run that could be read"
+        found = ", ".join(sorted({run.method_kind for run in runs})) or "no run that could be read"
         raise ConfigError(
             f"{folder} holds {found}; the analysis {what!r} takes runs of {', '.join(kinds)}"
         )
     written = []
     for run in chosen:
-        table = analysis.measure(reopen_run(run.folder, **sources), options or Options())
-        written.append(_write(run.folder, what, table))
+        table = analysis.measure(reopen_run(run.folder, **sources), options or AnalysisOptions())
+        written.append(_write_table(run.folder, what, table))
     return written
 
 
-def _kinds(method: type[Any]) -> list[str]:
+def _find_kinds(method: type[Any]) -> list[str]:
     return [kind for kind, known in METHODS.items() if issubclass(known, method)]
 
 
-def _write(folder: Path, what: str, table: pd.DataFrame) -> Path:
+def _write_table(folder: Path, what: str, table: pd.DataFrame) -> Path:
     path, buffer = folder / FOLDER / f"{what}.parquet", io.BytesIO()
     table.to_parquet(buffer, compression="zstd", index=False)
     path.parent.mkdir(exist_ok=True)

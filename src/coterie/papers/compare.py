@@ -14,34 +14,34 @@ from typing import Any
 
 import numpy as np
 
-from coterie.errors import ConfigError, DataError, unknown
+from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.functional import metrics
 from coterie.functional.metrics import REGISTRY, Metric, Metrics
-from coterie.methods.cost import Setting
+from coterie.methods.cost import CostSetting
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
 from coterie.results import conditions, coverage, pairs, summary
-from coterie.results.coverage import common, ranges
+from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.named import builtin
-from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
+from coterie.studies.named import find_builtin_studies
+from coterie.studies.sweep import SUMMARY, expand_sweep, join_summaries, load_sweep_results
 
-UNTOLD = (
+TRIALS_UNKNOWN = (
     "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
 )
-POINT = 0.01
+MIN_ACCURACY_GAP = 0.01
 """The smallest difference of accuracies that counts."""
-RATIOS = {"tta_ratio": metrics.ACCURACY.name, "global_tta_ratio": metrics.GLOBAL_ACCURACY.name}
+TIME_RATIOS = {"tta_ratio": metrics.ACCURACY.name, "global_tta_ratio": metrics.GLOBAL_ACCURACY.name}
 """Published ratios of the times to the baseline's accuracy, and by which metric."""
-SIGNED = (metrics.WAS.name,)
+SIGNED_METRICS = (metrics.WAS.name,)
 """Metrics that may be negative, for which zero is no end of the scale."""
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """The results of a study.
 
     Args:
@@ -55,9 +55,9 @@ class Result:
         pairs: of its methods; none of a sweep over data or models, whose points are studies of
             their own, or of a summary that was stored before there were any.
         about: what the intervals of these speak of; empty where it is not known.
-        spent: what each method spent; see `summary.spent`.
+        spent: what each method spent; see `summary.compute_spending`.
         times: how much sooner each method reached its baseline's accuracy; see
-            `summary.time_to_accuracy`.
+            `summary.compute_time_to_accuracy`.
     """
 
     folder: Path
@@ -78,18 +78,18 @@ class Result:
         return self.study.paper or numbers.EXPERIMENTS.get(self.study.name)
 
     @property
-    def metric(self) -> str:
+    def main_metric(self) -> str:
         """By which metric methods are compared."""
-        return self.known.main(str(row["metric"]) for row in self.rows)
+        return self.known.choose_main(str(row["metric"]) for row in self.rows)
 
     @property
-    def labels(self) -> list[str]:
+    def method_labels(self) -> list[str]:
         """Its methods, and those of the points of a sweep."""
         there = dict.fromkeys(str(row["label"]) for row in self.rows)
         own = [] if self.study.sweep else [entry.label for entry in self.study.methods]
         return list(dict.fromkeys([*own, *there]))
 
-    def notes(self) -> list[str]:
+    def describe_gaps(self) -> list[str]:
         """Return what must be known beside its numbers: which runs are not in them."""
         content = {"rows": self.rows, "seeds": self.seeds, "left_out": self.left_out}
         said = []
@@ -97,16 +97,16 @@ class Result:
             said.append("No run is there: the numbers are those that summary.json has kept.")
         if self.archived and self.seeds is None and not self.study.sweep:
             counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
-                      for label in self.labels}  # fmt: skip
+                      for label in self.method_labels}  # fmt: skip
             wanted = len(self.study.seeds)
             said += [
                 f"{label}: {count} of {wanted} seeds."
                 for label, count in counts.items()
                 if count < wanted
             ]
-        return [*said, *coverage.notes(content)]
+        return [*said, *coverage.describe_coverage(content)]
 
-    def value(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
+    def find_row(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
         """Return a row of the summary; None when there is none."""
         wanted = (label, cluster, metric)
         return next(
@@ -115,7 +115,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedNumber:
     """One number compared with the published one.
 
     Args:
@@ -129,13 +129,13 @@ class Line:
         paper: the published mean.
         paper_std: its deviation; None when not given.
         difference: ours - paper.
-        within: whether the difference is within the rule, see `allowed`; None where the published
-            deviation is so large that nothing can be told, see `useless`.
+        within: whether the difference is within the rule, see `allowed_difference`; None where the published
+            deviation is so large that nothing can be told, see `is_too_uncertain`.
         pooled: what stood for the deviation that the paper does not print: ours, pooled; see
-            `with_paper`.
+            `compare_with_paper`.
         chosen: whether the row was chosen here (tuned, say) and stands beside a published row that
             the study repeats already.
-        predicted: whether ours is no result but what the cost ledger predicts; see `predicted`.
+        predicted: whether ours is no result but what the cost ledger predicts; see `predict_costs`.
     """
 
     label: str
@@ -174,7 +174,7 @@ class Ordering:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PaperComparison:
     """A study beside the published numbers.
 
     Args:
@@ -195,7 +195,7 @@ class Comparison:
     experiment: str
     reference: str
     scale: float
-    lines: Sequence[Line]
+    lines: Sequence[ComparedNumber]
     chain: Sequence[Ordering]
     pairs: Sequence[Ordering]
     notes: Sequence[str]
@@ -204,7 +204,7 @@ class Comparison:
     missing: Sequence[str] = ()
 
 
-def read(folder: str | Path) -> Result:
+def load_result(folder: str | Path) -> StudyResult:
     """Read a study, or a sweep, from its folder (or that of one of its runs).
 
     The runs are read, since summary.json may be older than they are; where none is there,
@@ -220,19 +220,19 @@ def read(folder: str | Path) -> Result:
         raise DataError(
             f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made"
         )
-    study = config.loads(
-        summary.text_of(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False
+    study = config.parse_study_text(
+        summary.load_study_text(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False
     )
-    archived = not summary.holds_runs(path) and (path / SUMMARY).is_file()
+    archived = not summary.has_runs(path) and (path / SUMMARY).is_file()
     if archived:
-        content = json.loads(summary.text_of(path, SUMMARY))
+        content = json.loads(summary.load_study_text(path, SUMMARY))
     elif study.sweep:
-        content = joined(read_sweep(path))
+        content = join_summaries(load_sweep_results(path))
     else:
-        content = summary.summarize(path)
-    result = _result(path, study, content, archived=archived)
+        content = summary.summarize_study(path)
+    result = _make_result(path, study, content, archived=archived)
     if not result.rows:
-        said = "; ".join(note.removesuffix(".") for note in result.notes())
+        said = "; ".join(note.removesuffix(".") for note in result.describe_gaps())
         why = f" ({said})" if said else ""
         raise DataError(
             f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on with it"
@@ -240,13 +240,13 @@ def read(folder: str | Path) -> Result:
     return result
 
 
-def _result(
+def _make_result(
     path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool
-) -> Result:
-    known = REGISTRY.with_stored(content.get("metrics") or {})
-    found = pairs.read(summary.json_ready(dict(content)))
+) -> StudyResult:
+    known = REGISTRY.add_stored(content.get("metrics") or {})
+    found = pairs.parse_pairs(summary.replace_nonfinite(dict(content)))
     about = str(content.get("about", ""))
-    return Result(
+    return StudyResult(
         path,
         study,
         content["rows"],
@@ -261,43 +261,46 @@ def _result(
     )
 
 
-def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[StudyResult], list[str]]:
     """Return studies averaged over the seeds that all of them have, and what must be known beside their numbers.
 
     Where they have none in common, or a summary without its runs has other seeds, each keeps its
     own, and that is said.
     """
     notes = [
-        f"{_name(one, results)}: {note}" if len(results) > 1 else note
+        f"{_display_name(one, results)}: {note}" if len(results) > 1 else note
         for one in results
-        for note in one.notes()
+        for note in one.describe_gaps()
     ]
-    known = {_name(one, results): one.seeds for one in results}
+    known = {_display_name(one, results): one.seeds for one in results}
     if len({None if seeds is None else tuple(seeds) for seeds in known.values()}) < 2:
         return list(results), notes
     own = "; ".join(
-        f"{name} {'unknown' if seeds is None else ranges(seeds)}" for name, seeds in known.items()
+        f"{name} {'unknown' if seeds is None else format_seed_ranges(seeds)}"
+        for name, seeds in known.items()
     )
-    shared = common({name: seeds or () for name, seeds in known.items()})
+    shared = find_common_seeds({name: seeds or () for name, seeds in known.items()})
     fixed = any(
         list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results
     )
     if not shared or fixed:
         return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
     out = [
-        _result(one.folder, one.study, summary.summarize(one.folder, shared), archived=False)
+        _make_result(
+            one.folder, one.study, summary.summarize_study(one.folder, shared), archived=False
+        )
         if list(one.seeds or ()) != shared
         else one
         for one in results
     ]
     return out, [
         *notes,
-        f"Means are over the seeds that all studies have: {ranges(shared)}; they have: {own}.",
+        f"Means are over the seeds that all studies have: {format_seed_ranges(shared)}; they have: {own}.",
     ]
 
 
 @dataclass(frozen=True)
-class InPairs:
+class PairComparison:
     """The methods of a study, compared in pairs.
 
     Args:
@@ -307,29 +310,29 @@ class InPairs:
         verdicts: what they establish, in words.
     """
 
-    result: Result
+    result: StudyResult
     metric: Metric
     pairs: Sequence[Pair]
     verdicts: Sequence[str]
 
 
-def in_pairs(
-    results: Sequence[Result],
+def compare_in_pairs(
+    results: Sequence[StudyResult],
     *,
     metric: str | None = None,
     baseline: str | None = None,
     cluster: str = "all",
     share: float = 0.0,
     tried: Mapping[str, int] | None = None,
-) -> list[InPairs]:
+) -> list[PairComparison]:
     """Compare the methods of each study in pairs.
 
     Args:
-        results: the studies, as `on_common_seeds` returned them.
+        results: the studies, as `restrict_to_common_seeds` returned them.
         metric: by which; by default by the study's main metric.
         baseline: with this method alone.
         cluster: over which clients: "all", "clusters", or the name of a planted cluster.
-        share: see `results.pairs.chosen`.
+        share: see `results.pairs.select_pairs`.
         tried: how many settings were tried for each method in tuning, where that is known.
 
     Raises:
@@ -344,38 +347,40 @@ def in_pairs(
     ):
         there = {str(row[key]) for row in rows}
         if name is not None and rows and name not in there:
-            raise ConfigError(unknown(kind, name, there))
+            raise ConfigError(describe_unknown(kind, name, there))
     out = []
     for one in results:
-        entry = one.known[metric or one.metric]
+        entry = one.known[metric or one.main_metric]
         if metric is not None and not entry.sign:
             raise ConfigError(
                 f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
             )
-        own = pairs.chosen(
+        own = pairs.select_pairs(
             one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share
         )
-        said = _verdicts(one, entry, own, cluster, share, _name(one, results))
+        said = _describe_verdicts(one, entry, own, cluster, share, _display_name(one, results))
         labels = list(
             dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b))
         )
-        line = conditions.unequal(
-            one.spent, [label for label in one.labels if label in labels], tried
+        line = conditions.describe_unequal_conditions(
+            one.spent, [label for label in one.method_labels if label in labels], tried
         )
-        effort = UNTOLD if own and tried is None else ""
-        out.append(InPairs(one, entry, own, [*said, *filter(None, (line, effort))]))
+        effort = TRIALS_UNKNOWN if own and tried is None else ""
+        out.append(PairComparison(one, entry, own, [*said, *filter(None, (line, effort))]))
     return out
 
 
-def _verdicts(
-    one: Result, metric: Metric, own: Sequence[Pair], cluster: str, share: float, name: str
+def _describe_verdicts(
+    one: StudyResult, metric: Metric, own: Sequence[Pair], cluster: str, share: float, name: str
 ) -> list[str]:  # fmt: skip
     """What is established in a study, a line a pair, then what that speaks of."""
     if not own:
         if len({row["label"] for row in one.rows if row["metric"] == metric.name}) < 2:
             return []
         if one.study.sweep and not one.pairs:
-            points = f"give the folder of one, such as {expand(one.study, to_run=False)[0].name}"
+            points = (
+                f"give the folder of one, such as {expand_sweep(one.study, to_run=False)[0].name}"
+            )
             return [
                 f"{name}: methods at different points of a sweep are not compared in pairs; {points}."
             ]
@@ -384,10 +389,10 @@ def _verdicts(
                 f"{name}: its summary was stored without pairs, so nothing is said of what is established."
             ]
         return [
-            f"{name}: pairs are compared by {one.metric} in each cluster, by other metrics over all clients."
+            f"{name}: pairs are compared by {one.main_metric} in each cluster, by other metrics over all clients."
         ]
     last = [
-        pairs.standing(one.rows, one.pairs, metric, cluster),
+        pairs.describe_leaders(one.rows, one.pairs, metric, cluster),
         one.about if any(p.p is not None for p in own) else "",
     ]
     if share:
@@ -395,10 +400,10 @@ def _verdicts(
             f"Seeds split the same samples: intervals are about new samples too, corrected for training data that "
             f"seeds share ({100 * share:g} % tested; Nadeau and Bengio, 2003)."
         )
-    return [*(pairs.verdict(pair, metric) for pair in own), *filter(None, last)]
+    return [*(pairs.describe_pair(pair, metric) for pair in own), *filter(None, last)]
 
 
-def _name(one: Result, results: Sequence[Result]) -> str:
+def _display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
     """The name of a study, or its folder where several have that name."""
     return (
         one.study.name
@@ -407,16 +412,16 @@ def _name(one: Result, results: Sequence[Result]) -> str:
     )
 
 
-def ranked(lines: Sequence[Line]) -> str | None:
+def ranking_metric(lines: Sequence[ComparedNumber]) -> str | None:
     """Return the metric by which the methods of a paper are put into order; None when it prints no such number."""
     printed = {line.metric for line in lines}
     return next((one.name for one in metrics.MAIN if one.name in printed), None)
 
 
-def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
+def allowed_difference(metric: str, std: float | None, paper_std: float | None) -> float:
     """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
 
-    A deviation that is not known counts as zero; `with_paper` puts ours in the place of the
+    A deviation that is not known counts as zero; `compare_with_paper` puts ours in the place of the
     paper's.
 
     Example:
@@ -424,10 +429,10 @@ def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
         (0.02, 0.01, 10.0)
     """
     spread = 2 * math.hypot(std or 0.0, paper_std or 0.0)
-    return max(spread, POINT) if REGISTRY[metric].unit == "%" else spread
+    return max(spread, MIN_ACCURACY_GAP) if REGISTRY[metric].unit == "%" else spread
 
 
-def useless(metric: str, mean: float, std: float | None) -> bool:
+def is_too_uncertain(metric: str, mean: float, std: float | None) -> bool:
     """Whether a published deviation is too large to judge by: of an error or a share, at least half of the number.
 
     Twice that deviation reaches zero, so that any small number would be within the rule. The
@@ -437,10 +442,10 @@ def useless(metric: str, mean: float, std: float | None) -> bool:
         >>> useless("mse", 1494.84, 1973.0), useless("mse", 30.26, 1.73), useless("accuracy", 0.5, None)
         (True, False, False)
     """
-    return std is not None and metric not in SIGNED and 0 < abs(mean) <= 2 * std
+    return std is not None and metric not in SIGNED_METRICS and 0 < abs(mean) <= 2 * std
 
 
-def with_paper(result: Result) -> Comparison:
+def compare_with_paper(result: StudyResult) -> PaperComparison:
     """Compare a study with the published numbers.
 
     The first method of the study that repeats a published row stands for it; others that name the
@@ -457,37 +462,37 @@ def with_paper(result: Result) -> Comparison:
             f"the study {result.study.name!r} names no published experiment; expected `paper` in its file, one of: "
             f"{', '.join(sorted(numbers.EXPERIMENTS.values()))}"
         )
-    published = numbers.published(experiment)
+    published = numbers.load_published(experiment)
     by_row: dict[str, list[PublishedNumber]] = {}
     for one in published:
         by_row.setdefault(one.row, []).append(one)
-    lines: list[Line] = []
+    lines: list[ComparedNumber] = []
     standing: dict[str, str] = {}
     for entry in result.study.methods:
         row = entry.paper or ""
         found = [
             line
             for one in by_row.get(row, [])
-            if (line := _line(result, entry.label, one)) is not None
+            if (line := _compare_number(result, entry.label, one)) is not None
         ]
         if found:
             chosen = standing.setdefault(row, entry.label) != entry.label
-            lines += [_judged(line, found, chosen=chosen) for line in found]
-    lines += predicted(result.study)
-    chain, pairs = _orderings(lines)
+            lines += [_judge_number(line, found, chosen=chosen) for line in found]
+    lines += predict_costs(result.study)
+    chain, pairs = _find_orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
-    notes = numbers.notes(experiment)
-    return Comparison(
+    notes = numbers.find_notes(experiment)
+    return PaperComparison(
         result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes, result.seeds,
-        result.left_out, result.notes(),
+        result.left_out, result.describe_gaps(),
     )  # fmt: skip
 
 
-PREDICTED = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
+PREDICTED_COSTS = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
 """Published metrics that the cost ledger predicts, and half of the last digit that is printed of them."""
 
 
-def predicted(study: StudyConfig) -> list[Line]:
+def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
     """Set what a paper prints of costs beside what the cost ledger predicts for a study; that needs no run.
 
     A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken
@@ -497,19 +502,21 @@ def predicted(study: StudyConfig) -> list[Line]:
     experiment = study.paper or numbers.EXPERIMENTS.get(study.name)
     known = experiment is not None and study.data.num_clients is not None
     printed = (
-        [p for p in numbers.published(str(experiment)) if p.metric in PREDICTED] if known else []
+        [p for p in numbers.load_published(str(experiment)) if p.metric in PREDICTED_COSTS]
+        if known
+        else []
     )
     lines = []
     for entry in study.methods:
         own = [one for one in printed if one.row == entry.paper]
         if own:
-            found = _costs(study, entry.label)
+            found = _predict_moved_models(study, entry.label)
             for one in own:
                 ours = found[one.metric]
                 difference = ours - one.mean
-                within = abs(difference) <= PREDICTED[one.metric]
+                within = abs(difference) <= PREDICTED_COSTS[one.metric]
                 lines.append(
-                    Line(
+                    ComparedNumber(
                         entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std, difference,
                         within, predicted=True,
                     )
@@ -517,15 +524,15 @@ def predicted(study: StudyConfig) -> list[Line]:
     return lines
 
 
-def _costs(study: StudyConfig, label: str) -> dict[str, float]:
+def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
     """Return the models that move in a whole run, and the largest bandwidth, in units of a model."""
-    entry, population = study.scaled(label), study.data.num_clients
+    entry, population = study.scale_method(label), study.data.num_clients
     assert population is not None
     sizes: Sequence[int] = next(
-        (own for one in study.data.shifts() if (own := getattr(one, "sizes", None))), ()
+        (own for one in study.data.build_shifts() if (own := getattr(one, "sizes", None))), ()
     )
     group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
-    setting = Setting(population, params=1, samples=0, group=group)
+    setting = CostSetting(population, params=1, samples=0, group=group)
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
     # of what moves at a client of a server one model is what it sends; peers receive alone, each by
@@ -534,20 +541,20 @@ def _costs(study: StudyConfig, label: str) -> dict[str, float]:
     return {metrics.MODELS_MOVED.name: sum(rounds), metrics.BANDWIDTH.name: bandwidth}
 
 
-def full_size(study: StudyConfig) -> bool:
+def is_full_size(study: StudyConfig) -> bool:
     """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
 
     Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ,
     swept or not. A study whose name is not built in is not of full size.
     """
-    if study.name not in builtin():
+    if study.name not in find_builtin_studies():
         return False
-    return _sizes(study) == _sizes(config.load(study.name))
+    return _sizes_of_points(study) == _sizes_of_points(config.load(study.name))
 
 
-def _sizes(study: StudyConfig) -> list[tuple[Any, ...]]:
+def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
     """The sizes of each point of a sweep, of the study itself where nothing but the settings of methods is swept."""
-    return [_sizes_of_one(point) for point in expand(study, to_run=False)]
+    return [_sizes_of_one(point) for point in expand_sweep(study, to_run=False)]
 
 
 def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
@@ -559,15 +566,15 @@ def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Covered:
+class PaperCoverage:
     """How many of a paper's numbers stand beside one of ours.
 
     Args:
         source: the paper, a name of `numbers.SOURCES`.
         published: its numbers.
-        full: those beside a result of full size; see `full_size`.
+        full: those beside a result of full size; see `is_full_size`.
         reduced: those beside a result of a smaller size only.
-        predicted: costs beside what the ledger predicts for the built-in study; see `predicted`.
+        predicted: costs beside what the ledger predicts for the built-in study; see `predict_costs`.
         none: those beside nothing.
         within: of the numbers beside something, those within the rule.
         untold: those of which that cannot be told.
@@ -583,7 +590,7 @@ class Covered:
     untold: int
 
 
-def covered(results: Sequence[Result]) -> list[Covered]:
+def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
     """Count, paper by paper, the published numbers that stored studies stand beside; rows chosen here do not count."""
     beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
         source: {} for source in numbers.SOURCES
@@ -591,19 +598,19 @@ def covered(results: Sequence[Result]) -> list[Covered]:
     for result in results:
         if result.experiment is None:
             continue
-        full, own = full_size(result.study), beside[result.experiment.partition("/")[0]]
-        for line in with_paper(result).lines:
+        full, own = is_full_size(result.study), beside[result.experiment.partition("/")[0]]
+        for line in compare_with_paper(result).lines:
             key = (result.experiment, line.row, line.cluster, line.metric)
             if not line.chosen and not line.predicted and (full or key not in own):
                 own[key] = full, line.within
-    costs = {source: costs_of(source) for source in beside}
+    costs = {source: predict_paper_costs(source) for source in beside}
     out = []
     for source, own in beside.items():
-        published, full = len(numbers.table(source)), sum(one for one, _ in own.values())
+        published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
         ledger = [line.within for lines in costs[source].values() for line in lines]
         within = [*(one for _, one in own.values()), *ledger]
         out.append(
-            Covered(
+            PaperCoverage(
                 source, published, full, len(own) - full, len(ledger), published - len(within), within.count(True),
                 within.count(None),
             )
@@ -611,7 +618,7 @@ def covered(results: Sequence[Result]) -> list[Covered]:
     return out
 
 
-def costs_of(source: str) -> dict[str, list[Line]]:
+def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
     """Return what the ledger predicts of a paper's printed costs, by the name of the built-in study of full size."""
     names = [
         name
@@ -621,12 +628,15 @@ def costs_of(source: str) -> dict[str, list[Line]]:
     printing = [
         name
         for name in names
-        if any(one.metric in PREDICTED for one in numbers.published(numbers.EXPERIMENTS[name]))
+        if any(
+            one.metric in PREDICTED_COSTS
+            for one in numbers.load_published(numbers.EXPERIMENTS[name])
+        )
     ]
-    return {name: predicted(config.load(name)) for name in printing}
+    return {name: predict_costs(config.load(name)) for name in printing}
 
 
-def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
+def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> ComparedNumber | None:
     """Set one published number beside ours; None when we have none."""
     if one.metric == metrics.STD_OVER_CLUSTERS.name:
         means = _cluster_means(result, label)
@@ -637,13 +647,15 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         )
         mean, std, seeds = float(np.std(means)), None, int(row["seeds"])
     else:
-        row = _ratio(result, label, one.metric) or result.value(label, one.cluster, one.metric)
+        row = _find_time_ratio(result, label, one.metric) or result.find_row(
+            label, one.cluster, one.metric
+        )
         if row is None or row["mean"] is None or math.isnan(row["mean"]):
             return None
         mean, seeds = float(row["mean"]), int(row["seeds"])
         std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
-    return Line(
+    return ComparedNumber(
         label,
         one.row,
         one.cluster,
@@ -658,15 +670,18 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
     )
 
 
-def _ratio(result: Result, label: str, metric: str) -> Mapping[str, Any] | None:
+def _find_time_ratio(result: StudyResult, label: str, metric: str) -> Mapping[str, Any] | None:
     """Return how much sooner a method reached its baseline's accuracy, as a row of a summary."""
     found = next(
-        (t for t in result.times if (t["label"], RATIOS.get(metric)) == (label, t["metric"])), None
+        (t for t in result.times if (t["label"], TIME_RATIOS.get(metric)) == (label, t["metric"])),
+        None,
     )
     return found and {**found, "mean": found["ratio"]}
 
 
-def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
+def _judge_number(
+    line: ComparedNumber, row: Sequence[ComparedNumber], *, chosen: bool
+) -> ComparedNumber:
     """Say whether a number is within the rule, among those of its row."""
     pooled = None
     if line.paper_std is None:
@@ -677,17 +692,21 @@ def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
             if one.metric == line.metric and (one.cluster in summary.MEANS) == apart and one.std is not None
         ]  # fmt: skip
         pooled = math.sqrt(sum(std**2 for std in own) / len(own)) if own else None
-    within = abs(line.difference) <= allowed(
+    within = abs(line.difference) <= allowed_difference(
         line.metric, line.std, pooled if line.paper_std is None else line.paper_std
     )
     printed = (
         [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
     )
-    told = None if any(useless(one.metric, one.paper, one.paper_std) for one in printed) else within
+    told = (
+        None
+        if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed)
+        else within
+    )
     return replace(line, within=told, pooled=pooled, chosen=chosen)
 
 
-def _cluster_means(result: Result, label: str) -> list[float]:
+def _cluster_means(result: StudyResult, label: str) -> list[float]:
     planted = [r for r in result.rows if r["cluster"] not in ("all", "clusters")]
     return [
         float(r["mean"])
@@ -696,11 +715,11 @@ def _cluster_means(result: Result, label: str) -> list[float]:
     ]
 
 
-def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
+def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], list[Ordering]]:
     """Return the chain of roles and the clear pairs, of the means over clients (or else over clusters)."""
     where = "all" if any(line.cluster == "all" for line in lines) else "clusters"
-    metric = ranked(lines)
-    means: dict[str, Line] = {}
+    metric = ranking_metric(lines)
+    means: dict[str, ComparedNumber] = {}
     for line in lines:
         if line.cluster == where and line.metric == metric:
             means.setdefault(line.row, line)
@@ -708,7 +727,7 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
         return [], []
     sign = REGISTRY[str(metric)].sign
     chain = []
-    roles = [(name, _best(means, members, sign)) for name, members in numbers.ROLES]
+    roles = [(name, _best_numbers(means, members, sign)) for name, members in numbers.ROLES]
     there = [(name, best) for name, best in roles if best is not None]
     for (better, a), (worse, b) in pairwise(there):
         if sign * (a[0] - b[0]) >= 0:
@@ -719,7 +738,7 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
     for first, a in means.items():
         for second, b in means.items():
             apart = sign * (a.paper - b.paper)
-            if apart > allowed(a.metric, a.paper_std or 0.0, b.paper_std):
+            if apart > allowed_difference(a.metric, a.paper_std or 0.0, b.paper_std):
                 ours = (a.ours, b.ours)
                 pairs.append(
                     Ordering(
@@ -729,8 +748,8 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
     return chain, pairs
 
 
-def _best(
-    means: Mapping[str, Line], methods: Sequence[str], sign: int
+def _best_numbers(
+    means: Mapping[str, ComparedNumber], methods: Sequence[str], sign: int
 ) -> tuple[float, float] | None:
     """Return the best published and the best of our numbers of some methods."""
     lines = [line for row, line in means.items() if row.partition("/")[0] in methods]
@@ -741,20 +760,20 @@ def _best(
     )
 
 
-def as_json(value: Comparison | EqualBytes | InPairs | Result) -> dict[str, Any]:
+def to_json(value: PaperComparison | EqualBytes | PairComparison | StudyResult) -> dict[str, Any]:
     """Return plain values, for JSON."""
-    if isinstance(value, InPairs):
+    if isinstance(value, PairComparison):
         return {
-            **as_json(value.result),
-            "pairs": pairs.as_json(value.pairs),
+            **to_json(value.result),
+            "pairs": pairs.pairs_to_json(value.pairs),
             "verdicts": list(value.verdicts),
         }
-    if isinstance(value, Result):
-        return summary.json_ready(
+    if isinstance(value, StudyResult):
+        return summary.replace_nonfinite(
             {
                 "study": value.study.name, "folder": str(value.folder), "archived": value.archived,
                 "seeds": value.seeds, "left_out": list(value.left_out), "rows": list(value.rows),
-                "pairs": pairs.as_json(value.pairs),
+                "pairs": pairs.pairs_to_json(value.pairs),
             }
         )  # fmt: skip
-    return summary.json_ready(asdict(value))
+    return summary.replace_nonfinite(asdict(value))

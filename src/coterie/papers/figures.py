@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from scipy.special import ndtr
 
-from coterie._util.names import called, short
+from coterie._util.names import format_client, shorten_text
 from coterie.errors import DataError
 from coterie.functional.metrics import (
     ACCURACY,
@@ -30,42 +30,49 @@ from coterie.functional.metrics import (
     Metric,
 )
 from coterie.report import plots
-from coterie.report.data.packing import dense
-from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, PublishedFigure, plot
+from coterie.report.data.packing import build_dense_table
+from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, FigureKind, PublishedFigure, plot
 from coterie.report.plots import (
     COLORS,
     FAR,
     PERCENT,
     WIDTH,
-    Drawn,
-    Named,
-    axis_of,
-    band_of,
-    content_of,
-    curve_of,
-    groups_of,
-    logarithmic,
-    metric_of,
-    panels_of,
-    shared_legend,
+    DrawnFigure,
+    NamedRuns,
+    add_shared_legend,
+    choose_metric,
+    count_cluster_content,
+    draw_band,
+    draw_method_curve,
+    format_axis_label,
+    group_by_name,
+    make_panels,
+    set_log_scale,
 )  # fmt: skip
 from coterie.results import graph
 from coterie.results.summary import StoredRun
 
-__all__ = ["distributions", "interactions", "neighbors", "plot", "similarities", "simplexes"]
+__all__ = [
+    "plot",
+    "plot_class_shares",
+    "plot_interactions",
+    "plot_neighbors",
+    "plot_similarities",
+    "plot_simplexes",
+]
 
 ANALYSES = "analyses"
-EVERYBODY = -1  # the client of rows about all test sets together
+ALL_CLIENTS = -1  # the client of rows about all test sets together
 SERVED = -1  # the point that models are served from
 
 
-def simplexes(runs: Named) -> Drawn:
+def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
     """Accuracy of models over a simplex: a panel for all test sets, and one for each tested client."""
-    name, run, table = _measured(runs, "simplex")[0]
+    name, run, table = _load_analysis(runs, "simplex")[0]
     axes_of = [column for column in table.columns if column.startswith("alpha_")]
-    corners = _corners(len(axes_of))
+    corners = _polygon_corners(len(axes_of))
     clients = sorted(int(client) for client in table["client"].unique())
-    figure, panels = panels_of(len(clients))
+    figure, panels = make_panels(len(clients))
     accuracy = ACCURACY.scale * table[ACCURACY.name].to_numpy(float)
     norm = Normalize(accuracy.min(), accuracy.max())
     for axes, client in zip(panels, clients, strict=True):
@@ -90,7 +97,9 @@ def simplexes(runs: Named) -> Drawn:
             place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8
         )
         axes.set(
-            title="all test sets" if client == EVERYBODY else short(called(run.names, client)),
+            title="all test sets"
+            if client == ALL_CLIENTS
+            else shorten_text(format_client(run.client_names, client)),
             aspect="equal",
         )
         axes.axis("off")
@@ -103,7 +112,7 @@ def simplexes(runs: Named) -> Drawn:
     return figure, table.assign(method=name, seed=run.seed)
 
 
-def _corners(number: int) -> Float[np.ndarray, "topics 2"]:
+def _polygon_corners(number: int) -> Float[np.ndarray, "topics 2"]:
     """Corners of a regular polygon: exact for up to three endpoints, a projection of the simplex for more."""
     if number == 2:
         return np.array([[0.0, 0.0], [1.0, 0.0]])
@@ -111,11 +120,11 @@ def _corners(number: int) -> Float[np.ndarray, "topics 2"]:
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
 
 
-def interactions(runs: Named) -> Drawn:
+def plot_interactions(runs: NamedRuns) -> DrawnFigure:
     """FedGWC's interaction matrix of each first seed, in order of found cluster, with lines between clusters."""
-    found = _measured(runs, "interaction")
+    found = _load_analysis(runs, "interaction")
     first = {name: (run, table) for name, run, table in reversed(found)}
-    figure, panels = panels_of(len(first))
+    figure, panels = make_panels(len(first))
     norm, tables = Normalize(0, 1), []
     for axes, (name, (_, table)) in zip(panels, first.items(), strict=True):
         matrix = table.pivot_table(index="client", columns="other", values="interaction").to_numpy()
@@ -137,7 +146,7 @@ def interactions(runs: Named) -> Drawn:
     return figure, pd.concat(tables, ignore_index=True)
 
 
-def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame]]:
+def _load_analysis(runs: NamedRuns, what: str) -> list[tuple[str, StoredRun, pd.DataFrame]]:
     """The tables of an analysis, of the runs that have one."""
     found = []
     for name, run in runs:
@@ -152,7 +161,7 @@ def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame
     return found
 
 
-def distributions(runs: Named, *, most: int = 12) -> Drawn:
+def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
     """Class shares of the training data in each found cluster, a panel per cluster, of the first method with clusters.
 
     Args:
@@ -160,8 +169,8 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
         most: largest number of panels, those of the largest clusters.
     """
     tables = {
-        name: (group[0], dense(group[0], "train", LABEL.name)[1])
-        for name, group in groups_of(runs).items()
+        name: (group[0], build_dense_table(group[0], "train", LABEL.name)[1])
+        for name, group in group_by_name(runs).items()
     }
     name = next((name for name, (_, values) in tables.items() if len(values)), None)
     if name is None:
@@ -169,7 +178,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
             "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
         )
     run, values = tables[name]
-    classes, content = content_of(run, "class")
+    classes, content = count_cluster_content(run, "class")
     label = values[-1]
     groups, sizes = np.unique(label[np.isfinite(label)].astype(int), return_counts=True)
     groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
@@ -216,9 +225,12 @@ OWN = Metric(
 )
 
 
-def similarities(
-    runs: Named, *, column: Literal["similarity", "probability"] = "similarity", moments: int = 2
-) -> Drawn:
+def plot_similarities(
+    runs: NamedRuns,
+    *,
+    column: Literal["similarity", "probability"] = "similarity",
+    moments: int = 2,
+) -> DrawnFigure:
     """Similarities that clients found, of peers of their own cluster and of others: a panel a method and round.
 
     Beside the histograms (all clients, all seeds) stand the normal distributions with their means
@@ -231,8 +243,8 @@ def similarities(
             others evenly before.
     """
     groups = {
-        name: [(run, _told(run, column)) for run in group]
-        for name, group in groups_of(runs).items()
+        name: [(run, _load_pairs(run, column)) for run in group]
+        for name, group in group_by_name(runs).items()
     }
     groups = {
         name: group for name, group in groups.items() if any(len(table) for _, table in group)
@@ -242,27 +254,33 @@ def similarities(
             f"no method here recorded a {column} of clients whose clusters are known; run the study with "
             "--set record_similarities=true"
         )
-    shown = [(name, index) for name, group in groups.items() for index in _moments(group, moments)]
-    figure, panels = panels_of(len(shown))
+    shown = [
+        (name, index) for name, group in groups.items() for index in _choose_rounds(group, moments)
+    ]
+    figure, panels = make_panels(len(shown))
     tables = []
     for axes, (name, index) in zip(panels, shown, strict=True):
         rows = pd.concat(
             [table.loc[(table["round"] == index).to_numpy()] for _, table in groups[name]]
         )
-        drawn = _histograms(axes, rows[column].to_numpy(float), rows["own"].to_numpy(bool), column)
+        drawn = _plot_histograms(
+            axes, rows[column].to_numpy(float), rows["own"].to_numpy(bool), column
+        )
         axes.set(title=f"{name}\nround {index + 1}", xlabel=column)
         tables.append(drawn.assign(method=name, round=index))
     panels[0].set_ylabel("share of pairs (%)")
-    shared_legend(panels, ncols=2)
+    add_shared_legend(panels, ncols=2)
     table = pd.concat(tables, ignore_index=True)
     return figure, table.reindex(columns=["method", "round", *HISTOGRAM])
 
 
-def _told(run: StoredRun, column: str) -> pd.DataFrame:
+def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
     """What a run recorded of pairs whose clusters are known: the round, the value, whether both are of one cluster."""
     if column not in run.edges:
         return pd.DataFrame({"round": [], column: [], "own": []})
-    reader, read = (run.planted[run.edges[one].to_numpy(np.int64)] for one in ("reader", "read"))
+    reader, read = (
+        run.planted_clusters[run.edges[one].to_numpy(np.int64)] for one in ("reader", "read")
+    )
     value = run.edges[column].to_numpy(float)
     known = np.isfinite(value) & (reader >= 0) & (read >= 0)
     table = pd.DataFrame(
@@ -271,14 +289,14 @@ def _told(run: StoredRun, column: str) -> pd.DataFrame:
     return table.loc[known]
 
 
-def _moments(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int) -> list[int]:
+def _choose_rounds(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int) -> list[int]:
     """Some of the rounds in which there are values, evenly spread, the last one among them."""
     rounds = sorted({int(index) for _, table in group for index in table["round"].unique()})
     places = {-(-len(rounds) * (step + 1) // number) - 1 for step in range(number)}
     return [rounds[place] for place in sorted(places)]
 
 
-def _histograms(
+def _plot_histograms(
     axes: Axes, value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"], column: str
 ) -> pd.DataFrame:
     """Draw the values of pairs of one cluster and of two; the table has the bins, and how well they come apart."""
@@ -289,7 +307,7 @@ def _histograms(
         if wide
         else np.linspace(low, high + (low == high), BINS + 1)
     )
-    above, rows = _above(value, own), []
+    above, rows = _probability_above(value, own), []
     for place, (name, mine) in enumerate(zip(PAIRS, (own, ~own), strict=True)):
         if not mine.any():
             continue
@@ -313,13 +331,15 @@ def _histograms(
             for a, b, n in zip(edges[:-1], edges[1:], count, strict=True)
         ]
     if wide:
-        logarithmic(axes, "x")
+        set_log_scale(axes, "x")
         # a panel has no room for the names of seven decades
         axes.xaxis.set_major_locator(LogLocator(numticks=3))
     return pd.DataFrame(rows, columns=HISTOGRAM)
 
 
-def _above(value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]) -> float:
+def _probability_above(
+    value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]
+) -> float:
     """The probability that a pair of one cluster has a larger value than a pair of two; ties count half."""
     number, others = int(own.sum()), int((~own).sum())
     if not number or not others:
@@ -328,9 +348,9 @@ def _above(value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]) 
     return float((rank[own].sum() - number * (number + 1) / 2) / (number * others))
 
 
-def neighbors(
-    runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all"
-) -> Drawn:
+def plot_neighbors(
+    runs: NamedRuns, *, metric: str | None = None, split: str = "validation", cluster: str = "all"
+) -> DrawnFigure:
     """A metric over rounds, and beside it the share of the models that clients averaged with from their own cluster.
 
     Args:
@@ -339,13 +359,13 @@ def neighbors(
         split: "train", "validation" or "test".
         cluster: of the metric: "all", "clusters" or a cluster's name.
     """
-    shown = metric_of(runs, metric)
-    figure, panels = panels_of(2)
+    shown = choose_metric(runs, metric)
+    figure, panels = make_panels(2)
     rows, chance = [], set[float]()
-    for place, (name, group) in enumerate(groups_of(runs).items()):
+    for place, (name, group) in enumerate(group_by_name(runs).items()):
         rows += [
             (name, shown.name, *one)
-            for one in curve_of(panels[0], name, group, place, (split, shown, cluster))
+            for one in draw_method_curve(panels[0], name, group, place, (split, shown, cluster))
         ]
         tables = [own for run in group if len(own := _own_share(run))]
         rounds = sorted({index for own in tables for index in own.index})
@@ -353,30 +373,32 @@ def neighbors(
             values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
             rows += [
                 (name, OWN.name, *one)
-                for one in band_of(panels[1], name, place, rounds, values, PERCENT)
+                for one in draw_band(panels[1], name, place, rounds, values, PERCENT)
             ]
-            chance.add(graph.expected_share(group[0].planted))
+            chance.add(graph.expected_share(group[0].planted_clusters))
     if not chance:
         raise DataError(
             "no client here averaged with others whose clusters are known; there are no neighbors to show"
         )
     for level in chance:
         panels[1].axhline(PERCENT * level, color="#777777", lw=0.7, ls=":", label="uniform draws")
-    panels[0].set(xlabel="round", ylabel=axis_of(shown, split))
-    panels[1].set(xlabel="round", ylabel=axis_of(OWN))
-    shared_legend(panels, ncols=2)
+    panels[0].set(xlabel="round", ylabel=format_axis_label(shown, split))
+    panels[1].set(xlabel="round", ylabel=format_axis_label(OWN))
+    add_shared_legend(panels, ncols=2)
     return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std", "seeds"])
 
 
 def _own_share(run: StoredRun) -> pd.Series:
     """Of each round, the share of the models averaged with from the client's own cluster: the mean over clients."""
     mixed = run.edges.loc[(run.edges["purpose"] == "mix").to_numpy(), ["round", "reader", "read"]]
-    reader, read = (run.planted[mixed[one].to_numpy(np.int64)] for one in ("reader", "read"))
+    reader, read = (
+        run.planted_clusters[mixed[one].to_numpy(np.int64)] for one in ("reader", "read")
+    )
     mixed = mixed.assign(own=(reader == read).astype(float)).loc[(reader >= 0) & (read >= 0)]
     return mixed.groupby(["round", "reader"])["own"].mean().groupby(level="round").mean()
 
 
-def _of(figure: str, study: str, shows: str = "", **options: Any) -> PublishedFigure:
+def _figure(figure: str, study: str, shows: str = "", **options: Any) -> PublishedFigure:
     return PublishedFigure(figure, options, study, shows)
 
 
@@ -384,73 +406,73 @@ SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")
 ROWS = (*SIMILARITIES, *(f"{name} FedSim" for name in SIMILARITIES), "Random", "Oracle", "Local")
 PUBLISHED.update(
     {
-        "similarity-2a": _of(
+        "similarity-2a": _figure(
             "heatmap",
             "similarity/synthetic",
             "How often each client read each other: inverse loss and L2 are noisier than the cosines.",
             methods=SIMILARITIES,
         ),
-        "similarity-2b": _of("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
-        "similarity-3a": _of(
+        "similarity-2b": _figure("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
+        "similarity-3a": _figure(
             "bars",
             "similarity/synthetic",
             "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; inverse loss is the "
             "worst metric, the cosines come close to the oracle.",
             methods=ROWS,
         ),
-        "similarity-3b": _of(
+        "similarity-3b": _figure(
             "samples",
             "similarity/samples",
             "Losses by the number of training samples: inverse loss and L2 come nearer to the cosines, never to them.",
         ),
-        "similarity-4a": _of(
+        "similarity-4a": _figure(
             "bars",
             "similarity/domain-mlp",
             "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps "
             "only L2.",
             methods=ROWS,
         ),
-        "similarity-4b": _of(
+        "similarity-4b": _figure(
             "bars",
             "similarity/domain-cnn",
             "Accuracies on MNIST with Fashion-MNIST, a CNN: inverse loss is far below the other metrics, a cosine is "
             "best.",
             methods=ROWS,
         ),
-        "similarity-5a": _of(
+        "similarity-5a": _figure(
             "bars",
             "similarity/fmnist-covariate-4",
             "Accuracies on rotated Fashion-MNIST: every metric is above random peers but the cosine of updates with "
             "FedSim.",
             methods=ROWS,
         ),
-        "similarity-5b": _of("bars", "similarity/cifar100-pretrained", methods=ROWS),
-        "similarity-5c": _of("bars", "similarity/cifar10-label-2", methods=ROWS),
-        "similarity-5d": _of("bars", "similarity/cifar10-label-5", methods=ROWS),
-        "similarity-6": _of("peers", "similarity/peers"),
-        "similarity-7": _of(
+        "similarity-5b": _figure("bars", "similarity/cifar100-pretrained", methods=ROWS),
+        "similarity-5c": _figure("bars", "similarity/cifar10-label-2", methods=ROWS),
+        "similarity-5d": _figure("bars", "similarity/cifar10-label-5", methods=ROWS),
+        "similarity-6": _figure("peers", "similarity/peers"),
+        "similarity-7": _figure(
             "heatmap",
             "similarity/cifar10-label-2, similarity/cifar10-label-5, similarity/fmnist-covariate-4",
             methods=SIMILARITIES,
         ),
-        "similarity-8": _of(
+        "similarity-8": _figure(
             "sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)
         ),
-        "similarity-9": _of(
+        "similarity-9": _figure(
             "sensitivity",
             "similarity/tau-domain-cnn, similarity/tau-fmnist-covariate-4",
             studies=("*tau-domain-cnn", "*tau-fmnist-covariate-4"),
         ),
-        "similarity-10": _of("tau", "similarity/tau-cifar100"),
-        "dac-2": _of("samples", "dac/samples"),
-        "dac-3": _of("tau", "dac/tau"),
-        "dac-4": _of(
+        "similarity-10": _figure("tau", "similarity/tau-cifar100"),
+        "dac-2": _figure("samples", "dac/samples"),
+        "dac-3": _figure("tau", "dac/tau"),
+        "dac-4": _figure(
             "heatmap",
             "dac/cifar10-label-40-60",
             "How often each client read each other: DAC finds the clusters and has stripes, a few clients that many "
             "read; DAC-var has no stripes; PENS is noisier.",
         ),
-        "panm-2": _of(
+        "panm-2": _figure(
             "neighbors",
             "panm/ablation",
             "An ablation of PANMGrad: the similarity of both cosines, that of the last update and that of all updates, "
@@ -459,34 +481,34 @@ PUBLISHED.update(
             metric=ACCURACY.name,
             split="test",
         ),
-        "panm-3": _of(
+        "panm-3": _figure(
             "similarities",
             "panm/similarities",
             "Distributions of similarities: high within a cluster and low between clusters, taken for two Gaussians.",
         ),
-        "panm-4": _of(
+        "panm-4": _figure(
             "graph",
             "panm/cifar10-4",
             "Topologies of neighbors in stage two beside those of baselines: a color for each cluster.",
             after="stage_one_rounds",
         ),
-        "panm-5-left": _of(
+        "panm-5-left": _figure(
             "samples", "panm/samples", "Accuracies as the size of the clients' datasets varies."
         ),
-        "panm-5-right": _of(
+        "panm-5-right": _figure(
             "population", "panm/population", "Accuracies as the number of clients varies."
         ),
-        "sosicfl-4": _of(
+        "sosicfl-4": _figure(
             "curves",
             "sosicfl/cifar10-squeezenet-2-fold",
             split="test",
             metric=f"{GLOBAL_ACCURACY.name},{ACCURACY.name}",
         ),
-        "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
-        "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
-        "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
-        "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric=ACCURACY.name),
-        "fedgwc-2": _of(
+        "sosicfl-5": _figure("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
+        "sosicfl-7a": _figure("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
+        "sosicfl-7b": _figure("sweep", "sosicfl/regions", setting="regions,radius"),
+        "sosicfl-8": _figure("curves", "sosicfl/late-start", split="test", metric=ACCURACY.name),
+        "fedgwc-2": _figure(
             "curves",
             "fedgwc/cifar100-dirichlet",
             split="test",
@@ -494,37 +516,45 @@ PUBLISHED.update(
             splits=True,
             methods=("FedAvg", "FedGWC"),
         ),
-        "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
-        "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
-        "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom"),
-        "fedgwc-7": _of("classes", "fedgwc/cifar100-dirichlet"),
-        "fedgwc-8": _of("labels", "fedgwc/cifar100-clean-noise-blur"),
+        "fedgwc-4": _figure("change", "fedgwc/cifar10-hom-het"),
+        "fedgwc-5": _figure("interaction", "fedgwc/cifar10-hom-het"),
+        "fedgwc-6": _figure("interaction", "fedgwc/cifar10-hom"),
+        "fedgwc-7": _figure("classes", "fedgwc/cifar100-dirichlet"),
+        "fedgwc-8": _figure("labels", "fedgwc/cifar100-clean-noise-blur"),
     }
 )
 NOT_STORED["sosicfl-6"] = "the text of the paper does not say what it shows"
 FIGURES.update(
     {
-        "classes": Kind(distributions, "classes of the data in each found cluster", {}),
-        "similarities": Kind(
-            similarities, "similarities of peers of the own cluster and of others, as recorded", {}
+        "classes": FigureKind(plot_class_shares, "classes of the data in each found cluster", {}),
+        "similarities": FigureKind(
+            plot_similarities,
+            "similarities of peers of the own cluster and of others, as recorded",
+            {},
         ),
-        "probabilities": Kind(
-            similarities,
+        "probabilities": FigureKind(
+            plot_similarities,
             "probabilities with which peers were drawn, as recorded",
             {"column": "probability"},
         ),
-        "neighbors": Kind(
-            neighbors, "a metric, and the share of neighbors of the own cluster, over rounds", {}
+        "neighbors": FigureKind(
+            plot_neighbors,
+            "a metric, and the share of neighbors of the own cluster, over rounds",
+            {},
         ),
-        "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyze`", {}),
-        "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyze`", {}),
-        "variance": Kind(
-            plots.curves,
+        "interaction": FigureKind(
+            plot_interactions, "FedGWC's interaction matrix, of `coterie analyze`", {}
+        ),
+        "simplex": FigureKind(
+            plot_simplexes, "accuracy all over SosicFL's simplex, of `coterie analyze`", {}
+        ),
+        "variance": FigureKind(
+            plots.draw_curves,
             "variance of updates over rounds",
             {"metric": GRADIENT_VARIANCE.name, "split": "train", "log": True},
         ),
-        "change": Kind(
-            plots.curves,
+        "change": FigureKind(
+            plots.draw_curves,
             "change of FedGWC's interaction matrix over rounds",
             {"metric": INTERACTION_CHANGE.name, "split": "train", "log": True},
         ),

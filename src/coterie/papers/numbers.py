@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
-from coterie.errors import ConfigError, unknown
+from coterie.errors import ConfigError, describe_unknown
 from coterie.functional.metrics import REGISTRY
 
 SOURCES: dict[str, str] = {
@@ -207,7 +207,7 @@ class PublishedNumber:
 
 
 @lru_cache
-def table(source: str) -> tuple[dict[str, str], ...]:
+def load_table(source: str) -> tuple[dict[str, str], ...]:
     """Return all numbers of a paper as printed.
 
     Args:
@@ -220,13 +220,13 @@ def table(source: str) -> tuple[dict[str, str], ...]:
         ConfigError: for another name.
     """
     if source not in SOURCES:
-        raise ConfigError(unknown("paper", source, SOURCES))
+        raise ConfigError(describe_unknown("paper", source, SOURCES))
     with (resources.files("coterie.papers") / f"{source}.csv").open(encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
 
 @lru_cache
-def published(experiment: str) -> tuple[PublishedNumber, ...]:
+def load_published(experiment: str) -> tuple[PublishedNumber, ...]:
     """Return the numbers of an experiment in the names and units used here.
 
     Args:
@@ -240,24 +240,24 @@ def published(experiment: str) -> tuple[PublishedNumber, ...]:
         (9.43, 0.33)
     """
     source, _, name = experiment.partition("/")
-    rows = [row for row in table(source) if row["experiment"] == name]
+    rows = [row for row in load_table(source) if row["experiment"] == name]
     if not rows:
-        known = {f"{source}/{row['experiment']}" for row in table(source)}
-        raise ConfigError(unknown("published experiment", experiment, known))
-    return tuple(_translate(row) for row in rows)
+        known = {f"{source}/{row['experiment']}" for row in load_table(source)}
+        raise ConfigError(describe_unknown("published experiment", experiment, known))
+    return tuple(_translate_row(row) for row in rows)
 
 
-def notes(experiment: str) -> Sequence[str]:
+def find_notes(experiment: str) -> Sequence[str]:
     """Return notes on the published numbers of an experiment."""
     return _NOTES.get(experiment, ())
 
 
-def rows(experiment: str) -> list[str]:
+def list_rows(experiment: str) -> list[str]:
     """Return the rows of an experiment's tables, "method/aggregation", in the order of the paper."""
-    return list(dict.fromkeys(one.row for one in published(experiment)))
+    return list(dict.fromkeys(one.row for one in load_published(experiment)))
 
 
-def _translate(row: Mapping[str, str]) -> PublishedNumber:
+def _translate_row(row: Mapping[str, str]) -> PublishedNumber:
     metric = row["metric"].removeprefix("test_")
     unit = REGISTRY[metric].scale
     std = float(row["std"]) / unit if row["std"] else None

@@ -16,10 +16,10 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie.errors import ConfigError, DataError, unknown
+from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.report import plots
-from coterie.results.coverage import Incomplete, notes
-from coterie.results.summary import StoredRun, charted, find_runs, studies_in
+from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
+from coterie.results.summary import StoredRun, group_by_study, load_runs, select_charted_runs
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {
@@ -45,7 +45,7 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class FigureKind:
     """A kind of figure.
 
     Args:
@@ -59,25 +59,29 @@ class Kind:
     options: Mapping[str, Any]
 
 
-def _swept(setting: str, text: str) -> Kind:
-    return Kind(plots.sweep, text, {"setting": setting})
+def _make_sweep_kind(setting: str, text: str) -> FigureKind:
+    return FigureKind(plots.draw_sweep, text, {"setting": setting})
 
 
-FIGURES: dict[str, Kind] = {  # `coterie.papers` adds those that only its papers have
-    "curves": Kind(plots.curves, "learning curves with bands over seeds", {}),
-    "heatmap": Kind(plots.heatmaps, "which models each client used, a panel per method", {}),
-    "bars": Kind(plots.bars, "final test metric of each method, between Random and Oracle", {}),
-    "clients": Kind(plots.strips, "final test metric of each client", {}),
-    "graph": Kind(plots.graphs, "clients and their most used peers", {}),
-    "labels": Kind(plots.labels, "found and planted clusters", {}),
-    "sensitivity": Kind(
-        plots.sensitivities, "a setting, a panel for each study", {"setting": "tau"}
+FIGURES: dict[str, FigureKind] = {  # `coterie.papers` adds those that only its papers have
+    "curves": FigureKind(plots.draw_curves, "learning curves with bands over seeds", {}),
+    "heatmap": FigureKind(
+        plots.draw_heatmaps, "which models each client used, a panel per method", {}
     ),
-    "tau": _swept("tau", "sensitivity to tau"),
-    "samples": _swept("train", "training samples per client"),
-    "peers": _swept("num_peers", "sampled peers"),
-    "population": _swept("num_clients", "number of clients"),
-    "sweep": Kind(plots.sweep, "any setting, with --setting; two make a grid", {}),
+    "bars": FigureKind(
+        plots.draw_bars, "final test metric of each method, between Random and Oracle", {}
+    ),
+    "clients": FigureKind(plots.draw_client_strips, "final test metric of each client", {}),
+    "graph": FigureKind(plots.draw_graphs, "clients and their most used peers", {}),
+    "labels": FigureKind(plots.draw_label_bars, "found and planted clusters", {}),
+    "sensitivity": FigureKind(
+        plots.draw_sensitivities, "a setting, a panel for each study", {"setting": "tau"}
+    ),
+    "tau": _make_sweep_kind("tau", "sensitivity to tau"),
+    "samples": _make_sweep_kind("train", "training samples per client"),
+    "peers": _make_sweep_kind("num_peers", "sampled peers"),
+    "population": _make_sweep_kind("num_clients", "number of clients"),
+    "sweep": FigureKind(plots.draw_sweep, "any setting, with --setting; two make a grid", {}),
 }
 
 
@@ -141,18 +145,20 @@ def plot(
     if figure in NOT_STORED:
         raise ConfigError(f"figure {figure} cannot be drawn from stored runs: {NOT_STORED[figure]}")
     if figure not in FIGURES and figure not in PUBLISHED:
-        raise ConfigError(unknown("figure", figure, [*FIGURES, *PUBLISHED]))
+        raise ConfigError(describe_unknown("figure", figure, [*FIGURES, *PUBLISHED]))
     published = PUBLISHED.get(figure)
     kind = FIGURES[published.figure if published else figure]
     chosen = {**kind.options, **(published.options if published else {}), **options}
     path = Path(out) if out is not None else Path(f"{figure}.{format}")
     if path.suffix.removeprefix(".") not in FORMATS:
-        raise ConfigError(unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS))
-    found = _found(runs)
-    found = _shown(found, chosen.pop("methods", ()), asked="methods" in options)
+        raise ConfigError(
+            describe_unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS)
+        )
+    found = _load_drawn_runs(runs)
+    found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         try:
-            drawn, table = kind.draw(_named(found), **chosen)
+            drawn, table = kind.draw(_name_runs(found), **chosen)
         except DataError as problem:
             if published is None:
                 raise
@@ -170,20 +176,20 @@ def plot(
     return path
 
 
-def _found(folders: Sequence[str | Path]) -> list[StoredRun]:
+def _load_drawn_runs(folders: Sequence[str | Path]) -> list[StoredRun]:
     """The runs that are drawn: of each study those over which its methods are compared, else what there is of them."""
-    found, problems = find_runs(folders)
+    found, problems = load_runs(folders)
     if not found:
         raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
     drawn = []
-    for own, broken, content in studies_in(folders, found, problems):
-        for note in notes(content):
-            warnings.warn(f"{content['study']}: {note}", Incomplete, stacklevel=3)
-        drawn += charted(own, broken)
+    for own, broken, content in group_by_study(folders, found, problems):
+        for note in describe_coverage(content):
+            warnings.warn(f"{content['study']}: {note}", IncompleteStudyWarning, stacklevel=3)
+        drawn += select_charted_runs(own, broken)
     return drawn
 
 
-def _shown(
+def _select_methods(
     runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool
 ) -> list[StoredRun]:
     """The runs of some methods; all where none fits and nobody asked for those."""
@@ -197,10 +203,13 @@ def _shown(
     return chosen or list(runs)
 
 
-def _named(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
+def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
     """The runs with a name for their line: the label, and the study where there are several."""
     studies = {run.folder.parent.parent for run in runs}
     return [
-        (run.label if len(studies) == 1 else f"{run.label}, {run.study.split('/', 1)[-1]}", run)
+        (
+            run.label if len(studies) == 1 else f"{run.label}, {run.study_name.split('/', 1)[-1]}",
+            run,
+        )
         for run in runs
     ]

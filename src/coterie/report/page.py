@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
-from coterie._util.names import few, short
+from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
-from coterie.report.data import blank, payload
+from coterie.report.data import build_empty_payload, build_payload
 from coterie.results import pairs
 from coterie.results.summary import (
     MEANS,
-    Problem,
     StoredRun,
-    by_label,
-    find_runs,
-    metrics_of,
-    told_of_new_clients,
+    UnreadableRun,
+    collect_metrics,
+    describe_new_clients,
+    group_by_label,
+    load_runs,
 )
 from coterie.results.tables import STAR
 
@@ -62,96 +62,102 @@ def write_report(study: str | Path, out: str | Path | None = None) -> Path:
         DataError: when the folder holds no run, or several studies. Runs of the study that are
             missing, damaged or not finished are named in the page instead.
     """
-    return write_with_notes(study, out)[0]
+    return write_report_with_notes(study, out)[0]
 
 
-def write_with_notes(study: str | Path, out: str | Path | None = None) -> tuple[Path, list[str]]:
+def write_report_with_notes(
+    study: str | Path, out: str | Path | None = None
+) -> tuple[Path, list[str]]:
     """As `write_report`; with the lines that the page begins with where not every run is in its tables."""
     path = Path(out) if out is not None else Path(study) / "report.html"
-    runs, problems = find_runs([study])
-    data = _data(runs, problems, Path(study))
-    write_atomically(path, render(data, overview(data, runs)).encode())
+    runs, problems = load_runs([study])
+    data = _build_data(runs, problems, Path(study))
+    write_atomically(path, render_page(data, render_overview(data, runs)).encode())
     return path, data["notes"]
 
 
-def _data(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path) -> dict[str, Any]:
-    return payload(runs, problems, folder) if runs else blank(folder, problems)
+def _build_data(
+    runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], folder: Path
+) -> dict[str, Any]:
+    return build_payload(runs, problems, folder) if runs else build_empty_payload(folder, problems)
 
 
-def page(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path) -> str:
+def render_runs(runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], folder: Path) -> str:
     """Return the report of some runs of one study as text."""
-    data = _data(runs, problems, folder)
-    return render(data, overview(data, runs))
+    data = _build_data(runs, problems, folder)
+    return render_page(data, render_overview(data, runs))
 
 
-def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> str:
+def render_page(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> str:
     """Put a page together.
 
     Args:
         data: what `payload` returned.
-        first: the first view, as `overview` returned it.
+        first: the first view, as `render_overview` returned it.
         connect: where the page's scripts may connect to, in the words of a content security policy.
     """
     slots = {
         "title": escape(str(data["study"])),
-        "subtitle": escape(subtitle(data)),
+        "subtitle": escape(format_subtitle(data)),
         "connect": connect,
-        "style": asset("report.css"),
+        "style": load_asset("report.css"),
         "overview": first,
         "footer": "Made by Coterie from the run folders alone; the parquet files beside this page hold every value. "
         "Charts: Apache ECharts (Apache License 2.0).",
-        "data": embed(data),
-        "library": asset("vendor/echarts.min.js"),
-        "script": "\n".join(asset(name) for name in SCRIPTS),
+        "data": encode_for_script(data),
+        "library": load_asset("vendor/echarts.min.js"),
+        "script": "\n".join(load_asset(name) for name in SCRIPTS),
     }
-    return filled("report.html", slots)
+    return fill_template("report.html", slots)
 
 
-def filled(name: str, slots: Mapping[str, str]) -> str:
+def fill_template(name: str, slots: Mapping[str, str]) -> str:
     """Return a file of the page with each [[name]] in it replaced."""
-    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset(name))
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], load_asset(name))
 
 
 @cache
-def asset(name: str) -> str:
+def load_asset(name: str) -> str:
     """Return the text of a file that is part of the page."""
     return resources.files("coterie.report").joinpath("assets", name).read_text("utf-8")
 
 
-def embed(data: Mapping[str, Any]) -> str:
+def encode_for_script(data: Mapping[str, Any]) -> str:
     """Write data as JSON that cannot end the script element it stands in."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def subtitle(data: Mapping[str, Any]) -> str:
+def format_subtitle(data: Mapping[str, Any]) -> str:
     """One line under the title: what was compared, on how many clients."""
     if not data["methods"]:
         return "No run could be read."
     compared, results = len(data["results"]["seeds"]), data["results"]
     seeds = len({*results["seeds"], *(one["seed"] for one in results["left_out"])})
-    parts = [_many(len(data["cluster"]), "client")]
+    parts = [_format_count(len(data["cluster"]), "client")]
     if len(data["clusters"]) > 1:
         parts.append(f"{len(data['clusters'])} planted clusters")
     known = (
-        f"{compared} of {_many(seeds, 'seed')}" if 0 < compared < seeds else _many(seeds, "seed")
+        f"{compared} of {_format_count(seeds, 'seed')}"
+        if 0 < compared < seeds
+        else _format_count(seeds, "seed")
     )
-    parts += [_many(len(data["methods"]), "method"), known]
+    parts += [_format_count(len(data["methods"]), "method"), known]
     return ", ".join(parts)
 
 
-def _many(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
-def told_of_privacy(runs: Sequence[StoredRun]) -> list[str]:
+def describe_privacy(runs: Sequence[StoredRun]) -> list[str]:
     """Say what private training has cost clients, method by method; nothing where none is private."""
     found: dict[str, list[float]] = {}
     for run in runs:
-        if EPSILON.name in run.results:
-            found.setdefault(run.label, []).extend(run.final(EPSILON.name).tolist())
+        if EPSILON.name in run.result_metrics:
+            found.setdefault(run.label, []).extend(run.final_values(EPSILON.name).tolist())
     said = [
-        f"{label} {EPSILON.show(sum(values) / len(values))} ({EPSILON.show(max(values))})"
+        f"{label} {EPSILON.format_value(sum(values) / len(values))} ({EPSILON.format_value(max(values))})"
         for label, values in found.items()
         if values
     ]
@@ -164,37 +170,41 @@ def told_of_privacy(runs: Sequence[StoredRun]) -> list[str]:
     )
 
 
-def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
+def render_overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     """The first view as HTML: what is not in the tables, the study in words, the results, the gains."""
-    parts = [note_list(data["notes"])]
+    parts = [render_notes(data["notes"])]
     if not runs:
         return "".join(
             [*parts, "<p>Nothing to show yet: no run of this study has finished a round.</p>"]
         )
-    parts.append("<h2>The study</h2>" + words(runs[0].config, data))
-    known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
+    parts.append("<h2>The study</h2>" + render_study_description(runs[0].config, data))
+    known, names = (
+        collect_metrics(runs),
+        dict.fromkeys(row["metric"] for row in data["results"]["rows"]),
+    )
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
         parts.append(
-            f"<h2>Results</h2>{result_table(data, shown[0])}{client_table(data, runs, shown[0])}"
+            f"<h2>Results</h2>{render_result_table(data, shown[0])}{render_client_table(data, runs, shown[0])}"
         )
-        parts += [f"<p>{escape(line)}.</p>" for line in told_of_privacy(runs)]
+        parts += [f"<p>{escape(line)}.</p>" for line in describe_privacy(runs)]
         parts += [
             f"<p>{escape(line)}.</p>"
-            for line in told_of_new_clients(data["results"], data["metric"])
+            for line in describe_new_clients(data["results"], data["metric"])
         ]
         parts.append(
-            "<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]])
+            "<h2>Gain over training alone</h2>"
+            + render_gain_table(data, known[data["gains"]["metric"]])
         )
         for one in shown[1:]:
             title = escape(one.heading("test"))
-            tables = result_table(data, one) + client_table(data, runs, one)
+            tables = render_result_table(data, one) + render_client_table(data, runs, one)
             parts.append(f"<details><summary>The same for {title}</summary>{tables}</details>")
     parts.append('<div id="glance"></div>')
     return "\n".join(parts)
 
 
-def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
+def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
     """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
     names = list(data.get("names") or ())
     if (
@@ -204,17 +214,19 @@ def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Met
         or metric.over == "run"
     ):
         return ""
-    chosen = [run for run in runs if run.finished and run.seed in data["results"]["seeds"]]
+    chosen = [run for run in runs if run.is_finished and run.seed in data["results"]["seeds"]]
     body = []
-    for label, group in by_label(chosen).items():
-        values = [run.final(metric.name).reindex(range(len(names))).to_numpy() for run in group]
+    for label, group in group_by_label(chosen).items():
+        values = [
+            run.final_values(metric.name).reindex(range(len(names))).to_numpy() for run in group
+        ]
         known = [
             [one for one in column if math.isfinite(one)] for column in zip(*values, strict=True)
         ]
         means = [float(sum(column)) / len(column) if column else None for column in known]
-        cells = "".join(cell(mean, metric.show(mean)) for mean in means)
+        cells = "".join(render_cell(mean, metric.format_value(mean)) for mean in means)
         body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{escape(short(name))}</th>' for name in names)
+    head = "".join(f'<th scope="col">{escape(shorten_text(name))}</th>' for name in names)
     caption = f"{metric.heading('test')} of each client, mean over seeds; a dash where it is not defined in any."
     return (
         f'<div class="scroll"><table class="results by-client"><caption>{escape(caption[0].upper() + caption[1:])}'
@@ -223,7 +235,7 @@ def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Met
     )
 
 
-def _folds(folds: int | None) -> str:
+def _describe_folds(folds: int | None) -> str:
     """What seeds are where they test folds."""
     if not folds:
         return ""
@@ -233,7 +245,7 @@ def _folds(folds: int | None) -> str:
     )
 
 
-def note_list(notes: Sequence[str]) -> str:
+def render_notes(notes: Sequence[str]) -> str:
     """Name the runs that are not in the tables, the seeds that are, and rounds that were left out."""
     if not notes:
         return ""
@@ -241,30 +253,30 @@ def note_list(notes: Sequence[str]) -> str:
     return f'<div class="problem" role="alert"><p>What to know beside the tables:</p><ul>{lines}</ul></div>'
 
 
-def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+def render_study_description(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """The study in words, as a list of terms and descriptions."""
     settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
-    clusters = ", ".join(_planted(cluster) for cluster in data["clusters"])
+    clusters = ", ".join(_describe_cluster(cluster) for cluster in data["clusters"])
     many = [f"{len(data['cluster'])}"]
     if names := {client: name for client, name in enumerate(data.get("names") or ()) if name}:
-        many = [f"{many[0]} ({few(names, names)})"]
+        many = [f"{many[0]} ({format_clients(names, names)})"]
     if settings.get("train"):
         many.append(
             f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples"
         )
     entries = {
-        "Data": _said(settings.get("dataset")),
-        "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
+        "Data": _format_value(settings.get("dataset")),
+        "Shift": "; ".join(_describe_shift(one) for one in settings.get("shift") or []),
         "Clients": ", ".join(many),
-        "Folds": _folds(settings.get("folds")),
+        "Folds": _describe_folds(settings.get("folds")),
         "Planted clusters": clusters,
-        "Model": _said(model.get("kind")),
+        "Model": _format_value(model.get("kind")),
         "Compared": ", ".join(
             f"{method['label']} ({method['kind']})" for method in data["methods"]
         ),
-        "Training": _training(config, local),
-        "Evaluated": _evaluated(config),
-        "Averaged": _averaged(bool(clusters)),
+        "Training": _describe_training(config, local),
+        "Evaluated": _describe_evaluation(config),
+        "Averaged": _describe_averaging(bool(clusters)),
         "Compared in pairs": "paired by seed and client, with Student's interval over the seeds, corrected for the "
         "number of pairs by Holm's rule"
         if data.get("pairs", {}).get("families")
@@ -276,7 +288,7 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     return f'<dl class="words">{rows}</dl>'
 
 
-def _averaged(clusters: bool) -> str:
+def _describe_averaging(clusters: bool) -> str:
     first = "per client on the test set of its own cluster; then over the clients of a cluster, over all clients, or over "
     first += "clusters with equal weight" if clusters else ""
     last = "then mean ± population standard deviation over the n seeds that all methods finished"
@@ -285,7 +297,7 @@ def _averaged(clusters: bool) -> str:
     )
 
 
-def _planted(cluster: Mapping[str, Any]) -> str:
+def _describe_cluster(cluster: Mapping[str, Any]) -> str:
     """One planted cluster and its size; a node's roster gives clusters numbers, no names."""
     name, size = cluster["name"], cluster["size"]
     return (
@@ -293,31 +305,35 @@ def _planted(cluster: Mapping[str, Any]) -> str:
     )
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return ", ".join(_said(entry) for entry in value)
+        return ", ".join(_format_value(entry) for entry in value)
     return f"{value:g}" if isinstance(value, float) else str("" if value is None else value)
 
 
-def _shift(shift: Mapping[str, Any]) -> str:
-    rest = ", ".join(f"{key} {_said(value)}" for key, value in shift.items() if key != "kind")
+def _describe_shift(shift: Mapping[str, Any]) -> str:
+    rest = ", ".join(
+        f"{key} {_format_value(value)}" for key, value in shift.items() if key != "kind"
+    )
     return f"{shift.get('kind', 'shift')}: {rest}" if rest else str(shift.get("kind", ""))
 
 
-def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
+def _describe_training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
     parts = [f"{config['rounds']} rounds"] if "rounds" in config else []
     if local.get("epochs"):
         parts.append(f"{local['epochs']} local epoch{'s' if local['epochs'] != 1 else ''} a round")
     if local.get("optimizer"):
-        parts.append(f"{local['optimizer']}, {_rate(local)}, batches of {local.get('batch_size')}")
+        parts.append(
+            f"{local['optimizer']}, {_describe_learning_rate(local)}, batches of {local.get('batch_size')}"
+        )
     if isinstance(dp := local.get("dp"), Mapping):
         parts.append(
-            f"differentially private ({', '.join(f'{key} {_said(value)}' for key, value in dp.items())})"
+            f"differentially private ({', '.join(f'{key} {_format_value(value)}' for key, value in dp.items())})"
         )
     return ", ".join(parts)
 
 
-def _rate(local: Mapping[str, Any]) -> str:
+def _describe_learning_rate(local: Mapping[str, Any]) -> str:
     given = local.get("lr_schedule") or []
     each = given if isinstance(given, list) else [given]
     kinds = ", ".join(
@@ -326,7 +342,7 @@ def _rate(local: Mapping[str, Any]) -> str:
     return f"learning rate {local.get('lr')}" + (f" ({kinds})" if kinds else "")
 
 
-def _evaluated(config: Mapping[str, Any]) -> str:
+def _describe_evaluation(config: Mapping[str, Any]) -> str:
     final = config.get("evaluate") == "final"
     which = (
         "the model after the last round"
@@ -336,13 +352,13 @@ def _evaluated(config: Mapping[str, Any]) -> str:
     return f"{which}, on test data that no client trained on"
 
 
-def cell(value: float | None, text: str, css: str = "") -> str:
+def render_cell(value: float | None, text: str, css: str = "") -> str:
     """One number of a table, with its exact value for programs."""
     exact = "" if value is None else f' data-value="{value!r}"'
     return f"<td{exact}{f' class={css!r}' if css else ''}>{text}</td>"
 
 
-def result_table(data: Mapping[str, Any], metric: Metric) -> str:
+def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
     """The table of one metric: methods by planted clusters, over all clients and over clusters."""
     whole = metric.over == "run"
     rows = [
@@ -371,14 +387,16 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
             if row is None:
                 line.append("<td>–</td>")
                 continue
-            text = metric.show(row["mean"])
+            text = metric.format_value(row["mean"])
             if row["seeds"] > 1:
-                text += f" <small>± {metric.show(row['std'])}</small>"
+                text += f" <small>± {metric.format_value(row['std'])}</small>"
             if label in leading[column] and len(leading[column]) > 1:
                 text += (
                     f'<abbr title="cannot be told apart from the best of its column">{STAR}</abbr>'
                 )
-            line.append(cell(row["mean"], text, "best" if leading[column] == [label] else ""))
+            line.append(
+                render_cell(row["mean"], text, "best" if leading[column] == [label] else "")
+            )
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     title = metric.heading("test")
     order = f", {metric.better} is better" if metric.better else ""
@@ -387,7 +405,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     if any(len(first) > 1 for first in leading.values()):
         order += f"; {STAR} cannot be told apart from the best of its column"
     if any(leading.values()):
-        order += "".join(f"; {said}" for said in pairs.not_ranked(rows))
+        order += "".join(f"; {said}" for said in pairs.describe_unranked(rows))
     caption = f"{title[0].upper()}{title[1:]}{order}."
     said = compared["all"]["standing"] if "all" in compared else ""
     return (
@@ -399,7 +417,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     )
 
 
-def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
+def render_gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     """Each client's gain over the baseline, in summaries."""
     gains = data["gains"]
     if gains["baseline"] is None or not gains["rows"]:
@@ -409,15 +427,17 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
         line = [f'<th scope="row">{escape(row["label"])}</th><td>{row["seeds"]}</td>']
         for name in ("mean", "worst_tenth", "lost"):
             kind, signed = (SHARE, False) if name == "lost" else (metric, True)
-            text = kind.show(row[name], signed=signed)
+            text = kind.format_value(row[name], signed=signed)
             low, high = row[f"{name}_low"], row[f"{name}_high"]
             if low is not None:
                 if name == "lost":
                     low, high = max(low, 0.0), min(high, 1.0)
-                text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
+                text += f" <small>[{kind.format_value(low, signed=signed)}, {kind.format_value(high, signed=signed)}]</small>"
             sure = name == "mean" and row["mean_established"]
             line.append(
-                cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better")
+                render_cell(
+                    row[name], text, "" if not sure else "worse" if row[name] < 0 else "better"
+                )
             )
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"

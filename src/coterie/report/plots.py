@@ -16,24 +16,24 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
-from coterie._util.names import called, short
+from coterie._util.names import format_client, shorten_text
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import LABEL, Metric
-from coterie.report.data.packing import dense, over_seeds, together
+from coterie.report.data.packing import align_seeds, build_dense_table, nan_mean_std
 from coterie.results import graph, summary
 from coterie.results.summary import (
     FEDERATION,
     StoredRun,
-    client_names,
-    cluster_means,
-    cluster_names,
-    description,
+    collect_metrics,
+    compute_cluster_means,
+    load_cluster_names,
+    load_federation_description,
     main_metric,
-    metrics_of,
+    merge_client_names,
 )
 
-Named = Sequence[tuple[str, StoredRun]]
-Drawn = tuple[Figure, pd.DataFrame]
+NamedRuns = Sequence[tuple[str, StoredRun]]
+DrawnFigure = tuple[Figure, pd.DataFrame]
 
 # as in the report
 COLORS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")
@@ -55,15 +55,15 @@ PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 
 
-def curves(
-    runs: Named,
+def draw_curves(
+    runs: NamedRuns,
     *,
     metric: str | None = None,
     split: str = "validation",
     cluster: str = "all",
     log: bool = False,
     splits: bool = False,
-) -> Drawn:
+) -> DrawnFigure:
     """Learning curves, mean over clients (or of one planted cluster), with bands over seeds.
 
     Args:
@@ -75,52 +75,54 @@ def curves(
         splits: mark the rounds in which a method found another number of clusters (first seed); the
             table says which.
     """
-    metrics = [metric_of(runs, one.strip()) for one in (metric or "").split(",")]
-    figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
+    metrics = [choose_metric(runs, one.strip()) for one in (metric or "").split(",")]
+    figure, panels = make_panels(len(metrics)) if len(metrics) > 1 else _make_single_panel()
     rows = []
     for axes, one in zip(panels, metrics, strict=True):
-        for place, (name, group) in enumerate(groups_of(runs).items()):
+        for place, (name, group) in enumerate(group_by_name(runs).items()):
             rows += [
                 (name, one.name, *point)
-                for point in curve_of(axes, name, group, place, (split, one, cluster))
+                for point in draw_method_curve(axes, name, group, place, (split, one, cluster))
             ]
         if log:
-            logarithmic(axes, "y")
-        axes.set(xlabel="round", ylabel=axis_of(one, split))
+            set_log_scale(axes, "y")
+        axes.set(xlabel="round", ylabel=format_axis_label(one, split))
     if not rows:
-        names = ", ".join(groups_of(runs))
+        names = ", ".join(group_by_name(runs))
         raise DataError(
             f"{names} recorded no {split} {' or '.join(one.name for one in metrics)} round by round; choose another "
             "--metric or --split"
         )
     if splits:
-        for place, (name, group) in enumerate(groups_of(runs).items()):
-            for index, clusters in _splits(group[0]):
-                panels[0].axvline(index, color=look(place)["color"], lw=0.7, ls=":", zorder=0)
+        for place, (name, group) in enumerate(group_by_name(runs).items()):
+            for index, clusters in _find_cluster_changes(group[0]):
+                panels[0].axvline(
+                    index, color=select_style(place)["color"], lw=0.7, ls=":", zorder=0
+                )
                 rows.append((name, "split", index, clusters, np.nan, 1))
     if len(panels) == 1:
-        legend_of(panels[0])
+        add_legend(panels[0])
     else:
-        shared_legend(panels)
+        add_shared_legend(panels)
     return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std", "seeds"])
 
 
-def curve_of(
+def draw_method_curve(
     axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, Metric, str]
 ) -> list[tuple[int, float, float, int]]:
     """Draw the curve of a method; its rounds, means and deviations, and the number of seeds."""
     split, metric, cluster = what
-    recorded = [run for run in group if len(dense(run, split, metric.name)[0])]
-    x, tables = together(recorded, split, metric.name)
+    recorded = [run for run in group if len(build_dense_table(run, split, metric.name)[0])]
+    x, tables = align_seeds(recorded, split, metric.name)
     if not len(x):
         return []
     values = np.array(
-        [_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)]
+        [_mean_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)]
     )
-    return band_of(axes, name, place, x, values, metric.scale)
+    return draw_band(axes, name, place, x, values, metric.scale)
 
 
-def band_of(
+def draw_band(
     axes: Axes,
     name: str,
     place: int,
@@ -129,8 +131,8 @@ def band_of(
     scale: float,
 ) -> list[tuple[int, float, float, int]]:
     """Draw a curve with its band over seeds; return its rounds, means and deviations, and the number of seeds."""
-    mean, spread = over_seeds(values)
-    seen = look(place)
+    mean, spread = nan_mean_std(values)
+    seen = select_style(place)
     axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
     if len(values) > 1:
         axes.fill_between(
@@ -146,29 +148,29 @@ def band_of(
     ]
 
 
-def _splits(run: StoredRun) -> list[tuple[int, int]]:
+def _find_cluster_changes(run: StoredRun) -> list[tuple[int, int]]:
     """The rounds whose labels are of another number of clusters than those before, and that number."""
-    rounds, labels = dense(run, "train", LABEL.name)
+    rounds, labels = build_dense_table(run, "train", LABEL.name)
     counts = np.array([len(np.unique(own[np.isfinite(own)])) for own in labels])
     changed = np.flatnonzero(np.diff(counts)) + 1
     return [(int(rounds[at]), int(counts[at])) for at in changed]
 
 
-def heatmaps(runs: Named) -> Drawn:
+def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
     """Which models each client used over whole runs: a panel per method, in order of planted cluster."""
     groups = {
         name: group
-        for name, group in groups_of(runs).items()
+        for name, group in group_by_name(runs).items()
         if any(len(run.edges) for run in group)
     }
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
-    counts = {name: _reads(group) for name, group in groups.items()}
+    counts = {name: _sum_reads(group) for name, group in groups.items()}
     most = max(int(count.max()) for count in counts.values())
-    figure, panels = panels_of(len(groups))
-    norm, rows, names = PowerNorm(0.5, 0, most), [], client_names(run for _, run in runs)
+    figure, panels = make_panels(len(groups))
+    norm, rows, names = PowerNorm(0.5, 0, most), [], merge_client_names(run for _, run in runs)
     for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
-        cluster = planted_of(groups[name], len(count))
+        cluster = pad_planted_clusters(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
         axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
@@ -180,7 +182,7 @@ def heatmaps(runs: Named) -> Drawn:
         if number % ACROSS == 0:
             axes.set(ylabel="client")
         if names and len(order) <= MOST_NAMES:
-            told = [short(called(names, client), 16) for client in order.tolist()]
+            told = [shorten_text(format_client(names, client), 16) for client in order.tolist()]
             axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
         reader, read = np.nonzero(count)
@@ -193,34 +195,36 @@ def heatmaps(runs: Named) -> Drawn:
         label="times used (square-root scale)",
         shrink=0.8,
     )
-    return figure, _with_names(
+    return figure, _add_client_names(
         pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
     )
 
 
-def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
+def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all") -> DrawnFigure:
     """The final test metric of each method, with Random and Oracle as bands across."""
-    shown = metric_of(runs, metric)
-    table = _final(runs, shown.name, cluster)
-    kinds = {name: group[0].kind for name, group in groups_of(runs).items()}
+    shown = choose_metric(runs, metric)
+    table = _build_final_table(runs, shown.name, cluster)
+    kinds = {name: group[0].method_kind for name, group in group_by_name(runs).items()}
     values = {
         name: (mean, std)
         for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)
     }
     bands = [name for name in values if kinds[name] in ("random", "oracle")]
     others = [name for name in values if name not in bands]
-    figure, axes = single_figure()
+    figure, axes = make_single_figure()
     scale = shown.scale
     for place, name in enumerate(others):
         mean, spread = values[name]
-        seen, bar = look(place), _drawn(scale, spread)
+        seen, bar = select_style(place), _scale_deviation(scale, spread)
         axes.errorbar(
             place, scale * mean, yerr=bar, fmt=seen["marker"], color=seen["color"], capsize=3
         )
     for name in bands:
         mean, spread = values[name]
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
-        low, high = (scale * mean + sign * (_drawn(scale, spread) or 0.0) for sign in (-1, 1))
+        low, high = (
+            scale * mean + sign * (_scale_deviation(scale, spread) or 0.0) for sign in (-1, 1)
+        )
         axes.axhspan(
             low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name
         )
@@ -228,26 +232,28 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     fit_scale(axes, shown, [mean for mean, _ in values.values()])
     axes.set_xlim(-0.6, max(len(others), 1) - 0.4)
     axes.set_xticks(range(len(others)), others, rotation=40, ha="right", rotation_mode="anchor")
-    axes.set(ylabel=axis_of(shown))
+    axes.set(ylabel=format_axis_label(shown))
     if bands:
-        legend_of(axes)
+        add_legend(axes)
     return figure, table
 
 
-def strips(runs: Named, *, metric: str | None = None) -> Drawn:
+def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFigure:
     """The final test metric of each client: a strip a method, shapes by planted cluster."""
-    shown = metric_of(runs, metric)
-    figure, axes = single_figure()
+    shown = choose_metric(runs, metric)
+    figure, axes = make_single_figure()
     rows, seen = [], set()
-    groups = groups_of(runs)
+    groups = group_by_name(runs)
     for place, (name, group) in enumerate(groups.items()):
-        done = [run.final(shown.name) for run in group if run.finished]
+        done = [run.final_values(shown.name) for run in group if run.is_finished]
         if not done:
             continue
-        ids, cluster = done[0].index.to_numpy(np.int64), group[0].clients
+        ids, cluster = done[0].index.to_numpy(np.int64), group[0].client_clusters
         values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
         planted = cluster.reindex(ids).to_numpy()
-        names = cluster_names(group[0].folder.parent.parent, (int(c) for c in np.unique(planted)))
+        names = load_cluster_names(
+            group[0].folder.parent.parent, (int(c) for c in np.unique(planted))
+        )
         for number, c in enumerate(sorted(names)):
             mine = planted == c
             jitter = 0.5 * ((ids[mine] * 0.618033988749895) % 1) - 0.25
@@ -271,13 +277,13 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
         rotation=30 if long else 0,
         ha="right" if long else "center",
     )
-    axes.set(ylabel=axis_of(shown))
-    legend_of(axes)
+    axes.set(ylabel=format_axis_label(shown))
+    add_legend(axes)
     table = pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
-    return figure, _with_names(table, client_names(run for _, run in runs))
+    return figure, _add_client_names(table, merge_client_names(run for _, run in runs))
 
 
-def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
+def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) -> DrawnFigure:
     """Clients on a circle in order of planted cluster, with a line to each of the peers they read most.
 
     Args:
@@ -291,28 +297,28 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
         DataError: when nobody read anybody in these rounds.
     """
     known = (
-        [(setting_of(run, after), float(run.config.get("scale", 1.0))) for _, run in runs]
+        [(find_setting(run, after), float(run.config.get("scale", 1.0))) for _, run in runs]
         if after
         else []
     )
     start = max((max(1, round(value * scale)) for value, scale in known if value), default=0)
     groups = {
         name: group
-        for name, group in groups_of(runs).items()
+        for name, group in group_by_name(runs).items()
         if any(len(run.edges) for run in group)
     }
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
-    counts = {name: _reads(group, start) for name, group in groups.items()}
+    counts = {name: _sum_reads(group, start) for name, group in groups.items()}
     if not any(count.any() for count in counts.values()):
         raise DataError(
             f"no client reads another in round {start} or later ({after}); there is no graph to draw"
         )
-    figure, panels = panels_of(len(groups))
-    rows, names = [], client_names(run for _, run in runs)
+    figure, panels = make_panels(len(groups))
+    rows, names = [], merge_client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = counts[name]
-        cluster = planted_of(group, len(count))
+        cluster = pad_planted_clusters(group, len(count))
         angle = np.empty(len(cluster))
         angle[np.argsort(cluster, kind="stable")] = (
             2 * np.pi * np.arange(len(cluster)) / len(cluster)
@@ -332,30 +338,32 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
             # of the text, so that it leads away from the circle
             side = "left" if x[client] >= 0 else "right"
             turned = math.degrees(angle[client]) - (0 if side == "left" else 180)
-            axes.text(1.08 * x[client], 1.08 * y[client], short(names[client], 16), fontsize=5, ha=side, va="center",
+            axes.text(1.08 * x[client], 1.08 * y[client], shorten_text(names[client], 16), fontsize=5, ha=side, va="center",
                       rotation=turned, rotation_mode="anchor")  # fmt: skip
         axes.set_title(name, pad=45 if names and len(cluster) <= MOST_NAMES else None)
         axes.set(aspect="equal")
         axes.axis("off")
-    return figure, _with_names(
+    return figure, _add_client_names(
         pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
     )
 
 
-def labels(runs: Named) -> Drawn:
+def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
     """The clients of each found cluster, by planted cluster; the first seed."""
-    groups = {name: group[0] for name, group in groups_of(runs).items()}
-    tables = {name: (run, dense(run, "train", LABEL.name)) for name, run in groups.items()}
+    groups = {name: group[0] for name, group in group_by_name(runs).items()}
+    tables = {
+        name: (run, build_dense_table(run, "train", LABEL.name)) for name, run in groups.items()
+    }
     tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
     if not tables:
         raise DataError(
             "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
         )
-    figure, panels = panels_of(len(tables))
+    figure, panels = make_panels(len(tables))
     rows = []
     for axes, (name, (run, (_, values))) in zip(panels, tables.items(), strict=True):
         found = values[-1]
-        columns, content = content_of(run, "cluster")
+        columns, content = count_cluster_content(run, "cluster")
         groups_found = [int(g) for g in np.unique(found[np.isfinite(found)])]
         bottom = np.zeros(len(groups_found))
         for number, column in enumerate(columns):
@@ -377,59 +385,64 @@ def labels(runs: Named) -> Drawn:
         axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
         axes.set(title=name, xlabel="found cluster", ylabel="clients")
     if len(panels[0].get_legend_handles_labels()[1]) <= 12:
-        shared_legend(panels)
+        add_shared_legend(panels)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
-def _with_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
+def _add_client_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
     """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
     columns = [column for column in ("client", "reader", "read") if names and column in table]
     return table.assign(
         **{
-            f"{column}_name": [called(names, one) for one in table[column].tolist()]
+            f"{column}_name": [format_client(names, one) for one in table[column].tolist()]
             for column in columns
         }
     )
 
 
-def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
+def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
     """What each client adds to its found cluster: itself, under its planted cluster, or its samples by class."""
     study = run.folder.parent.parent
     if by == "class":
-        stored = description(study)
+        stored = load_federation_description(study)
         if "labels" not in stored:
             path = study / FEDERATION
             raise DataError(
                 f"{path} does not tell the classes of each client; run the study again to write it"
             )
         return [str(name) for name in stored["classes"]], np.array(stored["labels"])
-    cluster = run.clients.to_numpy()
-    names = cluster_names(study, (int(c) for c in np.unique(cluster)))
+    cluster = run.client_clusters.to_numpy()
+    names = load_cluster_names(study, (int(c) for c in np.unique(cluster)))
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
 
 
-def setting_of(run: StoredRun, name: str) -> Any:
+def find_setting(run: StoredRun, name: str) -> Any:
     """A number among the settings of a run: of its method, its local training, its data, or the study."""
-    places = (run.method, run.config.get("local") or {}, run.config.get("data") or {}, run.config)
+    places = (
+        run.method_settings,
+        run.config.get("local") or {},
+        run.config.get("data") or {},
+        run.config,
+    )
     value = next((place[name] for place in places if name in place), None)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
+def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
     """How often each client used each other's model from a round on, all seeds together."""
     population = max(run.population for run in group)
     tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
-    return np.sum([graph.heatmap(table, population) for table in tables], axis=0)
+    return np.sum([graph.count_reads(table, population) for table in tables], axis=0)
 
 
-def planted_of(group: Sequence[StoredRun], population: int) -> np.ndarray:
+def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndarray:
     """The planted cluster of each client, -1 where none is known."""
     cluster = np.full(population, -1)
-    cluster[: group[0].population] = group[0].planted
+    cluster[: group[0].population] = group[0].planted_clusters
     return cluster
 
 
-def groups_of(runs: Named) -> dict[str, list[StoredRun]]:
+def group_by_name(runs: NamedRuns) -> dict[str, list[StoredRun]]:
     """The runs of each name: its seeds."""
     groups: dict[str, list[StoredRun]] = {}
     for name, run in runs:
@@ -437,43 +450,45 @@ def groups_of(runs: Named) -> dict[str, list[StoredRun]]:
     return groups
 
 
-def metric_of(runs: Named, name: str | None = None) -> Metric:
+def choose_metric(runs: NamedRuns, name: str | None = None) -> Metric:
     """A metric of the runs, the one that they are judged by when no name is given."""
     stored = [run for _, run in runs]
-    return metrics_of(stored)[name or main_metric(stored)]
+    return collect_metrics(stored)[name or main_metric(stored)]
 
 
-def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
+def _build_final_table(runs: NamedRuns, metric: str, cluster: str) -> pd.DataFrame:
     """Final test value of each method, mean and deviation over seeds."""
     rows = []
-    for name, group in groups_of(runs).items():
-        values = np.array([value_of(run, metric, cluster) for run in group if run.finished])
+    for name, group in group_by_name(runs).items():
+        values = np.array(
+            [compute_final_mean(run, metric, cluster) for run in group if run.is_finished]
+        )
         if len(values):
-            rows.append((name, *summary.over_seeds(values), len(values)))
+            rows.append((name, *summary.mean_std_over_seeds(values), len(values)))
     if not rows:
         raise DataError("no run here has come to its final evaluation")
     return pd.DataFrame(rows, columns=["method", "mean", "std", "seeds"])
 
 
-def value_of(run: StoredRun, metric: str, cluster: str) -> float:
+def compute_final_mean(run: StoredRun, metric: str, cluster: str) -> float:
     """One number of a run: over all clients, over clusters, or of a cluster by its name."""
-    means = cluster_means(run, metric)
-    names = cluster_names(run.folder.parent.parent, (c for c in means if isinstance(c, int)))
+    means = compute_cluster_means(run, metric)
+    names = load_cluster_names(run.folder.parent.parent, (c for c in means if isinstance(c, int)))
     found = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
     if cluster not in found:
         raise ConfigError(f"cluster is {cluster!r}; expected one of: {', '.join(map(str, found))}")
     return found[cluster]
 
 
-def _drawn(scale: float, spread: float | None) -> float | None:
+def _scale_deviation(scale: float, spread: float | None) -> float | None:
     """A deviation as it is drawn; a single seed has none."""
     return None if spread is None or math.isnan(spread) else scale * spread
 
 
-def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
-    planted = run.clients.reindex(range(values.shape[1])).to_numpy()
-    names = cluster_names(
-        run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0)
+def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
+    planted = run.client_clusters.reindex(range(values.shape[1])).to_numpy()
+    names = load_cluster_names(
+        run.folder.parent.parent, (int(c) for c in run.client_clusters.unique() if c >= 0)
     )
     members = {name: planted == c for c, name in names.items()}
     if cluster == "all":
@@ -487,7 +502,7 @@ def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarra
     return np.nanmean(values[:, members[cluster]], axis=1)
 
 
-def look(place: int) -> dict[str, Any]:
+def select_style(place: int) -> dict[str, Any]:
     """Color, dash and mark of a method by its place: 64 differ from one another."""
     turn = (place + place // 8) % 8
     return {"color": COLORS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
@@ -497,10 +512,10 @@ def fit_scale(axes: Axes, metric: Metric, values: Sequence[float]) -> None:
     """Make the vertical axis logarithmic where losses lie so far apart that most would lie on one line."""
     known = [value for value in values if math.isfinite(value)]
     if metric.sign < 0 and known and min(known) > 0 and max(known) >= FAR * min(known):
-        logarithmic(axes, "y")
+        set_log_scale(axes, "y")
 
 
-def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
+def set_log_scale(axes: Axes, which: Literal["x", "y"]) -> None:
     """Make an axis logarithmic, with plain numbers: a $ in a text is no sign of mathematics here."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -509,24 +524,24 @@ def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
 
 
-def axis_of(metric: Metric, split: str = "test") -> str:
+def format_axis_label(metric: Metric, split: str = "test") -> str:
     """A metric with its split and unit, for an axis."""
     title = f"{split} {metric.title}" if metric.on_samples else metric.title
     return f"{title} ({metric.unit})" if metric.unit else title
 
 
-def single_figure() -> tuple[Figure, Axes]:
+def make_single_figure() -> tuple[Figure, Axes]:
     """A figure with one panel, as wide as a column."""
     figure = Figure(figsize=(WIDTH, 0.72 * WIDTH))
     return figure, figure.add_subplot()
 
 
-def _single() -> tuple[Figure, list[Axes]]:
-    figure, axes = single_figure()
+def _make_single_panel() -> tuple[Figure, list[Axes]]:
+    figure, axes = make_single_figure()
     return figure, [axes]
 
 
-def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
+def add_shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
     """Name the lines of all panels above them, each once."""
     figure = panels[0].get_figure()
     named = {}
@@ -541,7 +556,7 @@ def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
         figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(named) / ncols) - 1))
 
 
-def legend_of(axes: Axes) -> None:
+def add_legend(axes: Axes) -> None:
     """Name the lines above the axes, where nothing is drawn; without a name there is no legend."""
     names = axes.get_legend_handles_labels()[1]
     if not names:
@@ -554,7 +569,7 @@ def legend_of(axes: Axes) -> None:
     )
 
 
-def panels_of(count: int) -> tuple[Figure, list[Axes]]:
+def make_panels(count: int) -> tuple[Figure, list[Axes]]:
     """A row of panels, or rows of so many."""
     across = min(count, ACROSS)
     down = math.ceil(count / across)
@@ -562,7 +577,7 @@ def panels_of(count: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(down, across, i + 1) for i in range(count)]
 
 
-NAMES = {  # of settings, on axes
+SETTING_TITLES = {  # of settings, on axes
     "tau": "inverse temperature, tau",
     "train": "training samples per client",
     "num_peers": "sampled peers",
@@ -572,22 +587,27 @@ NAMES = {  # of settings, on axes
 }
 
 
-def sweep(
-    runs: Named, *, setting: str | None = None, metric: str | None = None, cluster: str = "all"
-) -> Drawn:
+def draw_sweep(
+    runs: NamedRuns, *, setting: str | None = None, metric: str | None = None, cluster: str = "all"
+) -> DrawnFigure:
     """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
     if not setting:
         raise ConfigError(
             "figure sweep needs --setting: the name of one setting, or of two with a comma between"
         )
-    shown = metric_of(runs, metric)
+    shown = choose_metric(runs, metric)
     asked = [one.strip() for one in setting.split(",")]
     points = []
     for _, run in runs:
-        values = [setting_of(run, one) for one in asked]
-        if run.finished and None not in values:
+        values = [find_setting(run, one) for one in asked]
+        if run.is_finished and None not in values:
             points.append(
-                (bare(run.label, asked), run.kind, *values, value_of(run, shown.name, cluster))
+                (
+                    strip_settings(run.label, asked),
+                    run.method_kind,
+                    *values,
+                    compute_final_mean(run, shown.name, cluster),
+                )
             )
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
@@ -597,17 +617,17 @@ def sweep(
     # a label a value
     if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):
         table["method"] = table["kind"]
-    reduced = _reduced(table, "method", asked)
-    figure, axes = single_figure()
+    reduced = _reduce_over_seeds(table, "method", asked)
+    figure, axes = make_single_figure()
     if len(asked) == 1:
-        lines_of(axes, reduced, asked[0], shown)
-        legend_of(axes)
+        draw_setting_lines(axes, reduced, asked[0], shown)
+        add_legend(axes)
     else:
-        _grid(axes, reduced, asked, shown)
+        _draw_grid(axes, reduced, asked, shown)
     return figure, reduced
 
 
-def bare(label: str, settings: Sequence[str]) -> str:
+def strip_settings(label: str, settings: Sequence[str]) -> str:
     """Return the label of a point of a sweep without the values of the settings on the axes.
 
     Example:
@@ -619,7 +639,7 @@ def bare(label: str, settings: Sequence[str]) -> str:
     return label or settings[0]
 
 
-def lines_of(
+def draw_setting_lines(
     axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()
 ) -> None:
     """Draw a line for each method against a setting; its look is that of its place in `order`, or in the table."""
@@ -629,15 +649,15 @@ def lines_of(
         own = table.loc[(table["method"] == name).to_numpy()]
         x, scale = own[setting].to_numpy(float), metric.scale
         mean, spread = scale * own["mean"].to_numpy(), scale * own["std"].fillna(0.0).to_numpy()
-        axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **look(place))
+        axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **select_style(place))
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
     if values.min() > 0 and values.max() / values.min() >= 20:
-        logarithmic(axes, "x")
-    axes.set(xlabel=NAMES.get(setting, setting), ylabel=axis_of(metric))
+        set_log_scale(axes, "x")
+    axes.set(xlabel=SETTING_TITLES.get(setting, setting), ylabel=format_axis_label(metric))
 
 
-def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:
+def _draw_grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:
     best = "min" if metric.sign < 0 else "max"
     grid = (
         table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best)
@@ -647,18 +667,20 @@ def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric)
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
-    axes.set(xlabel=NAMES.get(asked[1], asked[1]), ylabel=NAMES.get(asked[0], asked[0]))
-    axes.figure.colorbar(image, ax=axes, label=axis_of(metric))
+    axes.set(
+        xlabel=SETTING_TITLES.get(asked[1], asked[1]), ylabel=SETTING_TITLES.get(asked[0], asked[0])
+    )
+    axes.figure.colorbar(image, ax=axes, label=format_axis_label(metric))
 
 
-def sensitivities(
-    runs: Named,
+def draw_sensitivities(
+    runs: NamedRuns,
     *,
     setting: str,
     studies: Sequence[str] = (),
     metric: str | None = None,
     cluster: str = "all",
-) -> Drawn:
+) -> DrawnFigure:
     """The final test metric against a setting: a panel for each study and way of averaging, a line a method.
 
     Args:
@@ -669,44 +691,53 @@ def sensitivities(
         metric: its name; the one that the runs are judged by when None.
         cluster: "all", "clusters" or a cluster's name.
     """
-    fits = [any(fnmatch(run.study, pattern) for pattern in studies) for _, run in runs]
+    fits = [any(fnmatch(run.study_name, pattern) for pattern in studies) for _, run in runs]
     chosen = [pair for pair, fit in zip(runs, fits, strict=True) if fit] or list(runs)
-    shown = metric_of(chosen, metric)
+    shown = choose_metric(chosen, metric)
     rows = []
     for _, run in chosen:
-        value = setting_of(run, setting)
-        if run.finished and value is not None:
+        value = find_setting(run, setting)
+        if run.is_finished and value is not None:
             title = ", ".join(
-                part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part
+                part
+                for part in (run.study_name.split("/")[-1], run.method_settings.get("aggregation"))
+                if part
             )
             rows.append(
-                (title, bare(run.label, [setting]), value, value_of(run, shown.name, cluster))
+                (
+                    title,
+                    strip_settings(run.label, [setting]),
+                    value,
+                    compute_final_mean(run, shown.name, cluster),
+                )
             )
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
         raise DataError(
             f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
         )
-    reduced = _reduced(table, "panel", ["method", setting])
+    reduced = _reduce_over_seeds(table, "panel", ["method", setting])
     titles, order = (list(dict.fromkeys(reduced[column])) for column in ("panel", "method"))
-    figure, panels = panels_of(len(titles))
+    figure, panels = make_panels(len(titles))
     for axes, title in zip(panels, titles, strict=True):
-        lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], setting, shown, order)
+        draw_setting_lines(
+            axes, reduced.loc[(reduced["panel"] == title).to_numpy()], setting, shown, order
+        )
         axes.set_title(title.replace(", ", "\n"))
-    shared_legend(panels, ncols=2 if len(panels) < 3 else 4)
+    add_shared_legend(panels, ncols=2 if len(panels) < 3 else 4)
     return figure, reduced
 
 
-def _reduced(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
+def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
     """Mean and deviation over seeds; methods and panels in the order of their runs, settings by value."""
     for column in (first, *others):
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
-    return grouped.agg(mean="mean", std=_deviation, seeds="count").reset_index()
+    return grouped.agg(mean="mean", std=_std_over_seeds, seeds="count").reset_index()
 
 
-def _deviation(values: pd.Series) -> float:
+def _std_over_seeds(values: pd.Series) -> float:
     """The deviation over seeds; NaN for a single one."""
-    deviation = summary.over_seeds(values.to_numpy(float))[1]
+    deviation = summary.mean_std_over_seeds(values.to_numpy(float))[1]
     return math.nan if deviation is None else deviation

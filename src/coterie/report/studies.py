@@ -14,7 +14,7 @@ from urllib.parse import quote
 from coterie._util.files import write_atomically
 from coterie.errors import DataError
 from coterie.functional.metrics import Metric
-from coterie.report.page import asset, cell, filled, note_list
+from coterie.report.page import fill_template, load_asset, render_cell, render_notes
 from coterie.results import coverage, pairs, summary
 from coterie.results.tables import STAR
 
@@ -47,21 +47,23 @@ def write_studies(
     )
     told = []
     for folder, report in zip(folders, reports, strict=True):
-        runs, problems = summary.find_runs([folder])
-        content = summary.json_ready(summary.summary_of(runs, folder, problems))
-        metric = summary.metrics_of(runs)[summary.main_metric(runs)] if runs else Metric("loss")
+        runs, problems = summary.load_runs([folder])
+        content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
+        metric = (
+            summary.collect_metrics(runs)[summary.main_metric(runs)] if runs else Metric("loss")
+        )
         link = Path(os.path.relpath(Path(report).resolve(), path.resolve().parent)).as_posix()
-        told.append(_Told(folder, content, metric, quote(link)))
+        told.append(_StudySection(folder, content, metric, quote(link)))
     names = [one.content["study"] for one in told]
     for one in told:
         one.name = (
             one.content["study"] if names.count(one.content["study"]) == 1 else str(one.folder)
         )
-    write_atomically(path, render(told).encode())
+    write_atomically(path, render_studies(told).encode())
     return path
 
 
-class _Told:
+class _StudySection:
     """One study as the page shows it."""
 
     def __init__(self, folder: Path, content: Mapping[str, Any], metric: Metric, link: str) -> None:
@@ -73,46 +75,48 @@ class _Told:
             if (row["metric"], row["cluster"]) == (metric.name, "all")
         ]
         self.rows = {row["label"]: row for row in own}
-        self.pairs = pairs.chosen(pairs.read(content), metric=metric.name)
-        self.leading = pairs.leaders(own, self.pairs, metric, "all")
-        self.standing = pairs.standing(own, self.pairs, metric)
+        self.pairs = pairs.select_pairs(pairs.parse_pairs(content), metric=metric.name)
+        self.leading = pairs.find_leaders(own, self.pairs, metric, "all")
+        self.standing = pairs.describe_leaders(own, self.pairs, metric)
 
-    def address(self, **asked: str) -> str:
+    def format_link(self, **asked: str) -> str:
         """Where a link leads: into the study's report, to a method or a pair."""
         ((kind, text),) = asked.items()
         return escape(f"{self.link}#{kind}={text}")
 
 
-def render(told: Sequence[_Told]) -> str:
+def render_studies(told: Sequence[_StudySection]) -> str:
     """Return the page as text."""
     titles = ", ".join(one.name for one in told)
-    notes = [f"{one.name}: {note}" for one in told for note in coverage.notes(one.content)]
-    parts = [note_list(notes), "<h2>Methods and studies</h2>", _table(told)]
+    notes = [
+        f"{one.name}: {note}" for one in told for note in coverage.describe_coverage(one.content)
+    ]
+    parts = [render_notes(notes), "<h2>Methods and studies</h2>", _render_table(told)]
     for one in told:
         parts.append(
             f'<h2>{escape(one.name)}</h2><p><a href="{escape(one.link)}">The report of this study</a></p>'
         )
-        parts.append(_verdicts(one))
-    return filled(
+        parts.append(_render_verdicts(one))
+    return fill_template(
         "studies.html",
         {
             "title": escape(titles),
             "subtitle": f"{len(told)} studies",
-            "style": asset("report.css"),
+            "style": load_asset("report.css"),
             "content": "\n".join(parts),
             "footer": "Made by Coterie from the run folders alone.",
-            "script": asset("theme.js"),
+            "script": load_asset("theme.js"),
         },
     )
 
 
-def _table(told: Sequence[_Told]) -> str:
+def _render_table(told: Sequence[_StudySection]) -> str:
     """Methods by studies: means over clients with what is established as best; a metric a study."""
     labels = dict.fromkeys(label for one in told for label in one.rows)
     head = ""
     for one in told:
         link = f'<a href="{escape(one.link)}">{escape(one.name)}</a>'
-        head += f'<th scope="col">{link}<br><small>{escape(_says(one))}</small></th>'
+        head += f'<th scope="col">{link}<br><small>{escape(_describe_metric(one))}</small></th>'
     body = []
     for label in labels:
         line = [f'<th scope="row">{escape(label)}</th>']
@@ -121,16 +125,17 @@ def _table(told: Sequence[_Told]) -> str:
             if row is None:
                 line.append("<td>–</td>")
                 continue
-            text = one.metric.show(row["mean"])
+            text = one.metric.format_value(row["mean"])
             if row["std"] is not None:
-                text += f" <small>± {one.metric.show(row['std'])}</small>"
+                text += f" <small>± {one.metric.format_value(row['std'])}</small>"
             if label in one.leading and len(one.leading) > 1:
                 text += STAR
-            link = f'<a href="{one.address(method=quote(label, safe=""))}">{text}</a>'
-            line.append(cell(row["mean"], link, "best" if one.leading == [label] else ""))
+            link = f'<a href="{one.format_link(method=quote(label, safe=""))}">{text}</a>'
+            line.append(render_cell(row["mean"], link, "best" if one.leading == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     references = "".join(
-        f"{said}. " for said in pairs.not_ranked(row for one in told for row in one.rows.values())
+        f"{said}. "
+        for said in pairs.describe_unranked(row for one in told for row in one.rows.values())
     )
     caption = (
         "Mean over clients ± population standard deviation over seeds, each study over its own. In bold what is "
@@ -144,19 +149,19 @@ def _table(told: Sequence[_Told]) -> str:
     )
 
 
-def _says(one: _Told) -> str:
+def _describe_metric(one: _StudySection) -> str:
     seeds = len(one.content["seeds"])
     return f"{one.metric.heading('test')}, {seeds} seed{'s' if seeds != 1 else ''}"
 
 
-def _verdicts(one: _Told) -> str:
+def _render_verdicts(one: _StudySection) -> str:
     """What a study establishes, pair by pair, each with a link to it."""
     parts = [f'<p class="standing">{escape(one.standing)}</p>'] if one.standing else []
     lines = []
     for pair in one.pairs:
         named = ",".join(quote(label, safe="") for label in (pair.method_a, pair.method_b))
-        said = escape(pairs.verdict(pair, one.metric))
-        lines.append(f'<li><a href="{one.address(pair=named)}">{said}</a></li>')
+        said = escape(pairs.describe_pair(pair, one.metric))
+        lines.append(f'<li><a href="{one.format_link(pair=named)}">{said}</a></li>')
     parts.append(
         f"<ul>{''.join(lines)}</ul>"
         if lines

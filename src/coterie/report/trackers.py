@@ -1,7 +1,7 @@
 """Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing is sent.
 
-A writer is any object with the two methods of `Writer`. `live` feeds writers while a study runs, as
-its observer; `export` feeds them from stored runs. Every writer here writes files in a local
+A writer is any object with the two methods of `Writer`. `feed_while_running` feeds writers while a study runs, as
+its observer; `export_runs` feeds them from stored runs. Every writer here writes files in a local
 folder: MLflow a local store, Weights & Biases in offline mode (`wandb sync` would send them).
 """
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import extras
-from coterie._util.names import few
+from coterie._util.names import format_clients
 from coterie.errors import ConfigError
-from coterie.functional.metrics import LOSS, Metric, stored
+from coterie.functional.metrics import LOSS, Metric, metrics_to_store
 from coterie.results.summary import StoredRun
 from coterie.simulation.run import Observer, Progress
 
@@ -105,7 +105,7 @@ _KINDS = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _WeightsAndBi
 TRACKERS = tuple(_KINDS)
 
 
-def opener(tracker: str, folder: str | Path) -> Opener:
+def make_opener(tracker: str, folder: str | Path) -> Opener:
     """Return a function that opens the writers of a tracker.
 
     Args:
@@ -124,18 +124,20 @@ def opener(tracker: str, folder: str | Path) -> Opener:
             return _KINDS[tracker](Path(folder), name, settings)
         except ImportError as error:
             raise ConfigError(
-                f"{tracker} is not installed ({error.name or error} is missing); {extras.install(tracker)}"
+                f"{tracker} is not installed ({error.name or error} is missing); {extras.install_command(tracker)}"
             ) from error
 
     return open_writer
 
 
 @contextmanager
-def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iterator[Observer]:
+def feed_while_running(
+    open_writer: Opener, settings: Mapping[str, Any] | None = None
+) -> Iterator[Observer]:
     """Feed a writer for each run while a study goes on.
 
     Args:
-        open_writer: opens the writers; see `opener`.
+        open_writer: opens the writers; see `make_opener`.
         settings: passed to each of them.
 
     Yields:
@@ -165,27 +167,32 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
             writer.close()
 
 
-def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
+def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
     """Feed writers from stored runs: each metric, mean over clients and per planted cluster, round by round.
 
     Returns:
         The number of runs written.
     """
     for run in runs:
-        declared = {name: described(run.known[name]) for name in stored(run.known.values())}
-        settings = dict(_flat({**run.config, **({"metrics": declared} if declared else {})}))
-        if run.names:
-            settings["client_names"] = few(run.names, run.names, 50)
-        writer = open_writer(
-            f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings
+        declared = {
+            name: describe_metric(run.known_metrics[name])
+            for name in metrics_to_store(run.known_metrics.values())
+        }
+        settings = dict(
+            _iterate_flat_settings({**run.config, **({"metrics": declared} if declared else {})})
         )
-        for index, values in _by_round(run):
+        if run.client_names:
+            settings["client_names"] = format_clients(run.client_names, run.client_names, 50)
+        writer = open_writer(
+            f"{run.study_name}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings
+        )
+        for index, values in _iterate_round_means(run):
             writer.log(index + 1, values)
         writer.close()
     return len(runs)
 
 
-def described(metric: Metric) -> str:
+def describe_metric(metric: Metric) -> str:
     """Say what a metric is: its title and unit, and which values are better.
 
     Example:
@@ -198,7 +205,7 @@ def described(metric: Metric) -> str:
     return metric.title + scale + unit + (f", {metric.better} is better" if metric.better else "")
 
 
-def _by_round(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
+def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
     """The means of each round, by name."""
     columns = (
         run.metrics[name].tolist()
@@ -215,13 +222,13 @@ def _by_round(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
         yield index, {name: total / count for name, (total, count) in sums[index].items()}
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_flat_settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by dotted path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+            yield from _iterate_flat_settings(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for place, inner in enumerate(value):
-            yield from _flat(inner, f"{path}.{place}")
+            yield from _iterate_flat_settings(inner, f"{path}.{place}")
     else:
         yield path, value if isinstance(value, (int, float, str, bool)) else str(value)

@@ -17,16 +17,16 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from coterie._util.loopback import HOST, ours
+from coterie._util.loopback import HOST, is_local_request
 from coterie.errors import ConfigError, DataError
-from coterie.report.data import blank, payload
-from coterie.report.page import embed, overview, render, subtitle
-from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, find_runs
+from coterie.report.data import build_empty_payload, build_payload
+from coterie.report.page import encode_for_script, format_subtitle, render_overview, render_page
+from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, load_runs
 
 WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
 
 
-class Follower:
+class FolderFollower:
     """The content of a folder, read again only when a file in it has changed.
 
     Args:
@@ -38,10 +38,10 @@ class Follower:
         self._lock = Lock()
         self._read: tuple[str, dict[str, Any]] | None = None
 
-    def signature(self) -> str:
+    def compute_signature(self) -> str:
         """Return a short text that changes whenever a file of a run does."""
         digest = hashlib.sha256()
-        for path in sorted(self._files()):
+        for path in sorted(self._iterate_files()):
             try:
                 found = path.stat()
             except FileNotFoundError:  # replaced or deleted since it was listed
@@ -49,31 +49,39 @@ class Follower:
             digest.update(f"{path} {found.st_mtime_ns} {found.st_size}\n".encode())
         return digest.hexdigest()[:16]
 
-    def _files(self) -> Iterator[Path]:
+    def _iterate_files(self) -> Iterator[Path]:
         for name in WATCHED:
             yield from self.folder.rglob(name)
 
-    def message(self) -> dict[str, Any]:
-        """Return the page's data: `signature`, `subtitle` and `overview` as HTML, and `data`."""
+    def load_message(self) -> dict[str, Any]:
+        """Return the page's data: `compute_signature`, `subtitle` and `overview` as HTML, and `data`."""
         with self._lock:
-            signature = self.signature()
+            signature = self.compute_signature()
             if self._read is None or self._read[0] != signature:
-                self._read = signature, {"signature": signature, **self._now()}
+                self._read = signature, {"signature": signature, **self._build_views()}
             return self._read[1]
 
-    def _now(self) -> dict[str, Any]:
+    def _build_views(self) -> dict[str, Any]:
         try:
-            runs, problems = find_runs([self.folder])
+            runs, problems = load_runs([self.folder])
         except DataError:
             runs, problems = [], []
         try:
-            data = payload(runs, problems, self.folder) if runs else blank(self.folder, problems)
+            data = (
+                build_payload(runs, problems, self.folder)
+                if runs
+                else build_empty_payload(self.folder, problems)
+            )
         except DataError as error:  # a folder of several studies
-            runs, data = [], {**blank(self.folder), "notes": [str(error)]}
-        return {"subtitle": subtitle(data), "overview": overview(data, runs), "data": data}
+            runs, data = [], {**build_empty_payload(self.folder), "notes": [str(error)]}
+        return {
+            "subtitle": format_subtitle(data),
+            "overview": render_overview(data, runs),
+            "data": data,
+        }
 
 
-class Watch:
+class WatchServer:
     """A server of the live page, running from its creation until `close`.
 
     Args:
@@ -85,10 +93,12 @@ class Watch:
     """
 
     def __init__(self, folder: str | Path, *, port: int = 0) -> None:
-        self.follower = Follower(Path(folder))
+        self.follower = FolderFollower(Path(folder))
         self.token = secrets.token_urlsafe(24)
         try:
-            self._server = ThreadingHTTPServer((HOST, port), _handler(self.follower, self.token))
+            self._server = ThreadingHTTPServer(
+                (HOST, port), _make_handler(self.follower, self.token)
+            )
         except OSError as error:
             raise ConfigError(
                 f"port {port} of {HOST} cannot be used ({error.strerror}); choose another --port"
@@ -117,7 +127,7 @@ class Watch:
         self._server.server_close()
         self._thread.join()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "WatchServer":
         return self
 
     def __exit__(
@@ -129,8 +139,8 @@ class Watch:
         self.close()
 
 
-def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestHandler]:
+    class PageHandler(BaseHTTPRequestHandler):
         """Answers GET / with the page and GET /data with what is new; refuses everything else."""
 
         server_version, sys_version = "coterie", ""
@@ -138,38 +148,38 @@ def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             asked = urlsplit(self.path)
             given = parse_qs(asked.query)
-            if not self._is_ours(given):
-                self._answer(
+            if not self._is_authorized(given):
+                self._send_answer(
                     HTTPStatus.FORBIDDEN,
                     "text/plain",
                     "This page is opened by the address that was printed.\n",
                 )
             elif asked.path == "/":
-                message = follower.message()
-                text = render(
+                message = follower.load_message()
+                text = render_page(
                     {**message["data"], "signature": message["signature"]},
                     message["overview"],
                     connect="'self'",
                 )
-                self._answer(HTTPStatus.OK, "text/html", text)
+                self._send_answer(HTTPStatus.OK, "text/html", text)
             elif asked.path == "/data":
-                message = follower.message()
+                message = follower.load_message()
                 if given.get("since") == [message["signature"]]:
-                    self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
+                    self._send_answer(HTTPStatus.NO_CONTENT, "application/json", "")
                 else:
-                    self._answer(HTTPStatus.OK, "application/json", embed(message))
+                    self._send_answer(HTTPStatus.OK, "application/json", encode_for_script(message))
             else:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n")
+                self._send_answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n")
 
-        def _is_ours(self, given: dict[str, list[str]]) -> bool:
+        def _is_authorized(self, given: dict[str, list[str]]) -> bool:
             """Whether the request names this host (a name rebound to it would not) and carries the token."""
             port = self.connection.getsockname()[1]
             secret = given.get("token", [""])[0]
-            return ours(self.headers.get("Host", ""), port) and hmac.compare_digest(
+            return is_local_request(self.headers.get("Host", ""), port) and hmac.compare_digest(
                 secret.encode(), token.encode()
             )
 
-        def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        def _send_answer(self, status: HTTPStatus, kind: str, text: str) -> None:
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -184,4 +194,4 @@ def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: the terminal belongs to the run, and addresses hold the token."""
 
-    return Handler
+    return PageHandler

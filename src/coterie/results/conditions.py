@@ -13,7 +13,7 @@ MOST_BYTES = 64_000_000
 """Of a file with the trials of a tuning."""
 
 
-def tried(path: str | Path) -> dict[str, int]:
+def count_tried_settings(path: str | Path) -> dict[str, int]:
     """Return how many settings tuning tried for each method.
 
     Args:
@@ -50,7 +50,7 @@ def tried(path: str | Path) -> dict[str, int]:
     return {label: len(found) for label, found in points.items()}
 
 
-def unequal(
+def describe_unequal_conditions(
     spent: Iterable[Mapping[str, Any]],
     labels: Iterable[str],
     settings: Mapping[str, int] | None = None,
@@ -65,7 +65,7 @@ def unequal(
     Example:
         >>> unequal([{"label": "A", "bytes": 2e6, "client_rounds": 9}, {"label": "B", "bytes": 0, "client_rounds": 9}], "AB")
         'Not equal: bytes of a client (A 2 MB, B 0 MB); --equal-bytes ranks at equal bytes.'
-    """  # noqa: E501 (an example on one line)
+    """
     names = list(labels)
     rows = {row["label"]: row for row in spent if row["label"] in names}
     parts = []

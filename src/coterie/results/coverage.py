@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-State = Literal["finished", "unfinished", "damaged", "missing"]
+RunState = Literal["finished", "unfinished", "damaged", "missing"]
 
 
-class Incomplete(UserWarning):
+class IncompleteStudyWarning(UserWarning):
     """Something was made of a study whose runs are not all there; the message says which are not."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """How a run of a study stands.
 
     Args:
@@ -34,11 +34,11 @@ class Standing:
 
     label: str
     seed: int
-    state: State
+    state: RunState
     reason: str = ""
 
 
-def common(finished: Mapping[str, Collection[int]]) -> list[int]:
+def find_common_seeds(finished: Mapping[str, Collection[int]]) -> list[int]:
     """Return the seeds that all methods finished, of those that finished any, in ascending order.
 
     Example:
@@ -49,7 +49,7 @@ def common(finished: Mapping[str, Collection[int]]) -> list[int]:
     return sorted(set.intersection(*known)) if known else []
 
 
-def ranges(seeds: Iterable[int]) -> str:
+def format_seed_ranges(seeds: Iterable[int]) -> str:
     """Write seeds in ascending order, three or more that follow one another as a range.
 
     Example:
@@ -69,7 +69,7 @@ def ranges(seeds: Iterable[int]) -> str:
     return ", ".join(parts)
 
 
-def lines(standings: Iterable[Standing]) -> list[str]:
+def format_statuses(standings: Iterable[RunStatus]) -> list[str]:
     """Write a line for each method, its seeds grouped by state; methods of which the same is to be said share a line.
 
     Example:
@@ -82,21 +82,24 @@ def lines(standings: Iterable[Standing]) -> list[str]:
         told.setdefault(one.label, {}).setdefault(said, []).append(one.seed)
     together: dict[str, list[str]] = {}
     for label, states in told.items():
-        parts = (f"seed{'s' * (len(own) > 1)} {ranges(own)} {said}" for said, own in states.items())
+        parts = (
+            f"seed{'s' * (len(own) > 1)} {format_seed_ranges(own)} {said}"
+            for said, own in states.items()
+        )
         together.setdefault("; ".join(parts), []).append(label)
     return [f"{', '.join(labels)}: {text}" for text, labels in together.items()]
 
 
-def incomplete(content: Mapping[str, Any]) -> list[str]:
-    """Write a line for each method of which runs are missing, damaged or not finished; see `notes`."""
-    return lines(one for one in _left_out(content) if one.state != "finished")
+def describe_incomplete_runs(content: Mapping[str, Any]) -> list[str]:
+    """Write a line for each method of which runs are missing, damaged or not finished; see `describe_coverage`."""
+    return format_statuses(one for one in _parse_left_out(content) if one.state != "finished")
 
 
-def _left_out(content: Mapping[str, Any]) -> list[Standing]:
-    return [Standing(**one) for one in content.get("left_out", ())]
+def _parse_left_out(content: Mapping[str, Any]) -> list[RunStatus]:
+    return [RunStatus(**one) for one in content.get("left_out", ())]
 
 
-def notes(content: Mapping[str, Any]) -> list[str]:
+def describe_coverage(content: Mapping[str, Any]) -> list[str]:
     """Write what must be known beside the tables of a summary; nothing where every run counts.
 
     Args:
@@ -106,27 +109,27 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     Returns:
         A line for each method that lacks runs, and one that says which seeds the means are over.
     """
-    out, said = _left_out(content), incomplete(content)
+    out, said = _parse_left_out(content), describe_incomplete_runs(content)
     if not out:
         return []
     unused: dict[str, list[int]] = {}
     for one in out:
         if one.state == "finished":
             unused.setdefault(one.label, []).append(one.seed)
-    finished = "; ".join(f"{label} {ranges(seeds)}" for label, seeds in unused.items())
+    finished = "; ".join(f"{label} {format_seed_ranges(seeds)}" for label, seeds in unused.items())
     if not content["seeds"]:
         nothing = (
             f"No seed was finished by all methods, so nothing is compared; finished: {finished}."
         )
         return [*said, nothing if finished else "No run is finished: there is nothing to compare."]
-    whole = f"Means are over the seeds that all have: {ranges(content['seeds'])}"
+    whole = f"Means are over the seeds that all have: {format_seed_ranges(content['seeds'])}"
     compared = {row["label"] for row in content["rows"]}
     never = [label for label in dict.fromkeys(one.label for one in out) if label not in compared]
     more = {"left out: ": finished, "no finished run: ": ", ".join(never)}
     return [*said, "; ".join([whole, *(name + text for name, text in more.items() if text)]) + "."]
 
 
-def rounds_left_out(content: Mapping[str, Any]) -> list[str]:
+def describe_skipped_rounds(content: Mapping[str, Any]) -> list[str]:
     """Write which rounds nodes left out, a line for each run that did; `content` is that of summary.json."""
     lines = []
     for row in content.get("skipped", ()):
@@ -139,7 +142,7 @@ def rounds_left_out(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def as_json(standings: Sequence[Standing]) -> list[dict[str, Any]]:
+def statuses_to_json(standings: Sequence[RunStatus]) -> list[dict[str, Any]]:
     """Return plain values, for JSON; without the reason where there is none to give."""
     return [
         {

@@ -12,15 +12,15 @@ from jaxtyping import Float
 
 from coterie.functional import metrics
 from coterie.results import coverage, summary
-from coterie.results.summary import Problem, StoredRun
-from coterie.results.traffic import traffic
+from coterie.results.summary import StoredRun, UnreadableRun
+from coterie.results.traffic import count_traffic
 
 Split = Literal["test", "validation"]
 Model = Literal["best", "current", "either"]
 
 
 @dataclass(frozen=True)
-class AtBytes:
+class MethodAtBudget:
     """A method at the point where every method has used the same number of bytes.
 
     Args:
@@ -56,7 +56,7 @@ class EqualBytes:
         budget: bytes per client: what was asked for, else the total of the communicating method
             that uses the fewest.
         rows: best first.
-        seeds: the seeds that the means are over; see `summary.compared`.
+        seeds: the seeds that the means are over; see `summary.select_compared_runs`.
         left_out: how each run stands that is not among them.
     """
 
@@ -65,7 +65,7 @@ class EqualBytes:
     split: Split
     model: Model
     budget: float
-    rows: Sequence[AtBytes]
+    rows: Sequence[MethodAtBudget]
     seeds: Sequence[int]
     left_out: Sequence[dict[str, Any]]
 
@@ -89,17 +89,17 @@ class EqualBytes:
             "numbers of the final test. With eval_every = 1 the best models are scored on test data."
         )
 
-    def notes(self) -> list[str]:
+    def describe_coverage(self) -> list[str]:
         """Return what must be known beside it: which runs are not in it, and why it is not on test data."""
         content = {
             "rows": [asdict(row) for row in self.rows],
             "seeds": self.seeds,
             "left_out": self.left_out,
         }
-        return [*coverage.notes(content), *([self.caveat] if self.caveat else [])]
+        return [*coverage.describe_coverage(content), *([self.caveat] if self.caveat else [])]
 
 
-def at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualBytes:
+def rank_at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualBytes:
     """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
     Bytes are those of all messages received and of those sent to a server (messages sent to peers
@@ -116,18 +116,18 @@ def at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualByte
     Raises:
         DataError: when there is no run, or several studies.
     """
-    runs, problems = summary.find_runs([folder])
-    return of_runs(runs, problems, folder, budget)
+    runs, problems = summary.load_runs([folder])
+    return rank_runs(runs, problems, folder, budget)
 
 
-def of_runs(
+def rank_runs(
     runs: Sequence[StoredRun],
-    problems: Sequence[Problem],
+    problems: Sequence[UnreadableRun],
     folder: str | Path,
     budget: float | None = None,
     whole: Mapping[str, Any] | None = None,
 ) -> EqualBytes:
-    """As `at_equal_bytes`, of runs that were read already, and of the folders that could not be read.
+    """As `rank_at_equal_bytes`, of runs that were read already, and of the folders that could not be read.
 
     Args:
         runs: those that could be read.
@@ -136,22 +136,26 @@ def of_runs(
         budget: bytes of a client.
         whole: the summary of these runs, where there is one already.
     """
-    whole = whole or summary.summary_of(runs, folder, problems)
-    chosen = summary.compared(runs, problems)
+    whole = whole or summary.summarize_runs(runs, folder, problems)
+    chosen = summary.select_compared_runs(runs, problems)
     metric = summary.main_metric(chosen)
-    tested = bool(chosen) and all(_tested(run, metric) for run in chosen)
-    best = {tested and _takes_best(run) for run in chosen}
-    groups = summary.by_label(chosen)
-    spent = [np.mean([bytes_per_client(run)[-1] for run in group]) for group in groups.values()]
+    tested = bool(chosen) and all(_has_round_tests(run, metric) for run in chosen)
+    best = {tested and _uses_best_models(run) for run in chosen}
+    groups = summary.group_by_label(chosen)
+    spent = [
+        np.mean([compute_bytes_per_client(run)[-1] for run in group]) for group in groups.values()
+    ]
     if budget is None:
         budget = float(min((one for one in spent if one > 0), default=0.0))
     rows = []
     for label, group in groups.items():
-        points = [_at(run, metric, budget, tested=tested) for run in group]
+        points = [_evaluate_at_budget(run, metric, budget, tested=tested) for run in group]
         rounds, used, values = (np.array(part) for part in zip(*points, strict=True))
-        value, deviation = summary.over_seeds(values.astype(float))
+        value, deviation = summary.mean_std_over_seeds(values.astype(float))
         rows.append(
-            AtBytes(label, float(rounds.mean()), float(used.mean()), value, deviation, len(group))
+            MethodAtBudget(
+                label, float(rounds.mean()), float(used.mean()), value, deviation, len(group)
+            )
         )
     sign = metrics.REGISTRY[metric].sign
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
@@ -162,16 +166,16 @@ def of_runs(
     )
 
 
-def bytes_per_client(run: StoredRun) -> Float[np.ndarray, " rounds"]:
+def compute_bytes_per_client(run: StoredRun) -> Float[np.ndarray, " rounds"]:
     """Return the bytes of a client after each round from the first: received, and sent to a server.
 
     They are means over clients, cumulated over rounds.
     """
-    received, sent = traffic(run.metrics, run.edges, max(1, run.rounds))
-    return np.cumsum(received + sent) / len(run.clients)
+    received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
+    return np.cumsum(received + sent) / len(run.client_clusters)
 
 
-def _table(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
+def _pivot_metric(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
     """A metric of the newest models as rounds x clients."""
     rows = run.metrics
     wanted = (rows["split"] == split) & (rows["model"] == "current") & (rows["metric"] == metric)
@@ -182,32 +186,36 @@ def _table(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
     )
 
 
-def _tested(run: StoredRun, metric: str) -> bool:
+def _has_round_tests(run: StoredRun, metric: str) -> bool:
     """Whether rounds were tested on the way, not in the end alone."""
-    return len(_table(run, "test", metric)) > 1
+    return len(_pivot_metric(run, "test", metric)) > 1
 
 
-def _takes_best(run: StoredRun) -> bool:
+def _uses_best_models(run: StoredRun) -> bool:
     """Whether the final evaluation of a run takes each client's best model by validation."""
     return bool((run.final_rows["model"] == "best").all())
 
 
-def _at(run: StoredRun, metric: str, budget: float, *, tested: bool) -> tuple[float, float, float]:
+def _evaluate_at_budget(
+    run: StoredRun, metric: str, budget: float, *, tested: bool
+) -> tuple[float, float, float]:
     """Return rounds, bytes and metric of a run at a budget; all of it where it stays below."""
-    cumulated = bytes_per_client(run)
+    cumulated = compute_bytes_per_client(run)
     last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
     used = float(cumulated[last]) if last >= 0 else 0.0
-    if tested and last + 1 >= run.rounds:
-        return last + 1, used, float(run.final(metric).mean(skipna=False))
-    loss = _table(run, "validation", metrics.LOSS.name)
-    values = _table(run, "test", metric) if tested else _table(run, "validation", metric)
+    if tested and last + 1 >= run.num_rounds:
+        return last + 1, used, float(run.final_values(metric).mean(skipna=False))
+    loss = _pivot_metric(run, "validation", metrics.LOSS.name)
+    values = (
+        _pivot_metric(run, "test", metric) if tested else _pivot_metric(run, "validation", metric)
+    )
     if not tested:  # clients without validation data have no value in any round
         values = values.loc[:, values.notna().any().to_numpy()]
     values = values.loc[(values.index <= last)]
     if not values.size:
         return last + 1, used, math.nan
     place = np.full(values.shape[1], len(values) - 1)
-    if tested and _takes_best(run):
+    if tested and _uses_best_models(run):
         known = loss.reindex(index=values.index, columns=values.columns).to_numpy(float)
         place = np.where(
             np.isnan(known).all(0), place, np.where(np.isnan(known), np.inf, known).argmin(0)

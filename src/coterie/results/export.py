@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie._util import extras
-from coterie._util.files import replacing
+from coterie._util.files import replace_atomically
 from coterie.errors import ConfigError, ModelError, RunExistsError
 from coterie.simulation.models import Models, Which
 
@@ -23,7 +23,7 @@ FORMATS: Mapping[str, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx"
 """The ending of a file of each format."""
 
 
-def export(
+def export_model(
     models: Models,
     client: int | str,
     path: str | Path,
@@ -42,7 +42,7 @@ def export(
         format: "safetensors": a state dict, with all that is known of it as metadata; "pt": a state
             dict alone, as `torch.load(path, weights_only=True)` reads it; "onnx": the module in
             evaluation mode, which takes batches of any size of prepared inputs.
-        which: which of the client's models, see `Models.model`.
+        which: which of the client's models, see `ModelSteps.model`.
         study: the name of the study, for the metadata.
         force: replace a file that is there.
 
@@ -66,15 +66,19 @@ def export(
         if tensor.is_floating_point()
     ):
         warnings.warn(
-            f"the model of {models.name_of(client)} has NaN or infinity: it diverged", stacklevel=2
+            f"the model of {models.client_name(client)} has NaN or infinity: it diverged",
+            stacklevel=2,
         )
-    known = {name: _text(value) for name, value in described(models, client, which, study).items()}
-    program = _program(models, client, which) if format == "onnx" else None
+    known = {
+        name: _to_text(value)
+        for name, value in describe_model(models, client, which, study).items()
+    }
+    program = _build_onnx_program(models, client, which) if format == "onnx" else None
     if program is not None:
         program.model.metadata_props.update(
             {f"coterie.{name}": value for name, value in known.items()}
         )
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         if program is not None:
             program.save(temporary, external_data=False)
         elif format == "pt":
@@ -84,7 +88,9 @@ def export(
     return path
 
 
-def described(models: Models, client: int | str, which: Which, study: str = "") -> dict[str, Any]:
+def describe_model(
+    models: Models, client: int | str, which: Which, study: str = ""
+) -> dict[str, Any]:
     """Return all that is known of a model: whose it is, where it comes from, its inputs and its outputs.
 
     Args:
@@ -93,7 +99,7 @@ def described(models: Models, client: int | str, which: Which, study: str = "") 
         which: which of the client's models.
         study: the name of the study.
     """
-    recipe, row = models.recipe, models.place(client)
+    recipe, row = models.spec, models.find_row(client)
     inputs, known = recipe.inputs, recipe.model
     preparation = []
     for column in inputs.table:
@@ -118,24 +124,24 @@ def described(models: Models, client: int | str, which: Which, study: str = "") 
         else None,
         "parts": [asdict(part) for part in inputs.parts],
         "columns": preparation,
-        "fill": _list(fitted and fitted.fill),
-        "subtract": _list(fitted and fitted.center),
-        "divide": _list(fitted and fitted.spread),
+        "fill": _to_list(fitted and fitted.fill),
+        "subtract": _to_list(fitted and fitted.center),
+        "divide": _to_list(fitted and fitted.spread),
         "outputs": recipe.form,
         "class_names": recipe.class_names,
         "coterie": recipe.version,
     }
 
 
-def _list(values: Float[Tensor, " entries"] | None) -> list[float] | None:
+def _to_list(values: Float[Tensor, " entries"] | None) -> list[float] | None:
     return None if values is None else values.tolist()
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def require_onnx() -> None:
+def check_onnx_packages() -> None:
     """Check that the packages are here that ONNX needs.
 
     Raises:
@@ -144,17 +150,19 @@ def require_onnx() -> None:
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: {extras.install('onnx')}; "
+            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: {extras.install_command('onnx')}; "
             "--format safetensors needs nothing"
         )
 
 
-def _program(models: Models, client: int | str, which: Which) -> torch.onnx.ONNXProgram:
+def _build_onnx_program(models: Models, client: int | str, which: Which) -> torch.onnx.ONNXProgram:
     """The module as a graph that takes batches of any size."""
-    require_onnx()
-    module, recipe = models.model(client, which), models.recipe
+    check_onnx_packages()
+    module, recipe = models.model(client, which), models.spec
     kind = torch.uint8 if recipe.inputs.images else torch.float32
-    args, named = models.arguments(torch.zeros(2, *recipe.inputs.features, dtype=kind), module)
+    args, named = models.make_forward_arguments(
+        torch.zeros(2, *recipe.inputs.features, dtype=kind), module
+    )
     batch = torch.export.Dim("batch")
     places = ([{0: batch} for _ in args], {name: {0: batch} for name in named})
     shapes: Any = {**named, **places[1]} if named and not args else tuple(places[0])

@@ -25,7 +25,7 @@ _RESTARTS, _TOLERANCE = 60, 1e-3  # of that iteration
 _ENTRIES = 40_000_000  # of the reads, times restarts: more reads get fewer
 
 
-def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
+def count_reads(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
     """Count how often each client (row) read each other client (column).
 
     Args:
@@ -39,16 +39,16 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
         >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1], "purpose": "mix"}), 2).tolist()
         [[0, 2], [0, 0]]
     """
-    return counted(edges, population).toarray()
+    return count_reads_sparse(edges, population).toarray()
 
 
-def counted(edges: pd.DataFrame, population: int) -> sparse.csr_array:
-    """Return what `heatmap` returns as a sparse matrix, which grows with the reads and not with population squared.
+def count_reads_sparse(edges: pd.DataFrame, population: int) -> sparse.csr_array:
+    """Return what `count_reads` returns as a sparse matrix, which grows with the reads and not with population squared.
 
     Raises:
         DataError: when the table names a client outside the population.
     """
-    _, reader, read = _others(edges)
+    _, reader, read = _select_peer_reads(edges)
     highest = max((int(ids.max()) for ids in (reader, read) if len(ids)), default=-1)
     lowest = min((int(ids.min()) for ids in (reader, read) if len(ids)), default=0)
     inside = lowest >= 0 and highest < population
@@ -64,7 +64,7 @@ def counted(edges: pd.DataFrame, population: int) -> sparse.csr_array:
     return sparse.coo_array((once, (reader, read)), shape=(population, population)).tocsr()
 
 
-def _others(
+def _select_peer_reads(
     edges: pd.DataFrame,
 ) -> tuple[Int[np.ndarray, " edges"], Int[np.ndarray, " edges"], Int[np.ndarray, " edges"]]:
     """Round, reader and read of every message that arrived from another client."""
@@ -82,7 +82,7 @@ def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> 
         edges: the edges table.
         truth: the planted cluster of each client.
     """
-    index, reader, read = _others(edges)
+    index, reader, read = _select_peer_reads(edges)
     rounds, place, pulls = np.unique(index, return_inverse=True, return_counts=True)
     inside = np.bincount(place, weights=truth[reader] == truth[read], minlength=len(rounds))
     return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
@@ -129,7 +129,7 @@ def rounds_to_discovery(
     require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
     require(window >= 1, "window", window, "a number of rounds, 1 or more")
     found = np.full(len(truth), np.nan)
-    index, reader, read = _others(edges)
+    index, reader, read = _select_peer_reads(edges)
     if not len(index):
         return found
     order = np.lexsort((index, reader))
@@ -157,7 +157,7 @@ def rounds_to_discovery(
     return found
 
 
-def communities(
+def find_communities(
     counts: Num[np.ndarray, "population population"] | sparse.csr_array,
 ) -> Int[np.ndarray, " population"]:
     """Group clients that read each other often; the number of groups is found as well.
@@ -168,7 +168,7 @@ def communities(
     eigenvectors are found by Lanczos iteration, to a thousandth.
 
     Args:
-        counts: how often each client read each other, as `heatmap` or `counted` returns.
+        counts: how often each client read each other, as `count_reads` or `count_reads_sparse` returns.
 
     Returns:
         A label per client, numbered from 0 in order of appearance.
@@ -187,7 +187,9 @@ def communities(
     best = np.zeros(size, dtype=np.int64)
     if size < 3 or not degree.any():
         return best
-    vectors = _leading(weights, np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0))
+    vectors = _compute_eigenvectors(
+        weights, np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0)
+    )
     quality, worse = 0.0, 0
     for groups in range(2, min(MOST_COMMUNITIES, size - 1, vectors.shape[1]) + 1):
         rows = vectors[:, :groups]
@@ -207,7 +209,7 @@ def communities(
     return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
 
 
-def _leading(
+def _compute_eigenvectors(
     weights: Num[np.ndarray, "population population"] | sparse.csr_array,
     scale: Float[np.ndarray, " population"],
 ) -> Float[np.ndarray, "population vectors"]:
@@ -251,7 +253,7 @@ def modularity(
     return float((inside / total - (degree / total) ** 2).sum())
 
 
-def agreement(
+def compare_partitions(
     label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " population"]
 ) -> dict[str, float]:
     """Compare found groups with the planted clusters; the names of the groups do not matter.
@@ -272,10 +274,10 @@ def agreement(
     }
 
 
-def in_degree(
+def count_readers(
     counts: Num[np.ndarray, "population population"] | sparse.csr_array,
 ) -> Num[np.ndarray, " population"]:
-    """How often each client was read, from the counts of `heatmap` or `counted`."""
+    """How often each client was read, from the counts of `count_reads` or `count_reads_sparse`."""
     return counts.sum(0)
 
 

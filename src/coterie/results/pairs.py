@@ -19,14 +19,14 @@ from coterie.functional.metrics import Metric
 from coterie.functional.paired import (
     CONFIDENCE,
     MOST_SEEDS,
-    holm,
+    correct_holm,
+    find_seeds_needed,
     mean_difference,
-    overlap_of,
-    seeds_needed,
+    overlap_from_share,
 )
 from coterie.methods import METHODS
 
-LEVEL = round(1 - CONFIDENCE, 10)
+SIGNIFICANCE_LEVEL = round(1 - CONFIDENCE, 10)
 REFERENCES = {"truth": "knows the clusters", "pool": "has everybody's data in one place"}
 """What a method may need that no client has (`Method.needs`), in words: methods that need some are not ranked."""
 
@@ -85,7 +85,7 @@ class Pair:
         """The two methods, in no order."""
         return frozenset((self.method_a, self.method_b))
 
-    def turned(self) -> "Pair":
+    def swap_methods(self) -> "Pair":
         """Return the same with the two methods the other way round."""
         less = {
             name: None if (value := getattr(self, name)) is None else -value
@@ -98,7 +98,7 @@ class Pair:
         )  # fmt: skip
 
 
-def compare(
+def compare_pairs(
     values: Mapping[str, Mapping[int, pd.Series]],
     planted: Mapping[int, pd.Series],
     metric: Metric,
@@ -141,22 +141,22 @@ def compare(
             [*(planted[seed].to_numpy() == c for c in known), np.ones(len(ids), bool)]
         )
         for m in range(len(labels)):
-            means[s, m], wins[s, m], counts[s, m] = _against(
+            means[s, m], wins[s, m], counts[s, m] = _compare_with_each(
                 m, metric.sign * table, there, member, len(columns)
             )
     out = []
     for column, cluster in enumerate(columns):
         found = [
-            _pair(labels[m], labels[n], metric.name, cluster, means[:, m, n, column], wins[:, m, n, column],
+            _build_pair(labels[m], labels[n], metric.name, cluster, means[:, m, n, column], wins[:, m, n, column],
                   wins[:, n, m, column], counts[:, m, n, column], overlap)
             for m in range(len(labels))
             for n in range(m + 1, len(labels))
         ]  # fmt: skip
-        out += _corrected([pair for pair in found if pair is not None])
+        out += _correct_p_values([pair for pair in found if pair is not None])
     return out
 
 
-def _against(
+def _compare_with_each(
     method: int,
     table: Float[np.ndarray, "methods clients"],
     there: Bool[np.ndarray, "methods clients"],
@@ -177,7 +177,7 @@ def _against(
     )
 
 
-def _pair(
+def _build_pair(
     a: str,
     b: str,
     metric: str,
@@ -194,7 +194,7 @@ def _pair(
         return None
     total, found = counts[has].sum(), mean_difference(means[has], overlap=overlap)
     mean, low, high, p, effect = map(
-        _number, (found.mean, found.low, found.high, found.p, found.effect)
+        _finite_or_none, (found.mean, found.low, found.high, found.p, found.effect)
     )
     gained, lost = (
         None if mean is None else float(part[has].sum() / total) for part in (wins, losses)
@@ -204,34 +204,39 @@ def _pair(
         a, b, metric, cluster, mean, low, high, p, None, effect, gained, lost, seeds, clients, None,
         established=False, overlap=overlap,
     )  # fmt: skip
-    return pair.turned() if mean is not None and mean < 0 else pair
+    return pair.swap_methods() if mean is not None and mean < 0 else pair
 
 
-def _number(value: Any) -> float | None:
+def _finite_or_none(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _corrected(pairs: Sequence[Pair]) -> list[Pair]:
+def _correct_p_values(pairs: Sequence[Pair]) -> list[Pair]:
     """Correct the p values of some pairs for their number, and say how many seeds each would need."""
     tested = sum(pair.p is not None for pair in pairs)
-    corrected = holm(
+    corrected = correct_holm(
         np.array([np.nan if pair.p is None else pair.p for pair in pairs], dtype=float)
     )
     out = []
     for pair, value in zip(pairs, corrected, strict=True):
         needed = None
         if pair.effect is not None:
-            needed = seeds_needed(pair.effect, level=LEVEL / tested, overlap=pair.overlap)
-        p = _number(value)
+            needed = find_seeds_needed(
+                pair.effect, level=SIGNIFICANCE_LEVEL / tested, overlap=pair.overlap
+            )
+        p = _finite_or_none(value)
         out.append(
             replace(
-                pair, p_corrected=p, seeds_needed=needed, established=p is not None and p <= LEVEL
+                pair,
+                p_corrected=p,
+                seeds_needed=needed,
+                established=p is not None and p <= SIGNIFICANCE_LEVEL,
             )
         )
     return out
 
 
-def chosen(
+def select_pairs(
     pairs: Iterable[Pair], *, metric: str | None = None, cluster: str = "all", baseline: str | None = None,
     share: float = 0.0,
 ) -> list[Pair]:  # fmt: skip
@@ -250,14 +255,14 @@ def chosen(
     own = [pair for pair in pairs if metric in (None, pair.metric) and pair.cluster == cluster]
     if baseline is not None:
         own = [
-            pair.turned() if pair.method_a == baseline else pair
+            pair.swap_methods() if pair.method_a == baseline else pair
             for pair in own
             if baseline in pair.key
         ]
-    return _corrected([_widened(pair, overlap_of(share)) for pair in own])
+    return _correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
 
 
-def _widened(pair: Pair, overlap: float) -> Pair:
+def _widen_interval(pair: Pair, overlap: float) -> Pair:
     """Correct the interval and the p value of a pair for training data that its seeds share."""
     if not overlap or pair.overlap:
         return pair
@@ -272,12 +277,12 @@ def _widened(pair: Pair, overlap: float) -> Pair:
     )
 
 
-def as_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
+def pairs_to_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
     """Return plain values, for summary.json."""
     return [asdict(pair) for pair in pairs]
 
 
-def read(content: Mapping[str, Any]) -> list[Pair]:
+def parse_pairs(content: Mapping[str, Any]) -> list[Pair]:
     """Return the pairs of a summary; none of one that was stored before there were any."""
     known = {
         field.name: None if field.default is MISSING else field.default for field in fields(Pair)
@@ -291,7 +296,7 @@ def read(content: Mapping[str, Any]) -> list[Pair]:
 # ---------------------------------------------------------------------- in words
 
 
-def leaders(
+def find_leaders(
     rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str
 ) -> list[str]:
     """Return the method with the best mean, and after it those that cannot be told apart from it.
@@ -314,7 +319,7 @@ def leaders(
         row["label"]: metric.sign * row["mean"]
         for row in rows
         if (row["metric"], row["cluster"]) == (metric.name, cluster)
-        and not _beyond(row)
+        and not _describe_needs(row)
         and row["mean"] is not None
         and math.isfinite(row["mean"])
     }
@@ -333,7 +338,7 @@ def leaders(
     ]
 
 
-def _beyond(row: Mapping[str, Any]) -> list[str]:
+def _describe_needs(row: Mapping[str, Any]) -> list[str]:
     """Return in words what the method of a row has that no client has; its class tells of rows that do not say."""
     needs = row.get("needs")
     if needs is None:
@@ -341,13 +346,13 @@ def _beyond(row: Mapping[str, Any]) -> list[str]:
     return [words for need, words in REFERENCES.items() if need in needs]
 
 
-def not_ranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def describe_unranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Say which methods are not ranked and why.
 
     Args:
         rows: of a summary: `method` (the kind), `label`, and `needs` where a method has some.
     """
-    by_label = {row["label"]: _beyond(row) for row in rows}
+    by_label = {row["label"]: _describe_needs(row) for row in rows}
     return [
         f"{label}, which {' and '.join(words)}, is not ranked"
         for label, words in by_label.items()
@@ -355,15 +360,15 @@ def not_ranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def standing(
+def describe_leaders(
     rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all"
 ) -> str:
     """Say in a sentence which method is best, or which cannot be told apart; empty where nothing is compared.
 
-    The arguments are those of `leaders`.
+    The arguments are those of `find_leaders`.
     """
     own = [pair for pair in pairs if (pair.metric, pair.cluster) == (metric.name, cluster)]
-    leading = leaders(rows, pairs, metric, cluster)
+    leading = find_leaders(rows, pairs, metric, cluster)
     seeds = max((pair.seeds for pair in own), default=0)
     if not leading:
         return (
@@ -371,7 +376,7 @@ def standing(
             if seeds == 1
             else ""
         )
-    without = "".join(f" {said}." for said in not_ranked(rows))
+    without = "".join(f" {said}." for said in describe_unranked(rows))
     if len(leading) == 1:
         return f"{leading[0]} is the best: its difference from each other method is established.{without}"
     *others, last = leading[1:]
@@ -379,7 +384,7 @@ def standing(
     return f"{leading[0]} has the best mean, but {names} cannot be told apart from it with {seeds} seeds.{without}"
 
 
-def shown(pair: Pair, metric: Metric) -> tuple[str, str | None]:
+def format_difference(pair: Pair, metric: Metric) -> tuple[str, str | None]:
     """Write the difference of a pair, signed, and its interval if there is one: as many decimals as this can tell.
 
     Example:
@@ -404,7 +409,7 @@ def shown(pair: Pair, metric: Metric) -> tuple[str, str | None]:
     return f"{mean:+.{decimals}f}", f"{low:.{decimals}f} to {high:.{decimals}f}" if known else None
 
 
-def verdict(pair: Pair, metric: Metric) -> str:
+def describe_pair(pair: Pair, metric: Metric) -> str:
     """Say in a line what is established about a pair, with its interval, and else what would settle it.
 
     Example:
@@ -418,7 +423,7 @@ def verdict(pair: Pair, metric: Metric) -> str:
     a, b = pair.method_a, pair.method_b
     if pair.difference is None:
         return f"{a} and {b}: not known, since a client of one of them has no value in some seed (it diverged)"
-    difference, interval = shown(pair, metric)
+    difference, interval = format_difference(pair, metric)
     if interval is None:
         if pair.seeds == 1:
             many = (
@@ -430,7 +435,7 @@ def verdict(pair: Pair, metric: Metric) -> str:
         return f"{a} over {b}: {difference} in each of {pair.seeds} seeds; seeds that do not differ count as one"
     if pair.established:
         worse = pair.difference < 0
-        size, ends = shown(pair.turned() if worse else pair, metric)
+        size, ends = format_difference(pair.swap_methods() if worse else pair, metric)
         return f"{a} is {'worse' if worse else 'better'} than {b} by {size[1:]} ({ends})"
     alone = pair.low is not None and pair.high is not None and (pair.low > 0 or pair.high < 0)
     why = (
@@ -438,17 +443,17 @@ def verdict(pair: Pair, metric: Metric) -> str:
         if alone and pair.p_corrected is not None
         else ""
     )
-    return f"{a} over {b}: not established: {difference} ({interval}){why}; {settles(pair)}"
+    return f"{a} over {b}: not established: {difference} ({interval}){why}; {describe_seeds_needed(pair)}"
 
 
-def settles(pair: Pair) -> str:
+def describe_seeds_needed(pair: Pair) -> str:
     """Say how many seeds would settle a difference of the size seen."""
     if pair.seeds_needed is None:
         return f"more than {MOST_SEEDS:,} seeds would be needed for a difference of this size"
     return f"about {pair.seeds_needed} seeds would settle a difference of this size"
 
 
-def about(config: Mapping[str, Any], names: Mapping[int, str]) -> str:
+def describe_interval_scope(config: Mapping[str, Any], names: Mapping[int, str]) -> str:
     """Say what intervals over seeds speak of in a study: what another seed draws anew, and what it does not.
 
     Args:

@@ -21,19 +21,19 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int
 
 from coterie._util import manifest
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
-from coterie.functional.paired import CONFIDENCE, holm, mean_difference, overlap_of
+from coterie.functional.paired import CONFIDENCE, correct_holm, mean_difference, overlap_from_share
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results import coverage, pairs
-from coterie.results.coverage import Standing, State
-from coterie.results.traffic import traffic
+from coterie.results.coverage import RunState, RunStatus
+from coterie.results.traffic import count_traffic
 from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.checkpoint import PROVENANCE
-from coterie.simulation.final_metrics import final_tests, with_value
+from coterie.simulation.final_metrics import select_defined, select_final_tests
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 from coterie.simulation.settings import Settings
 
@@ -63,39 +63,39 @@ class StoredRun:
     edges: pd.DataFrame
 
     @cached_property
-    def known(self) -> Metrics:
+    def known_metrics(self) -> Metrics:
         """The metrics that are built in, and those that its method declared."""
-        return metrics.REGISTRY.with_stored(self.provenance.get("metrics") or {})
+        return metrics.REGISTRY.add_stored(self.provenance.get("metrics") or {})
 
     @property
-    def method(self) -> dict[str, Any]:
+    def method_settings(self) -> dict[str, Any]:
         """The settings of the method."""
         methods = self.config.get("methods") or [self.config.get("method") or {}]
         return methods[0]
 
     @property
-    def kind(self) -> str:
+    def method_kind(self) -> str:
         """The kind of method, such as "dac"."""
-        return str(self.method.get("kind", self.folder.parent.name))
+        return str(self.method_settings.get("kind", self.folder.parent.name))
 
     @property
     def label(self) -> str:
         """The name of the method in this study."""
-        return str(self.method.get("label", self.folder.parent.name))
+        return str(self.method_settings.get("label", self.folder.parent.name))
 
     @property
-    def study(self) -> str:
+    def study_name(self) -> str:
         """The name of the study."""
         return str(self.config.get("name", self.folder.parent.parent.name))
 
     @property
     def seed(self) -> int:
         """The seed, from the folder's name or the configuration."""
-        seed = _seed_of(self.folder)
+        seed = _parse_seed(self.folder)
         return int((self.config.get("seeds") or [0])[0]) if seed is None else seed
 
     @cached_property
-    def names(self) -> dict[int, str]:
+    def client_names(self) -> dict[int, str]:
         """The name of each client that has one, by its id."""
         return {
             int(client): str(name)
@@ -103,7 +103,7 @@ class StoredRun:
         }
 
     @cached_property
-    def clients(self) -> pd.Series:
+    def client_clusters(self) -> pd.Series:
         """The planted cluster of each client (-1 where unknown), indexed by client id."""
         first = self.metrics.drop_duplicates("client")
         return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
@@ -114,24 +114,28 @@ class StoredRun:
         read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
         return (
             max(
-                int(ids.max()) for ids in (self.clients.index.to_numpy(np.int64), *read) if len(ids)
+                int(ids.max())
+                for ids in (self.client_clusters.index.to_numpy(np.int64), *read)
+                if len(ids)
             )
             + 1
         )
 
     @cached_property
-    def planted(self) -> Int[np.ndarray, " population"]:
+    def planted_clusters(self) -> Int[np.ndarray, " population"]:
         """The planted cluster of each member of the population; -1 where it is not known."""
-        return self.clients.reindex(range(self.population), fill_value=-1).to_numpy(np.int64)
+        return self.client_clusters.reindex(range(self.population), fill_value=-1).to_numpy(
+            np.int64
+        )
 
     @property
-    def rounds(self) -> int:
+    def num_rounds(self) -> int:
         """How many rounds the tables hold; while a run works, one of them may be ahead of the other."""
         tables = [table for table in (self.metrics, self.edges) if len(table)]
         return max(int(table["round"].to_numpy().max()) for table in tables) + 1
 
     @cached_property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run came to its final evaluation."""
         return bool(self.provenance.get("done")) and not self.final_rows.empty
 
@@ -142,7 +146,7 @@ class StoredRun:
         In the folder of a node that joined late they are those of its own clients, which were in no
         round.
         """
-        rows = final_tests(self.metrics)
+        rows = select_final_tests(self.metrics)
         if not rows.empty:
             return rows
         joined = (self.metrics["split"] == newcomers.SPLIT) & (
@@ -151,47 +155,47 @@ class StoredRun:
         return self.metrics.loc[joined.to_numpy()]
 
     @property
-    def results(self) -> list[str]:
+    def result_metrics(self) -> list[str]:
         """The metrics of its result: those of the final test, and those that its rounds reported as results."""
         rounds = self.metrics.loc[(self.metrics["split"] == "train").to_numpy(), "metric"].unique()
         reported = [
             str(name)
             for name in rounds
-            if self.known.get(name, metrics.LABEL).shown in ("result", "further")
+            if self.known_metrics.get(name, metrics.LABEL).shown in ("result", "further")
         ]
         return list(dict.fromkeys([*map(str, self.final_rows["metric"]), *reported]))
 
-    def final(self, metric: str) -> pd.Series:
+    def final_values(self, metric: str) -> pd.Series:
         """The final test value of a metric per client, indexed by client id; else the last that rounds reported."""
-        if metric not in self._finals:
+        if metric not in self._final_value_cache:
             rows = self.final_rows
             rows = rows.loc[(rows["metric"] == metric).to_numpy()]
-            if rows.empty and not self.known[metric].on_samples:
+            if rows.empty and not self.known_metrics[metric].on_samples:
                 reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
                 rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
             values = pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy())
-            self._finals[metric] = values.sort_index()
-        return self._finals[metric].copy()
+            self._final_value_cache[metric] = values.sort_index()
+        return self._final_value_cache[metric].copy()
 
     @cached_property
-    def _finals(self) -> dict[str, pd.Series]:
-        """What `final` has found, by metric: summaries and pages ask many times."""
+    def _final_value_cache(self) -> dict[str, pd.Series]:
+        """What `final_values` has found, by metric: summaries and pages ask many times."""
         return {}
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """As the function `curve`, of its metrics."""
-        if metric not in self._curves:
-            self._curves[metric] = curve(self.metrics, metric)
-        return self._curves[metric]
+    def test_curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """As the function `compute_test_curve`, of its metrics."""
+        if metric not in self._test_curve_cache:
+            self._test_curve_cache[metric] = compute_test_curve(self.metrics, metric)
+        return self._test_curve_cache[metric]
 
     @cached_property
-    def _curves(self) -> dict[str, tuple[list[int], list[float]]]:
-        """What `curve` has found, by metric: that of a baseline is asked for by each method."""
+    def _test_curve_cache(self) -> dict[str, tuple[list[int], list[float]]]:
+        """What `compute_test_curve` has found, by metric: that of a baseline is asked for by each method."""
         return {}
 
 
 @dataclass(frozen=True)
-class Problem:
+class UnreadableRun:
     """A folder of a run that holds no results that can be read.
 
     Args:
@@ -202,7 +206,7 @@ class Problem:
 
     folder: Path
     reason: str
-    state: State = "damaged"
+    state: RunState = "damaged"
 
     @property
     def label(self) -> str:
@@ -212,16 +216,16 @@ class Problem:
     @property
     def seed(self) -> int:
         """The seed, by the folder; 0 where it does not tell."""
-        return _seed_of(self.folder) or 0
+        return _parse_seed(self.folder) or 0
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> RunStatus:
         """How the run stands, with the first sentence of the reason."""
         reason = self.reason.removeprefix("a file is damaged: ").partition(". ")[0]
-        return Standing(self.label, self.seed, self.state, reason)
+        return RunStatus(self.label, self.seed, self.state, reason)
 
 
-def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Problem]]:
+def load_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[UnreadableRun]]:
     """Read the runs in some folders, each of them a run, a method of a study, a study, or a folder of studies.
 
     Returns:
@@ -236,39 +240,39 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
     for path in map(Path, paths):
         if not path.is_dir():
             raise DataError(f"{path} is not a folder; give a run folder or a study folder")
-        folders = _run_folders(path)
+        folders = _find_run_folders(path)
         if not folders:
             raise DataError(
                 f"{path} holds no run; expected {CONFIG} and {METRICS} in <study>/<method>/seed-<n>"
             )
         for folder in folders:
-            run = read_run(folder)
+            run = load_run(folder)
             (runs if isinstance(run, StoredRun) else problems).append(run)
-    return _joined(runs), problems
+    return _join_node_runs(runs), problems
 
 
-def holds_runs(path: str | Path) -> bool:
+def has_runs(path: str | Path) -> bool:
     """Whether there are run folders in a folder, readable or not."""
-    return bool(_run_folders(Path(path)))
+    return bool(_find_run_folders(Path(path)))
 
 
-def _joined(runs: Sequence[StoredRun]) -> list[StoredRun]:
+def _join_node_runs(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """Put together what several nodes hosted of one run: same study, method and seed, and no client twice."""
     out: list[StoredRun] = []
     for run in runs:
-        key, ids = (run.study, run.label, run.seed), set(run.clients.index)
+        key, ids = (run.study_name, run.label, run.seed), set(run.client_clusters.index)
         for place, other in enumerate(out):
-            if (other.study, other.label, other.seed) == key and ids.isdisjoint(
-                other.clients.index
+            if (other.study_name, other.label, other.seed) == key and ids.isdisjoint(
+                other.client_clusters.index
             ):
-                out[place] = _join(other, run)
+                out[place] = _join_two_runs(other, run)
                 break
         else:
             out.append(run)
     return out
 
 
-def _join(a: StoredRun, b: StoredRun) -> StoredRun:
+def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     times = [run.provenance.get("timing") or {} for run in (a, b)]
     timing = {
         name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")
@@ -291,14 +295,16 @@ def _join(a: StoredRun, b: StoredRun) -> StoredRun:
     )
 
 
-def _run_folders(path: Path) -> list[Path]:
+def _find_run_folders(path: Path) -> list[Path]:
     if (path / METRICS).is_file() or ((path / CONFIG).is_file() and path.name.startswith("seed-")):
         return [path]
     marks = [*path.rglob(METRICS), *path.rglob(f"seed-*/{CONFIG}")]
     folders = {mark.parent for mark in marks}
-    places = {study: _places(study) for study in {folder.parent.parent for folder in folders}}
+    places = {
+        study: _order_methods(study) for study in {folder.parent.parent for folder in folders}
+    }
 
-    def order(folder: Path) -> tuple[str, int, str, int]:
+    def sort_key(folder: Path) -> tuple[str, int, str, int]:
         study, label, number = (
             folder.parent.parent,
             folder.parent.name,
@@ -307,24 +313,24 @@ def _run_folders(path: Path) -> list[Path]:
         place = places[study].get(label, len(places[study]))
         return str(study), place, label, int(number) if number.isdigit() else -1
 
-    return sorted(folders, key=order)
+    return sorted(folders, key=sort_key)
 
 
-def _seed_of(folder: Path) -> int | None:
+def _parse_seed(folder: Path) -> int | None:
     """The seed that the name of a run's folder tells."""
     text = folder.name.removeprefix("seed-")
     return int(text) if text.isdigit() else None
 
 
-def _places(study: Path) -> dict[str, int]:
+def _order_methods(study: Path) -> dict[str, int]:
     """The place of each method in the study's own configuration; nothing where there is none."""
     return {
         label: place
-        for place, label in enumerate(dict.fromkeys(label for label, _ in planned(study)))
+        for place, label in enumerate(dict.fromkeys(label for label, _ in find_planned_runs(study)))
     }
 
 
-def planned(folder: Path) -> list[tuple[str, int]]:
+def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
     """Return the runs that a folder should hold, by label and seed: method by method, as its study's file has them.
 
     Args:
@@ -332,7 +338,7 @@ def planned(folder: Path) -> list[tuple[str, int]]:
             several studies, nothing is known.
     """
     for place, only in ((folder, None), (folder.parent, folder.name)):
-        text = text_of(place, CONFIG)
+        text = load_study_text(place, CONFIG)
         try:
             content = tomllib.loads(text)
         except ValueError:
@@ -347,42 +353,44 @@ def planned(folder: Path) -> list[tuple[str, int]]:
     return []
 
 
-def standings(
-    runs: Sequence[StoredRun], problems: Sequence[Problem], *folders: str | Path
-) -> list[Standing]:
+def list_run_statuses(
+    runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], *folders: str | Path
+) -> list[RunStatus]:
     """Say how each run of a study stands: those that it should have, and others that are there.
 
     Args:
-        runs: its runs, as `find_runs` returns them.
+        runs: its runs, as `load_runs` returns them.
         problems: its folders that could not be read.
         folders: the study's folder, whose file says which runs it should have; or those of some
             methods or runs.
     """
-    found = {(run.label, run.seed): _standing(run) for run in runs}
+    found = {(run.label, run.seed): _find_run_status(run) for run in runs}
     for problem in problems:
-        found[problem.label, problem.seed] = problem.standing
-    wanted = [key for folder in folders for key in planned(Path(folder))]
-    missing = {key: Standing(*key, "missing") for key in wanted if key not in found}
+        found[problem.label, problem.seed] = problem.status
+    wanted = [key for folder in folders for key in find_planned_runs(Path(folder))]
+    missing = {key: RunStatus(*key, "missing") for key in wanted if key not in found}
     order = list(dict.fromkeys([*(label for label, _ in wanted), *(label for label, _ in found)]))
     whole = {**found, **missing}
     return [whole[key] for key in sorted(whole, key=lambda key: (order.index(key[0]), key[1]))]
 
 
-def _standing(run: StoredRun) -> Standing:
-    if run.finished:
-        return Standing(run.label, run.seed, "finished")
+def _find_run_status(run: StoredRun) -> RunStatus:
+    if run.is_finished:
+        return RunStatus(run.label, run.seed, "finished")
     if run.provenance.get("done"):
-        return Standing(run.label, run.seed, "unfinished", "it has no final test")
+        return RunStatus(run.label, run.seed, "unfinished", "it has no final test")
     known = run.provenance.get("round")
-    rounds = run.rounds if known is None else max(int(known), 0)
+    rounds = run.num_rounds if known is None else max(int(known), 0)
     # then the rounds in its file are not those that it has
     scaled = float(run.config.get("scale", 1.0)) != 1.0
     of = f" of {run.config['rounds']}" if "rounds" in run.config and not scaled else ""
-    return Standing(run.label, run.seed, "unfinished", f"round {rounds}{of}")
+    return RunStatus(run.label, run.seed, "unfinished", f"round {rounds}{of}")
 
 
-def compared(
-    runs: Sequence[StoredRun], problems: Sequence[Problem] = (), seeds: Iterable[int] | None = None
+def select_compared_runs(
+    runs: Sequence[StoredRun],
+    problems: Sequence[UnreadableRun] = (),
+    seeds: Iterable[int] | None = None,
 ) -> list[StoredRun]:
     """Return the runs over which methods are averaged: finished ones, of the seeds that all methods finished.
 
@@ -398,12 +406,12 @@ def compared(
     Raises:
         DataError: when they are not of one study.
     """
-    one_study(runs)
+    check_one_study(runs)
     broken = {(problem.label, problem.seed) for problem in problems}
-    done = [run for run in runs if run.finished and (run.label, run.seed) not in broken]
+    done = [run for run in runs if run.is_finished and (run.label, run.seed) not in broken]
     chosen = set(
-        coverage.common(
-            {label: [run.seed for run in group] for label, group in by_label(done).items()}
+        coverage.find_common_seeds(
+            {label: [run.seed for run in group] for label, group in group_by_label(done).items()}
         )
     )
     if seeds is not None:
@@ -411,31 +419,35 @@ def compared(
     return [run for run in done if run.seed in chosen]
 
 
-def covered(
+def summarize_coverage(
     runs: Sequence[StoredRun],
-    problems: Sequence[Problem],
+    problems: Sequence[UnreadableRun],
     *folders: str | Path,
     seeds: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """Return what `coverage.notes` tells about: the compared `seeds`, what is `left_out`, and the labels of `rows`.
+    """Return what `coverage.describe_coverage` tells about: the compared `seeds`, what is `left_out`, and the labels of `rows`.
 
-    The arguments are those of `standings` and of `compared`.
+    The arguments are those of `list_run_statuses` and of `select_compared_runs`.
     """
-    chosen = compared(runs, problems, seeds)
+    chosen = select_compared_runs(runs, problems, seeds)
     used = {(run.label, run.seed) for run in chosen}
-    left = [one for one in standings(runs, problems, *folders) if (one.label, one.seed) not in used]
-    rows = [{"label": label} for label in by_label(chosen)]
+    left = [
+        one
+        for one in list_run_statuses(runs, problems, *folders)
+        if (one.label, one.seed) not in used
+    ]
+    rows = [{"label": label} for label in group_by_label(chosen)]
     return {
         "seeds": sorted({seed for _, seed in used}),
-        "left_out": coverage.as_json(left),
+        "left_out": coverage.statuses_to_json(left),
         "rows": rows,
     }
 
 
-def studies_in(
-    folders: Sequence[str | Path], runs: Sequence[StoredRun], problems: Sequence[Problem]
-) -> Iterator[tuple[list[StoredRun], list[Problem], dict[str, Any]]]:
-    """Sort what `find_runs` read by studies, and say of each which runs there are.
+def group_by_study(
+    folders: Sequence[str | Path], runs: Sequence[StoredRun], problems: Sequence[UnreadableRun]
+) -> Iterator[tuple[list[StoredRun], list[UnreadableRun], dict[str, Any]]]:
+    """Sort what `load_runs` read by studies, and say of each which runs there are.
 
     Args:
         folders: those that were asked for; of a study of which only some methods or runs were, no
@@ -444,8 +456,8 @@ def studies_in(
         problems: the folders that could not be read.
 
     Yields:
-        The runs of a study, its folders that could not be read, and what is `covered`, with the
-        name of its `study`.
+        The runs of a study, its folders that could not be read, and what is `summarize_coverage`, with the
+        name of its `study_name`.
     """
     for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
         own = [run for run in runs if run.folder.parent.parent == study]
@@ -453,20 +465,26 @@ def studies_in(
         asked = [Path(folder) for folder in folders]
         parts = [folder for folder in asked if study in folder.parents]
         whole = any(folder in (study, *study.parents) for folder in asked)
-        name = own[0].study if own else study.name
-        yield own, broken, {"study": name, **covered(own, broken, *([study] if whole else parts))}
+        name = own[0].study_name if own else study.name
+        yield (
+            own,
+            broken,
+            {"study": name, **summarize_coverage(own, broken, *([study] if whole else parts))},
+        )
 
 
-def charted(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> list[StoredRun]:
+def select_charted_runs(
+    runs: Sequence[StoredRun], problems: Sequence[UnreadableRun] = ()
+) -> list[StoredRun]:
     """Return the runs whose rounds are drawn: the compared seeds, also of methods that have not finished one yet.
 
     While no seed is compared these are all runs.
     """
-    seeds = {run.seed for run in compared(runs, problems)}
+    seeds = {run.seed for run in select_compared_runs(runs, problems)}
     return [run for run in runs if run.seed in seeds] or list(runs)
 
 
-def one_study(runs: Iterable[StoredRun]) -> None:
+def check_one_study(runs: Iterable[StoredRun]) -> None:
     """Refuse runs that are of several studies: their methods have the same names, and would be averaged together.
 
     Raises:
@@ -476,7 +494,7 @@ def one_study(runs: Iterable[StoredRun]) -> None:
     studies: dict[tuple[str, Path], None] = {}
     for run in runs:
         place = run.folder.parent.parent
-        studies[run.study, place] = None
+        studies[run.study_name, place] = None
         several = (
             len({name for name, _ in studies}) > 1 and len({folder for _, folder in studies}) > 1
         )
@@ -490,17 +508,17 @@ def one_study(runs: Iterable[StoredRun]) -> None:
         places[run.label, run.seed] = place
 
 
-def read_run(folder: Path) -> StoredRun | Problem:
+def load_run(folder: Path) -> StoredRun | UnreadableRun:
     """Read one run folder, or say in one line what is missing or damaged."""
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
-        begun = missing[0] == METRICS and not checkpoint.done(folder)
-        return Problem(
+        begun = missing[0] == METRICS and not checkpoint.is_done(folder)
+        return UnreadableRun(
             folder, f"{missing[0]} is not there (yet)", "unfinished" if begun else "damaged"
         )
     for name in (CONFIG, METRICS, EDGES, PROVENANCE):
-        if fault := manifest.fault(folder, name):
-            return Problem(folder, fault)
+        if fault := manifest.describe_fault(folder, name):
+            return UnreadableRun(folder, fault)
     try:
         config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
         provenance = (
@@ -512,17 +530,17 @@ def read_run(folder: Path) -> StoredRun | Problem:
         edges = pd.DataFrame(columns=EDGE_COLUMNS)
         if (folder / EDGES).is_file():
             edges = pq.ParquetFile(folder / EDGES).read().to_pandas()
-        metrics.REGISTRY.with_stored(provenance.get("metrics") or {})
+        metrics.REGISTRY.add_stored(provenance.get("metrics") or {})
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return Problem(folder, f"a file is damaged: {str(error).splitlines()[0]}")
+        return UnreadableRun(folder, f"a file is damaged: {str(error).splitlines()[0]}")
     for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
         lacking = [column for column in columns if column not in table.columns]
         if lacking:
-            return Problem(
+            return UnreadableRun(
                 folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run"
             )
     if not len(measured):
-        return Problem(folder, f"{METRICS} is empty: no round has ended yet", "unfinished")
+        return UnreadableRun(folder, f"{METRICS} is empty: no round has ended yet", "unfinished")
     return StoredRun(folder, config, provenance, measured, edges)
 
 
@@ -540,24 +558,24 @@ def main_metric(runs: Sequence[StoredRun]) -> str:
         names = {
             name for name in names if name in validated or not metrics.REGISTRY[name].on_samples
         }
-    return metrics.REGISTRY.main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
+    return metrics.REGISTRY.choose_main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
-def metrics_of(runs: Iterable[StoredRun]) -> Metrics:
+def collect_metrics(runs: Iterable[StoredRun]) -> Metrics:
     """The metrics that are built in, and those that the methods of some runs declared."""
-    return Metrics({name: one for run in runs for name, one in run.known.items()})
+    return Metrics({name: one for run in runs for name, one in run.known_metrics.items()})
 
 
-def description(folder: str | Path) -> dict[str, Any]:
+def load_federation_description(folder: str | Path) -> dict[str, Any]:
     """Return what federation.json in a study's folder tells of the data; nothing where there never was one.
 
     Raises:
         DataError: when it is missing or damaged.
     """
-    return json.loads(text_of(Path(folder), FEDERATION) or "{}")
+    return json.loads(load_study_text(Path(folder), FEDERATION) or "{}")
 
 
-def text_of(folder: Path, name: str) -> str:
+def load_study_text(folder: Path, name: str) -> str:
     """Return the text of a file of a study, "" where there never was one.
 
     A folder without a manifest, such as one of stored results, is taken as it is.
@@ -565,30 +583,32 @@ def text_of(folder: Path, name: str) -> str:
     Raises:
         DataError: when the file is missing or damaged.
     """
-    if (folder / manifest.FILE).exists() and (fault := manifest.fault(folder, name)):
+    if (folder / manifest.FILE).exists() and (fault := manifest.describe_fault(folder, name)):
         raise DataError(f"{folder}: {fault}; `coterie run STUDY --resume` writes it again")
     path = folder / name
     return path.read_text("utf-8") if path.is_file() else ""
 
 
-def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
+def load_cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
     """The name of each planted cluster: from the study's federation.json where there is one, else its number."""
-    known = description(folder).get("clusters", [])
+    known = load_federation_description(folder).get("clusters", [])
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
 
 
-def client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
+def merge_client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
     """Return the names of clients by id, as far as some runs agree: seeds may be of other clients."""
     found: dict[int, str] = {}
     differ = set()
     for run in runs:
         differ |= {
-            client for client, name in run.names.items() if found.setdefault(client, name) != name
+            client
+            for client, name in run.client_names.items()
+            if found.setdefault(client, name) != name
         }
     return {client: name for client, name in sorted(found.items()) if client not in differ}
 
 
-def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str, Any]:
+def summarize_study(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str, Any]:
     """Reduce the finished runs of a study to the content of summary.json.
 
     Args:
@@ -596,44 +616,46 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         seeds: average over no others than these.
 
     Returns:
-        `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of
+        `study_name`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of
         one metric of one
         method: the mean over the clients of one planted cluster, over all clients ("all"), or the
             unweighted mean over
         clusters ("clusters"); then mean and population standard deviation over seeds, the same
-        `seeds` for every method (see `compared`); a single seed has no deviation; `needs` is there
+        `seeds` for every method (see `select_compared_runs`); a single seed has no deviation; `needs` is there
         for a method that declares some. `left_out` tells how each run stands that is not among
-        them. A pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their
-        intervals speak of. `participation`, `spent`, `time_to_accuracy`, `undefined` and, where a
-        node left out rounds, `skipped` are those of the functions below. `metrics` is there when
+        them. A pair has the fields of `pairs.Pair` (see `compare_methods`); `about` says what their
+        intervals speak of. `list_participation`, `compute_spending`, `compute_time_to_accuracy`, `list_undefined_metrics` and, where a
+        node left out rounds, `list_skipped_rounds` are those of the functions below. `metrics` is there when
         methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
     """
-    runs, problems = find_runs([study])
-    return summary_of(runs, study, problems, seeds)
+    runs, problems = load_runs([study])
+    return summarize_runs(runs, study, problems, seeds)
 
 
-def summary_of(
+def summarize_runs(
     runs: Sequence[StoredRun],
     study: str | Path,
-    problems: Sequence[Problem] = (),
+    problems: Sequence[UnreadableRun] = (),
     seeds: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """As `summarize`, of runs that were read already, and of the folders that could not be read."""
+    """As `summarize_study`, of runs that were read already, and of the folders that could not be read."""
     home = runs[0].folder.parent.parent if runs and runs[0].folder == Path(study) else study
-    names = cluster_names(home, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
-    chosen = compared(runs, problems, seeds)
+    names = load_cluster_names(
+        home, (int(c) for run in runs for c in run.client_clusters.unique() if c >= 0)
+    )
+    chosen = select_compared_runs(runs, problems, seeds)
     rows: list[dict[str, Any]] = []
-    for group in by_label(chosen).values():
-        for metric in dict.fromkeys(name for run in group for name in run.results):
-            reduced = pd.DataFrame([cluster_means(run, metric) for run in group])
+    for group in group_by_label(chosen).values():
+        for metric in dict.fromkeys(name for run in group for name in run.result_metrics):
+            reduced = pd.DataFrame([compute_cluster_means(run, metric) for run in group])
             for cluster in reduced.columns:
-                mean, deviation = over_seeds(reduced[cluster].to_numpy(float))
+                mean, deviation = mean_std_over_seeds(reduced[cluster].to_numpy(float))
                 rows.append(
                     {
-                        **method_of(group[0]),
+                        **describe_method(group[0]),
                         "cluster": names.get(cluster, str(cluster)),
                         "metric": metric,
                         "mean": mean,
@@ -652,73 +674,84 @@ def summary_of(
         for run in runs
         if (times := run.provenance.get("timing"))
     ]
-    name = runs[0].study if runs else Path(study).name
-    content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
-    found = pairs.as_json(pairs_of(chosen, names))
-    about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
+    name = runs[0].study_name if runs else Path(study).name
+    content: dict[str, Any] = {
+        "study": name,
+        **summarize_coverage(runs, problems, study, seeds=seeds),
+    }
+    found = pairs.pairs_to_json(compare_methods(chosen, names))
+    about = (
+        {"about": pairs.describe_interval_scope(chosen[0].config, merge_client_names(chosen))}
+        if found
+        else {}
+    )
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {
-        "participation": participation(chosen),
-        "spent": spent(chosen),
-        "time_to_accuracy": time_to_accuracy(chosen),
-        "undefined": undefined(chosen),
+        "participation": list_participation(chosen),
+        "spent": compute_spending(chosen),
+        "time_to_accuracy": compute_time_to_accuracy(chosen),
+        "undefined": list_undefined_metrics(chosen),
     }
-    content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
-    if declared := metrics.stored(metrics_of(runs).values()):
+    content |= {"skipped": rows} if (rows := list_skipped_rounds(chosen)) else {}
+    if declared := metrics.metrics_to_store(collect_metrics(runs).values()):
         content["metrics"] = declared
-    if joined := new_clients(chosen):
+    if joined := summarize_new_clients(chosen):
         content["new_clients"] = joined
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
 
 
-def method_of(run: StoredRun) -> dict[str, Any]:
+def describe_method(run: StoredRun) -> dict[str, Any]:
     """Return what a row of a summary says of its method: kind and label, and `needs` where it declares some."""
-    needs = sorted(declared(run, "needs"))
-    return {"method": run.kind, "label": run.label, **({"needs": needs} if needs else {})}
+    needs = sorted(find_declared_value(run, "needs"))
+    return {"method": run.method_kind, "label": run.label, **({"needs": needs} if needs else {})}
 
 
-def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
+def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
     """Compare the methods of a study in pairs: by the main metric in each cluster, by others over all clients.
 
     Args:
-        runs: those that are `compared`.
+        runs: those that are `select_compared_runs`.
         names: of the planted clusters.
     """
     if not runs:
         return []
-    known, main = metrics_of(runs), main_metric(runs)
-    overlap = shared_training(runs[0])
+    known, main = collect_metrics(runs), main_metric(runs)
+    overlap = compute_seed_overlap(runs[0])
     planted: dict[int, pd.Series] = {}
     for run in runs:
         planted[run.seed] = (
-            run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
+            run.client_clusters.combine_first(planted[run.seed])
+            if run.seed in planted
+            else run.client_clusters
         )
     nowhere = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
     out = []
-    for metric in dict.fromkeys([main, *(name for run in runs for name in run.results)]):
+    for metric in dict.fromkeys([main, *(name for run in runs for name in run.result_metrics)]):
         if known[metric].sign:
             values: dict[str, dict[int, pd.Series]] = {}
             for run in runs:
-                counted = with_value(
-                    run.final(metric), run.final(metrics.LOSS.name), run.known[metric]
+                counted = select_defined(
+                    run.final_values(metric),
+                    run.final_values(metrics.LOSS.name),
+                    run.known_metrics[metric],
                 )
                 values.setdefault(run.label, {})[run.seed] = counted
             groups = planted if metric == main else nowhere
-            out += pairs.compare(values, groups, known[metric], names, overlap)
+            out += pairs.compare_pairs(values, groups, known[metric], names, overlap)
     return out
 
 
-def shared_training(run: StoredRun) -> float:
+def compute_seed_overlap(run: StoredRun) -> float:
     """Return by how much seeds of a study share training data, as `functional.paired.mean_difference` takes it.
 
     Where seeds are folds of the same samples: tested samples over those trained on; else 0.
     """
     folds = (run.config.get("data") or {}).get("folds")
-    return overlap_of(1 / folds) if folds else 0.0
+    return overlap_from_share(1 / folds) if folds else 0.0
 
 
-def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
+def mean_std_over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
     """Return mean and population standard deviation over seeds; None for the deviation of a single seed.
 
     Example:
@@ -728,14 +761,14 @@ def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None
     return float(values.mean()), float(values.std()) if len(values) > 1 else None
 
 
-def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
+def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
     """The final test value of a run: per planted cluster, over all clients, and over clusters.
 
     Clients whose test samples leave a metric undefined are left out; see
-    `final_metrics.with_value`.
+    `final_metrics.select_defined`.
     """
-    every, cluster = run.final(metric), run.clients
-    values = with_value(every, run.final(metrics.LOSS.name), run.known[metric])
+    every, cluster = run.final_values(metric), run.client_clusters
+    values = select_defined(every, run.final_values(metrics.LOSS.name), run.known_metrics[metric])
     planted, found = (cluster.reindex(one.index).to_numpy() for one in (every, values))
     out: dict[int | str, float] = {
         int(c): float(values.to_numpy()[found == c].mean()) if (found == c).any() else math.nan
@@ -749,7 +782,7 @@ def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
     return out
 
 
-def by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
+def group_by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     """The runs of each method, by label, in the order in which they were found."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
@@ -757,7 +790,7 @@ def by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     return groups
 
 
-def gains(study: str | Path) -> dict[str, Any]:
+def compute_study_gains(study: str | Path) -> dict[str, Any]:
     """What collaboration was worth to each client: the gain over training alone.
 
     The gain of a client is the final test value of its model minus that of the same client under
@@ -770,7 +803,7 @@ def gains(study: str | Path) -> dict[str, Any]:
     Returns:
         `baseline` (the label, or None when the study has no such method: then there are no rows),
         `metric`, `confidence`, and a row for each other method: `label`, `seeds` (the number of
-        those that are `compared`), and for each of `mean` (over clients), `worst_tenth` (mean over
+        those that are `select_compared_runs`), and for each of `mean` (over clients), `worst_tenth` (mean over
         the tenth of the clients that gained least, rounded up to whole clients) and `lost` (share
         of clients with a gain below zero) the mean over the seeds with the ends of Student's
         interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave
@@ -781,15 +814,17 @@ def gains(study: str | Path) -> dict[str, Any]:
     Raises:
         DataError: when the folder holds no run.
     """
-    runs, problems = find_runs([study])
-    return gains_of(runs, problems)
+    runs, problems = load_runs([study])
+    return compute_gains(runs, problems)
 
 
-def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dict[str, Any]:
-    """As `gains`, of runs that were read already, and of the folders that could not be read."""
-    done = compared(runs, problems)
+def compute_gains(
+    runs: Sequence[StoredRun], problems: Sequence[UnreadableRun] = ()
+) -> dict[str, Any]:
+    """As `compute_study_gains`, of runs that were read already, and of the folders that could not be read."""
+    done = select_compared_runs(runs, problems)
     metric = main_metric(runs)
-    baseline = next((run.label for run in runs if run.kind == "local"), None)
+    baseline = next((run.label for run in runs if run.method_kind == "local"), None)
     out: dict[str, Any] = {
         "baseline": baseline,
         "metric": metric,
@@ -797,31 +832,33 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
         "rows": [],
     }
     tests: list[float] = []
-    overlap = shared_training(runs[0]) if runs else 0.0
-    for label, per_seed in client_gains(done, baseline, metric).items():
+    overlap = compute_seed_overlap(runs[0]) if runs else 0.0
+    for label, per_seed in compute_client_gains(done, baseline, metric).items():
         reduced = [_reduce_gains(own.to_numpy()) for own in per_seed.values()]
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
-            row |= interval(name, np.array([one[name] for one in reduced]), overlap)
+            row |= mean_with_interval(name, np.array([one[name] for one in reduced]), overlap)
         tests.append(
             float(mean_difference(np.array([one["mean"] for one in reduced]), overlap=overlap).p)
         )
         out["rows"].append(row)
-    for row, p in zip(out["rows"], holm(np.array(tests)) if tests else (), strict=True):
+    for row, p in zip(out["rows"], correct_holm(np.array(tests)) if tests else (), strict=True):
         row["mean_established"] = bool(p <= 1 - CONFIDENCE)
     return out
 
 
-def client_gains(
+def compute_client_gains(
     runs: Sequence[StoredRun], baseline: str | None, metric: str
 ) -> dict[str, dict[int, pd.Series]]:
     """The gain of each client over the baseline, by label and seed; only seeds that both have."""
-    sign = metrics_of(runs)[metric].sign or 1
-    alone = {run.seed: run.final(metric) for run in runs if run.label == baseline}
+    sign = collect_metrics(runs)[metric].sign or 1
+    alone = {run.seed: run.final_values(metric) for run in runs if run.label == baseline}
     found: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
         if run.label != baseline and run.seed in alone:
-            found.setdefault(run.label, {})[run.seed] = sign * (run.final(metric) - alone[run.seed])
+            found.setdefault(run.label, {})[run.seed] = sign * (
+                run.final_values(metric) - alone[run.seed]
+            )
     return found
 
 
@@ -834,47 +871,53 @@ def _reduce_gains(values: np.ndarray) -> dict[str, float]:
     }
 
 
-def interval(name: str, values: np.ndarray, overlap: float = 0.0) -> dict[str, float | None]:
+def mean_with_interval(
+    name: str, values: np.ndarray, overlap: float = 0.0
+) -> dict[str, float | None]:
     """Mean over seeds, with the ends of Student's interval; None for one seed, or where all gave the same."""
     found = mean_difference(values, overlap=overlap)
     ends = (None if np.isnan(end) else float(end) for end in (found.low, found.high))
     return dict(zip((name, f"{name}_low", f"{name}_high"), (float(found.mean), *ends), strict=True))
 
 
-def json_ready(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace what JSON cannot say (NaN and infinity) by None, at any depth."""
     if isinstance(value, dict):
-        return {str(key): json_ready(entry) for key, entry in value.items()}
+        return {str(key): replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_ready(entry) for entry in value]
+        return [replace_nonfinite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, and return its path."""
-    write_files(
+    write_study_files(
         Path(study),
-        {SUMMARY: json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)},
+        {
+            SUMMARY: json.dumps(
+                replace_nonfinite(summarize_study(study)), indent=1, ensure_ascii=False
+            )
+        },
     )
     return Path(study) / SUMMARY
 
 
-def write_files(study: Path, texts: Mapping[str, str]) -> None:
+def write_study_files(study: Path, texts: Mapping[str, str]) -> None:
     """Write files of a study by name, one after the other, while no other process writes some of the same study."""
-    with claimed(study, wait=STUDY_WAIT):
+    with claim_folder(study, wait=STUDY_WAIT):
         for name, text in texts.items():
             manifest.replace_files(study, {name: text.encode()})
 
 
-TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
+TIMED_METRICS = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
 
 
-def declared(run: "StoredRun", name: str) -> Any:
+def find_declared_value(run: "StoredRun", name: str) -> Any:
     """Return what the class of a run's method declares, as the run noted it: `server`, `needs` or `timed_against`."""
-    return run.provenance.get(name, getattr(METHODS.get(run.kind, Method), name))
+    return run.provenance.get(name, getattr(METHODS.get(run.method_kind, Method), name))
 
 
-def client_rounds(table: pd.DataFrame) -> int:
+def count_client_rounds(table: pd.DataFrame) -> int:
     """Return the total participation: how many local trainings there were in all rounds, over all clients.
 
     Args:
@@ -886,7 +929,7 @@ def client_rounds(table: pd.DataFrame) -> int:
     return int(trained.to_numpy().sum())
 
 
-def curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
+def compute_test_curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
     """Return the evaluated rounds, and the mean over clients of a test metric of the newest models in each.
 
     Args:
@@ -900,36 +943,38 @@ def curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
     return [int(index) for index in means.index], [float(value) for value in means.to_numpy()]
 
 
-def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
-    """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
+def list_participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the total participation of each run: `label`, `seed`, `count_client_rounds`."""
     return [
-        {"label": run.label, "seed": run.seed, "client_rounds": client_rounds(run.metrics)}
+        {"label": run.label, "seed": run.seed, "client_rounds": count_client_rounds(run.metrics)}
         for run in runs
     ]
 
 
-def spent(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+def compute_spending(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return what each method spent, mean over runs.
 
     Returns:
         A row for each method: `label`, `bytes` (of a client, received and sent to a server) and
-        `client_rounds` (of training, over all clients).
+        `count_client_rounds` (of training, over all clients).
     """
     rows = []
-    for label, group in by_label(runs).items():
+    for label, group in group_by_label(runs).items():
         used = [
-            sum(part.sum() for part in traffic(run.metrics, run.edges, max(1, run.rounds)))
+            sum(
+                part.sum() for part in count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
+            )
             for run in group
         ]
         per_client = np.mean(
-            [total / len(run.clients) for total, run in zip(used, group, strict=True)]
+            [total / len(run.client_clusters) for total, run in zip(used, group, strict=True)]
         )
-        trained = np.mean([client_rounds(run.metrics) for run in group])
+        trained = np.mean([count_client_rounds(run.metrics) for run in group])
         rows.append({"label": label, "bytes": float(per_client), "client_rounds": float(trained)})
     return rows
 
 
-def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+def compute_time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     r"""Return how much sooner each method reaches the largest accuracy of a baseline than the baseline did.
 
     The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg
@@ -946,20 +991,20 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
         that accuracy, mean over the seeds in which it got there) and `reason` (why the ratio is
         NaN).
     """
-    bases: dict[tuple[str, int], StoredRun] = {(run.kind, run.seed): run for run in runs}
+    bases: dict[tuple[str, int], StoredRun] = {(run.method_kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
-        base = bases.get((declared(run, "timed_against"), run.seed))
-        for metric in TIMED if base is not None and base.label != run.label else ():
-            own, theirs = run.curve(metric), base.curve(metric)  # type: ignore[union-attr]
+        base = bases.get((find_declared_value(run, "timed_against"), run.seed))
+        for metric in TIMED_METRICS if base is not None and base.label != run.label else ():
+            own, theirs = run.test_curve(metric), base.test_curve(metric)  # type: ignore[union-attr]
             if own[0] and theirs[0]:
-                entry = _ratio(own, theirs)
+                entry = _compute_time_ratio(own, theirs)
                 found.setdefault((run.label, base.label, metric), []).append(entry)  # type: ignore[union-attr]
     rows = []
     for (label, name, metric), entries in found.items():
         ratios = np.array([ratio for ratio, _, _ in entries])
         times = [time for _, time, _ in entries if math.isfinite(time)]
-        mean, deviation = over_seeds(ratios)
+        mean, deviation = mean_std_over_seeds(ratios)
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
         more = {
             "seeds": len(entries),
@@ -972,16 +1017,16 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     return rows
 
 
-def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+def summarize_new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return the final tests of clients that were in no round and joined at the end; see `simulation.newcomers`.
 
     A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a
     server: before). It has `mean` and `std` over seeds of the mean over these clients, the number
-    of `seeds`, of `clients` in the first of them, and of the `rounds` that each trained; and
+    of `seeds`, of `client_clusters` in the first of them, and of the `num_rounds` that each trained; and
     `others` where the others did not stay as they were: "training".
     """
     rows = []
-    for label, group in by_label(runs).items():
+    for label, group in group_by_label(runs).items():
         found: dict[tuple[str, str], list[float]] = {}
         for run in group:
             own = run.metrics.loc[(run.metrics["split"] == newcomers.SPLIT).to_numpy()]
@@ -995,7 +1040,7 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             ):
                 found.setdefault((str(metric), str(model)), []).append(float(table["value"].mean()))
         for (metric, model), values in found.items():
-            mean, deviation = over_seeds(np.array(values))
+            mean, deviation = mean_std_over_seeds(np.array(values))
             first = group[0].metrics
             new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
             rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
@@ -1013,7 +1058,7 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 _ROUNDS, _OTHERS = Settings.new_client_rounds, Settings.new_client_others
 
 
-def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
+def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     """Say what a summary has on clients that joined at the end, in a line; none where nobody did.
 
     Args:
@@ -1023,15 +1068,21 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     rows = [row for row in content.get("new_clients", ()) if row["metric"] == metric]
     if not rows:
         return []
-    known = metrics.REGISTRY.with_stored(content.get("metrics") or {})[metric]
+    known = metrics.REGISTRY.add_stored(content.get("metrics") or {})[metric]
     received = {row["label"]: row["mean"] for row in rows if row["model"] == newcomers.RECEIVED}
     parts = []
     for row in rows:
         if row["model"] == "joined":
-            spread = f" ± {known.show(row['std'], brief=True)}" if row["std"] is not None else ""
+            spread = (
+                f" ± {known.format_value(row['std'], brief=True)}" if row["std"] is not None else ""
+            )
             before = received.get(row["label"])
-            was = "" if before is None else f" ({known.show(before, brief=True)} as received)"
-            parts.append(f"{row['label']} {known.show(row['mean'], brief=True)}{spread}{was}")
+            was = (
+                "" if before is None else f" ({known.format_value(before, brief=True)} as received)"
+            )
+            parts.append(
+                f"{row['label']} {known.format_value(row['mean'], brief=True)}{spread}{was}"
+            )
     many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
     beside = " while the others trained on" if rows[0].get("others") == "training" else ""
     return [
@@ -1040,18 +1091,18 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     ]
 
 
-def _ratio(
+def _compute_time_ratio(
     own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]
 ) -> tuple[float, float, str]:
     """The ratio of one seed, the method's time, and why there is no ratio."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", metrics.Undefined)
-        ratio = metrics.tta_ratio(*own, *base)
-        time = metrics.time_to_accuracy(*own, metrics.acc_max(base[1]))
+        ratio = metrics.time_to_accuracy_ratio(*own, *base)
+        time = metrics.time_to_accuracy(*own, metrics.max_accuracy(base[1]))
     return ratio, time, str(said[0].message) if said and math.isnan(ratio) else ""
 
 
-def undefined(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+def list_undefined_metrics(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return why final metrics are NaN: `label`, `metric` and `reason`, each once."""
     rows = []
     for run in runs:
@@ -1062,8 +1113,8 @@ def undefined(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     return rows
 
 
-def skipped(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
-    """Return the rounds that nodes left out: `label`, `seed` and `rounds`, pairs of the first and last of each gap."""
+def list_skipped_rounds(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the rounds that nodes left out: `label`, `seed` and `num_rounds`, pairs of the first and last of each gap."""
     return [
         {"label": run.label, "seed": run.seed, "rounds": left_out}
         for run in runs

@@ -39,14 +39,16 @@ class TextTable:
     strong: Collection[tuple[int, int]] = ()
 
 
-def markdown(table: TextTable) -> str:
+def format_markdown(table: TextTable) -> str:
     """Return a table as a Markdown table, numbers to the right."""
 
-    def cell(row: int, column: int, text: str) -> str:
+    def format_cell(row: int, column: int, text: str) -> str:
         escaped = text.replace("|", "\\|").replace("*", "\\*")
         return f"**{escaped}**" if (row, column) in table.strong else escaped
 
-    body = [[cell(i, j, text) for j, text in enumerate(row)] for i, row in enumerate(table.rows)]
+    body = [
+        [format_cell(i, j, text) for j, text in enumerate(row)] for i, row in enumerate(table.rows)
+    ]
     head = [text.replace("|", "\\|") for text in table.head]
     lines = [head, ["---", *["---:"] * (len(table.head) - 1)], *body]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -59,24 +61,28 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def latex(table: TextTable) -> str:
+def format_latex(table: TextTable) -> str:
     """Return a table as LaTeX, numbers to the right; it needs the package booktabs."""
 
-    def plain(text: str) -> str:
+    def escape_text(text: str) -> str:
         escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
         return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
 
-    def cell(row: int, column: int, text: str) -> str:
-        return rf"\textbf{{{plain(text)}}}" if (row, column) in table.strong else plain(text)
+    def format_cell(row: int, column: int, text: str) -> str:
+        return (
+            rf"\textbf{{{escape_text(text)}}}"
+            if (row, column) in table.strong
+            else escape_text(text)
+        )
 
     lines = [
         f"% {' '.join(table.title.split())}",
         rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
         r"\toprule",
     ]
-    lines += [" & ".join(map(plain, table.head)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(escape_text, table.head)) + r" \\", r"\midrule"]
     lines += [
-        " & ".join(cell(i, j, text) for j, text in enumerate(row)) + r" \\"
+        " & ".join(format_cell(i, j, text) for j, text in enumerate(row)) + r" \\"
         for i, row in enumerate(table.rows)
     ]
     lines += [r"\bottomrule", r"\end{tabular}"]
@@ -85,7 +91,7 @@ def latex(table: TextTable) -> str:
     )
 
 
-def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
+def compute_mean_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return Student's interval of a mean of a summary over its seeds; None for one seed.
 
     Args:
@@ -98,7 +104,7 @@ def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
     return float(row["mean"] - half), float(row["mean"] + half)
 
 
-def means(
+def build_means_table(
     rows: Sequence[Mapping[str, Any]],
     pairs: Sequence[Pair],
     metric: Metric,
@@ -118,13 +124,13 @@ def means(
     clusters = list(dict.fromkeys(str(row["cluster"]) for row in own))
     labels = list(dict.fromkeys(str(row["label"]) for row in own))
     found = {(row["label"], row["cluster"]): row for row in own}
-    leading = {cluster: comparing.leaders(own, pairs, metric, cluster) for cluster in clusters}
+    leading = {cluster: comparing.find_leaders(own, pairs, metric, cluster) for cluster in clusters}
     body, strong = [], set()
     for i, label in enumerate(labels):
         line = [label, str(max(int(row["seeds"]) for row in own if row["label"] == label))]
         for j, cluster in enumerate(clusters):
             row, first = found.get((label, cluster)), leading[cluster]
-            line.append("–" if row is None else _with_interval(metric, row))
+            line.append("–" if row is None else _format_with_interval(metric, row))
             if label in first and len(first) > 1:
                 line[-1] += STAR
             elif label in first:
@@ -136,17 +142,21 @@ def means(
     )
 
 
-def _with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
-    ends = interval_of(row)
-    shown = metric.show(row["mean"])
-    return shown if ends is None else f"{shown} ({metric.show(ends[0])} to {metric.show(ends[1])})"
+def _format_with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
+    ends = compute_mean_interval(row)
+    shown = metric.format_value(row["mean"])
+    return (
+        shown
+        if ends is None
+        else f"{shown} ({metric.format_value(ends[0])} to {metric.format_value(ends[1])})"
+    )
 
 
-def of_pairs(pairs: Sequence[Pair], metric: Metric) -> TextTable:
+def build_pairs_table(pairs: Sequence[Pair], metric: Metric) -> TextTable:
     """Return pairs with intervals, corrected p values and effect sizes.
 
     Args:
-        pairs: of one metric and one group of clients, as `pairs.chosen` returns them.
+        pairs: of one metric and one group of clients, as `pairs.select_pairs` returns them.
         metric: what they compare.
     """
     tested = sum(pair.p is not None for pair in pairs)
@@ -154,8 +164,8 @@ def of_pairs(pairs: Sequence[Pair], metric: Metric) -> TextTable:
     rows = [
         (
             f"{pair.method_a} over {pair.method_b}",
-            _difference(pair, metric),
-            p_value(pair.p_corrected),
+            _format_difference(pair, metric),
+            format_p_value(pair.p_corrected),
             "–" if pair.effect is None else f"{pair.effect:.2f}",
             "–" if pair.gained is None else f"{100 * pair.gained:.0f} %",
             "yes" if pair.established else "no",
@@ -174,12 +184,12 @@ def of_pairs(pairs: Sequence[Pair], metric: Metric) -> TextTable:
     return TextTable(title, head, rows, foot, strong)
 
 
-def _difference(pair: Pair, metric: Metric) -> str:
-    difference, interval = comparing.shown(pair, metric)
+def _format_difference(pair: Pair, metric: Metric) -> str:
+    difference, interval = comparing.format_difference(pair, metric)
     return difference if interval is None else f"{difference} ({interval})"
 
 
-def p_value(p: float | None) -> str:
+def format_p_value(p: float | None) -> str:
     """Write a p value; small ones as a bound.
 
     Example:

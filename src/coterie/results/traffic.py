@@ -6,13 +6,13 @@ from jaxtyping import Float
 
 from coterie.functional.metrics import BYTES_DOWN, BYTES_UP, EXTRA_BYTES
 from coterie.methods.base import Method
-from coterie.methods.cost import Cost, Setting
+from coterie.methods.cost import Cost, CostSetting
 
 ENVELOPE = 523
 """Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""
 
 
-def total(method: Method, setting: Setting, rounds: int) -> Cost:
+def predict_run_cost(method: Method, setting: CostSetting, rounds: int) -> Cost:
     """Predict the cost of a whole run for one client.
 
     Raises:
@@ -21,7 +21,7 @@ def total(method: Method, setting: Setting, rounds: int) -> Cost:
     return sum((method.cost(setting, round) for round in range(rounds)), Cost())
 
 
-def between_machines(method: Method, setting: Setting, rounds: int) -> float:
+def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> float:
     """Predict the bytes of messages that one client's node receives (server-based methods: and sends) over a run.
 
     Payload of the rounds, of what is asked once before them and of the measurements, and an
@@ -40,7 +40,7 @@ def between_machines(method: Method, setting: Setting, rounds: int) -> float:
         9054.0
     """
     cost, once = (
-        total(method, setting, rounds) + method.enrolling(setting),
+        predict_run_cost(method, setting, rounds) + method.enrolling(setting),
         method.measuring(setting),
     )
     if not method.server:
@@ -55,7 +55,7 @@ def between_machines(method: Method, setting: Setting, rounds: int) -> float:
     )
 
 
-def traffic(
+def count_traffic(
     metrics: pd.DataFrame, edges: pd.DataFrame, rounds: int
 ) -> tuple[Float[np.ndarray, " rounds"], Float[np.ndarray, " rounds"]]:
     """Count the bytes of a run, of all its clients together: received in each round, and sent to a server.
@@ -68,7 +68,7 @@ def traffic(
         rounds: how many rounds there are; a warm-up is not one of them.
     """
 
-    def summed(table: pd.DataFrame, column: str) -> Float[np.ndarray, " rounds"]:
+    def sum_by_round(table: pd.DataFrame, column: str) -> Float[np.ndarray, " rounds"]:
         table = table.loc[(table["round"] >= 0).to_numpy()]
         values = np.bincount(
             table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds
@@ -76,7 +76,7 @@ def traffic(
         return values.astype(float)  # of an empty table it makes whole numbers
 
     extra, down, up = (
-        summed(metrics.loc[(metrics["metric"] == one.name).to_numpy()], "value")
+        sum_by_round(metrics.loc[(metrics["metric"] == one.name).to_numpy()], "value")
         for one in (EXTRA_BYTES, BYTES_DOWN, BYTES_UP)
     )
-    return summed(edges, "bytes") + extra + down, up
+    return sum_by_round(edges, "bytes") + extra + down, up

@@ -17,15 +17,15 @@ from coterie._util import pages
 
 LEAST = 1 << 20
 """Bytes below which a table is kept as it is."""
-_ROOM = 0.75  # of the table, which the compact form may take at most
-_ROWS = 64  # treated at once
+_MAX_SHARE = 0.75  # of the table, which the compact form may take at most
+_CHUNK_ROWS = 64  # treated at once
 _KEPT, _SHORT, _LONG, _WHICH = "#kept", "#short", "#long", "#which"
 
 
-def packed(
+def pack_table(
     name: str, table: Shaped[Tensor, "..."]
 ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return the tensors that stand for a table, and what `unpacked` must know; the table itself where that is less.
+    """Return the tensors that stand for a table, and what `unpack_table` must know; the table itself where that is less.
 
     The parts are: `#kept`, a bit for each entry, which says whether any of its bits is set, row by
     row; `#short`, the entries that are so, in order, in the smallest whole type that holds them
@@ -41,9 +41,9 @@ def packed(
         return whole, None
     rows = table.detach().cpu().contiguous()
     kept, parts, room = [], [], 0
-    for chunk in rows.split(_ROWS):
+    for chunk in rows.split(_CHUNK_ROWS):
         array = chunk.numpy()
-        some = _bits(array) != 0
+        some = _view_as_bits(array) != 0
         kept.append(np.packbits(some, axis=1))
         parts.append(array[some])
         room += parts[-1].nbytes
@@ -51,8 +51,10 @@ def packed(
             return whole, None
     out = {name + _KEPT: np.concatenate(kept)}
     if table.dtype != torch.bool:
-        out |= {name + part: values for part, values in _shortened(np.concatenate(parts)).items()}
-    if sum(values.nbytes for values in out.values()) > _ROOM * table.nbytes:
+        out |= {
+            name + part: values for part, values in _narrow_values(np.concatenate(parts)).items()
+        }
+    if sum(values.nbytes for values in out.values()) > _MAX_SHARE * table.nbytes:
         return whole, None
     return (
         {key: torch.from_numpy(values) for key, values in out.items()},
@@ -60,26 +62,26 @@ def packed(
     )
 
 
-def unpacked(
-    name: str, told: dict[str, Any], tensors: dict[str, Tensor]
+def unpack_table(
+    name: str, header: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Shaped[Tensor, "rows columns"]:
     """Return a table from its parts, bit by bit what it was.
 
     Args:
         name: of the table.
-        told: what `packed` returned beside its parts.
+        header: the shape and the type that `pack_table` returned with the parts.
         tensors: the tensors of the checkpoint, on the CPU.
     """
-    (rows, columns), dtype = told["shape"], getattr(torch, told["dtype"])
+    (rows, columns), dtype = header["shape"], getattr(torch, header["dtype"])
     kept = tensors[name + _KEPT].numpy()
     out = pages.empty(rows, columns, dtype=dtype)
     values, start = (
-        None if dtype == torch.bool else _lengthened(name, tensors, out.numpy().dtype),
+        None if dtype == torch.bool else _widen_values(name, tensors, out.numpy().dtype),
         0,
     )
-    for first in range(0, rows, _ROWS):
-        some = np.unpackbits(kept[first : first + _ROWS], axis=1, count=columns).view(bool)
-        part = out[first : first + _ROWS].numpy()
+    for first in range(0, rows, _CHUNK_ROWS):
+        some = np.unpackbits(kept[first : first + _CHUNK_ROWS], axis=1, count=columns).view(bool)
+        part = out[first : first + _CHUNK_ROWS].numpy()
         if values is None:
             part[:] = some
             continue
@@ -96,12 +98,12 @@ _UNSIGNED = {
 }  # fmt: skip
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
+def _view_as_bits(array: np.ndarray) -> np.ndarray:
     """The entries as whole numbers of the same bits: a negative zero and a NaN are entries like others."""
     return array.view(f"u{array.itemsize}")
 
 
-def _shortened(values: np.ndarray) -> dict[str, np.ndarray]:
+def _narrow_values(values: np.ndarray) -> dict[str, np.ndarray]:
     if values.dtype.kind in "iu" and len(values):
         ends = int(values.min()), int(values.max())
         kinds = ("int8", "int16", "int32", "int64") if values.dtype.kind == "i" else ("uint8",)
@@ -115,11 +117,11 @@ def _shortened(values: np.ndarray) -> dict[str, np.ndarray]:
         return {_SHORT: values}
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float32)
-    long = _bits(narrow.astype(np.float64)) != _bits(values)
+    long = _view_as_bits(narrow.astype(np.float64)) != _view_as_bits(values)
     return {_SHORT: narrow[~long], _LONG: values[long], _WHICH: np.packbits(long)}
 
 
-def _lengthened(name: str, tensors: dict[str, Tensor], dtype: np.dtype) -> np.ndarray:
+def _widen_values(name: str, tensors: dict[str, Tensor], dtype: np.dtype) -> np.ndarray:
     short = tensors[name + _SHORT].numpy()
     if dtype != np.float64:
         return short.astype(dtype, copy=False)

@@ -10,7 +10,7 @@ import torch
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
-from coterie.methods.base import Method, PeerMethod, returned_state, tensors
+from coterie.methods.base import Method, PeerMethod, check_returned_state, list_tensors
 from coterie.rng import Rng
 
 try:
@@ -22,13 +22,13 @@ Shape = tuple[tuple[int, ...], int]
 """The shape of a tensor, and the bytes of a number."""
 
 _COPIES = 3  # of the models: before a round's exchange, mixed, and while they are trained
-_ROWS = 4  # of a block, per client: parameters, gradients and two moments
+_BLOCK_ROWS = 4  # of a block, per client: parameters, gradients and two moments
 _ENTRY = 32  # bytes of a row of the record's tables
 _METRICS = 5  # rows of a client in a round's metrics: what it trained with, and its validation
 _TABLES = 3  # copies of the tables: as they grow, as they are written, and as data frames
 # bytes that the allocator may lose between tensors below its largest threshold (32 MiB)
-_SCATTERED = 64 << 20
-_STAGE = 64 << 20  # bytes of models up to which a method's memory is tried out
+_FRAGMENTED = 64 << 20
+_TRIAL_BYTES = 64 << 20  # bytes of models up to which a method's memory is tried out
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Forecast:
     received: int = 0
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes beside the data."""
         return self.models + self.block + self.memory + self.record + self.writing + self.received
 
 
-def forecast(
+def forecast_memory(
     *,
     clients: int,
     params: int,
@@ -90,7 +90,7 @@ def forecast(
         keeps_best: whether each client's best model is kept beside its current one.
         moments: optimizer values per parameter that are kept between rounds; a round has two
             copies.
-        further: copies of the models beyond those of a round that ends with training; see `copies`.
+        further: copies of the models beyond those of a round that ends with training; see `count_model_copies`.
         remembered: bytes of the method's memory and of what its server role keeps.
         published: bytes of what clients publish beside their models.
         rounds: of the run; each leaves rows in the record.
@@ -107,13 +107,16 @@ def forecast(
     record = int(_TABLES * _ENTRY * clients * rounds * (_METRICS + reads))
     kept = clients * row * (1 + keeps_best + moments)
     models = clients * row * held
-    models, trained = models + min(models // 2, _SCATTERED), min(block, clients) * row * _ROWS
+    models, trained = (
+        models + min(models // 2, _FRAGMENTED),
+        min(block, clients) * row * _BLOCK_ROWS,
+    )
     memory = 2 * remembered + published
     writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES if stored else 0
     return Forecast(models, trained, data, memory, record, writing, int(2 * received * row))
 
 
-def of_driver(
+def forecast_driver_memory(
     *,
     clients: int,
     params: int,
@@ -142,7 +145,7 @@ def of_driver(
     return Forecast(models, 0, data, 2 * remembered, record)
 
 
-def grown(
+def extrapolate_bytes(
     small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int
 ) -> int:
     """Return the bytes of tensors in a population, from their shapes in two small ones.
@@ -170,7 +173,7 @@ def grown(
     return total
 
 
-def remembered(method: Method, task: Task) -> tuple[int, int]:
+def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
 
     The method's own `init` and `message` are called for two small populations, and their tensors'
@@ -183,32 +186,33 @@ def remembered(method: Method, task: Task) -> tuple[int, int]:
         if type(value) is int and value < 1000
     ]
     most = min(
-        task.population, len(task), max(4, _STAGE // (task.layout.size * task.dtype.itemsize))
+        task.population, len(task), max(4, _TRIAL_BYTES // (task.layout.size * task.dtype.itemsize))
     )
     larger = min(max([16, *limits]) + 8, most)
     sizes = max(1, larger - 2), larger
     if sizes[0] == larger:
         return 0, 0
-    small, larger_ = (_shapes(method, task, size) for size in sizes)
+    small, larger_ = (_list_memory_shapes(method, task, size) for size in sizes)
     share = len(task) / task.population
     own, server, sent = (
-        grown(one, other, sizes, task.population) for one, other in zip(small, larger_, strict=True)
+        extrapolate_bytes(one, other, sizes, task.population)
+        for one, other in zip(small, larger_, strict=True)
     )
     return int(share * own) + server, int(share * sent)
 
 
-def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
+def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
     """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
     part = task.among_first(size)
-    state = returned_state(method, "init", method.init(part, Rng(0)), part)
+    state = check_returned_state(method, "init", method.init(part, Rng(0)), part)
     sent = (
         list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
     )
-    each = tensors(state.memory), tensors(state.shared), sent
+    each = list_tensors(state.memory), list_tensors(state.shared), sent
     return tuple([(tuple(one.shape), one.element_size()) for one in found] for found in each)
 
 
-def copies(
+def count_model_copies(
     *, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False
 ) -> int:
     """Return the number of copies of all models in a round beyond those of a round that ends with training.
@@ -242,11 +246,11 @@ def available(device: str) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device != "cpu":
         return None
-    found = [*_system(), *_groups(), *_limits()]
+    found = [*_iterate_system_limits(), *_iterate_cgroup_limits(), *_iterate_process_limits()]
     return max(0, min(found)) if found else None
 
 
-def _table(path: Path) -> dict[str, int]:
+def _parse_numbers(path: Path) -> dict[str, int]:
     """The numbers of a file of lines "name number ...", or of a single number under ""."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
@@ -256,13 +260,13 @@ def _table(path: Path) -> dict[str, int]:
     return {name: int(number) for name, number in pairs if number.isdigit()}
 
 
-def _system() -> Iterator[int]:
-    table = _table(Path("/proc/meminfo"))
+def _iterate_system_limits() -> Iterator[int]:
+    table = _parse_numbers(Path("/proc/meminfo"))
     if "MemAvailable" in table:
         yield table["MemAvailable"] * 1024
 
 
-def _groups(
+def _iterate_cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
     """What each control group of this process leaves it, in version 2 and in version 1."""
@@ -279,23 +283,23 @@ def _groups(
         )  # fmt: skip
         folder = base / name.lstrip("/")
         for place in [folder, *(up for up in folder.parents if up.is_relative_to(base))]:
-            most, now = _table(place / limit).get(""), _table(place / used).get("")
+            most, now = _parse_numbers(place / limit).get(""), _parse_numbers(place / used).get("")
             if most is not None and now is not None:
-                table = _table(place / "memory.stat")
+                table = _parse_numbers(place / "memory.stat")
                 yield most - now + table.get("total_inactive_file", table.get("inactive_file", 0))
 
 
-def _limits() -> Iterator[int]:
+def _iterate_process_limits() -> Iterator[int]:
     if resource is None:
         return
-    used = _table(Path("/proc/self/status"))
+    used = _parse_numbers(Path("/proc/self/status"))
     for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY and name in used:
             yield soft - used[name] * 1024
 
 
-def check(wanted: Forecast, device: str, limit: int | None) -> None:
+def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
     """Refuse a run that cannot fit.
 
     Args:
@@ -306,27 +310,27 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     Raises:
         ConfigError: with the numbers.
     """
-    if limit is None or wanted.needed <= limit:
+    if limit is None or wanted.needed_bytes <= limit:
         return
     names = {
         "models": "models", "received": "models of others", "block": "the clients trained at once",
         "memory": "what the method remembers", "record": "the tables of results", "writing": "writing checkpoints",
     }  # fmt: skip
     sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
-    parts = ", ".join(f"{_size(size)} for {text}" for text, size in sizes.items())
+    parts = ", ".join(f"{_format_bytes(size)} for {text}" for text, size in sizes.items())
     what = (
         "a method that remembers less"
         if wanted.memory > wanted.models
         else "a smaller model or a smaller block"
     )
     raise ConfigError(
-        f"this run needs about {_size(wanted.needed)} of memory on {device} beside its data ({_size(wanted.data)}): "
-        f"{parts}; found {_size(limit)}. Take fewer clients, {what}, or a machine with more"
+        f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} beside its data ({_format_bytes(wanted.data)}): "
+        f"{parts}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a machine with more"
     )
 
 
 @contextmanager
-def told(device: str) -> Iterator[None]:
+def translate_memory_errors(device: str) -> Iterator[None]:
     """Say in one line that the memory was used up during the block, whichever library said so.
 
     Args:
@@ -338,7 +342,7 @@ def told(device: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if not OutOfMemory.is_said_by(error):
+        if not OutOfMemory.matches(error):
             raise
         raise OutOfMemory(
             f"{device} has no more memory: set a smaller block, use fewer workers, or take a smaller model; the run "
@@ -346,7 +350,7 @@ def told(device: str) -> Iterator[None]:
         ) from error
 
 
-def _size(number: int) -> str:
+def _format_bytes(number: int) -> str:
     """Return bytes as text.
 
     Example:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange.base import Around, Inbox, Message, Rule, read
-from coterie.exchange.narrowed import cut, narrowed
+from coterie.exchange.base import ExchangeWrapper, Inbox, Message, Rule, make_inbox
+from coterie.exchange.narrowed import narrow_exchange, narrow_message
 from coterie.methods.base import Info, PeerMethod, Round, State, map_tensors
-from coterie.models.part import Part
+from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 
 
-class Live:
+class LiveExchange:
     """An exchange over tables that change during the round.
 
     Args:
@@ -46,10 +46,10 @@ class Live:
         self.population = population
         self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
 
-    def begin(self, rng: Rng) -> None:
+    def begin_round(self, rng: Rng) -> None:
         """Start a round; the table is kept."""
 
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that act now. Their exchanges are numbered from 0."""
         self._reader, self._number = ids, 0
 
@@ -70,9 +70,9 @@ class Live:
             or message.params.shape[1] != board.params.shape[1]
         ):
             raise ConfigError(
-                f"exchange {self._number - 1} of a round publishes {_said(message)}; by `messages` it is {_said(board)}"
+                f"exchange {self._number - 1} of a round publishes {_describe_message(message)}; by `messages` it is {_describe_message(board)}"
             )
-        return read(board, self._reader, peers, self.population)
+        return make_inbox(board, self._reader, peers, self.population)
 
     def update(self, rows: Int[Tensor, " rows"], messages: Sequence[Message]) -> None:
         """Replace the messages of some clients."""
@@ -81,24 +81,26 @@ class Live:
             for name, value in message.fields.items():
                 board.fields[name][rows] = value
 
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Refuse: sequential schedules are for peer-to-peer methods."""
         raise ConfigError(
             "a sequential schedule is for peer-to-peer methods; this one has a server"
         )
 
-    def cohort(self, compute: Any) -> Int[Tensor, " active"]:
+    def agree_on_cohort(self, compute: Any) -> Int[Tensor, " active"]:
         """Choose who takes part."""
         return compute()
 
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
         """Do nothing: stopped clients are on the board."""
 
-    def idle(self, exchanges: int) -> None:
+    def skip_round(self, exchanges: int) -> None:
         """Do nothing."""
 
 
-def sequential_round(
+def run_sequential_round(
     method: PeerMethod, rnd: Round, state: State, schedule: str, standing: Sequence[Message]
 ) -> tuple[State, Info]:
     """Run one round client after client, in an order drawn anew each round.
@@ -122,34 +124,41 @@ def sequential_round(
         together = {**info, "trained": state.params}
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.part
-    boards = _published(method, shares, rnd.task, state)
-    kept = [cut(shares, message) for message in standing] or [None] * len(boards)
+    boards = _make_published_messages(method, shares, rnd.task, state)
+    kept = [narrow_message(shares, message) for message in standing] or [None] * len(boards)
     boards = [
-        _with_standing(board, rnd.ids, message) for board, message in zip(boards, kept, strict=True)
+        _add_standing_message(board, rnd.ids, message)
+        for board, message in zip(boards, kept, strict=True)
     ]
-    live = Live(boards, rnd.task.population)
+    live = LiveExchange(boards, rnd.task.population)
     order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
     # who trains first may ask for other peers than it would now
-    readings = None if early and schedule == "sequential" else _readings(method, rnd, state, live)
-    acted = [torch.tensor([row]) for row in order] if readings is None else waves(order, readings)
+    readings = (
+        None if early and schedule == "sequential" else _predict_reads(method, rnd, state, live)
+    )
+    acted = (
+        [torch.tensor([row]) for row in order]
+        if readings is None
+        else group_into_waves(order, readings)
+    )
     infos: list[Info] = []
     for rows in acted:
-        own, info = state.take(rows), {}
+        own, info = state.select_rows(rows), {}
         part = dataclasses.replace(rnd, task=rnd.task.rows(rows))
         if schedule == "sequential" and early:
             own, trained = method.train(part, own)
             info = {**trained, "trained": own.params}
-        live.enter(part.ids)
-        door = narrowed(live, shares, own.params)
+        live.set_active(part.ids)
+        door = narrow_exchange(live, shares, own.params)
         own, report = method.settled_exchange(dataclasses.replace(part, exchange=door), own)
         info = {**info, **report}
         if schedule == "sequential" and not early:
             own, trained = method.train(part, own)
             info = {**info, **trained}
-        _assign(state, rows, own)
-        live.update(rows, _published(method, shares, part.task, own))
+        _assign_rows(state, rows, own)
+        live.update(rows, _make_published_messages(method, shares, part.task, own))
         infos.append(info)
-    joined = _join(infos, acted) | together
+    joined = _join_reports(infos, acted) | together
     if schedule == "sequential_exchange" and not early:
         state, trained = method.train(rnd, state)
         joined |= trained
@@ -170,7 +179,7 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
     """
     one = torch.zeros(1, dtype=torch.int64)
     try:
-        number = len(method.messages(task.rows(one), state.take(one)))
+        number = len(method.messages(task.rows(one), state.select_rows(one)))
     except ConfigError as error:
         raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
     if number != max(1, method.exchanges):
@@ -179,22 +188,24 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
         )
 
 
-def _published(method: PeerMethod, shares: Part, task: Task, state: State) -> list[Message]:
+def _make_published_messages(
+    method: PeerMethod, shares: ParameterSharing, task: Task, state: State
+) -> list[Message]:
     """Return what leaves clients in each exchange; models that several exchanges carry are cut once."""
     models: dict[int, Tensor] = {}
     out = []
     for message in method.messages(task, state):
         key = id(message.params)
-        models[key] = models[key] if key in models else cut(shares, message).params
+        models[key] = models[key] if key in models else narrow_message(shares, message).params
         out.append(dataclasses.replace(message, params=models[key]))
     return out
 
 
-def _said(message: Message) -> str:
+def _describe_message(message: Message) -> str:
     return f"models of {message.params.shape[1]} numbers with {sorted(message.fields) or 'nothing'}"
 
 
-class _Asked(Exception):
+class _PeersAsked(Exception):
     """Carries the peers that a method asks for out of its exchange, before any result is computed."""
 
     def __init__(self, peers: Tensor, *, last: bool) -> None:
@@ -202,10 +213,10 @@ class _Asked(Exception):
         self.peers, self.last = peers, last
 
 
-class _Listen(Around[Live]):
+class _PeerProbe(ExchangeWrapper[LiveExchange]):
     """An exchange that records which peers the clients ask for first, and passes over exchanges that ask nobody."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: LiveExchange) -> None:
         self.inner, self._left = live, len(live.boards)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -213,20 +224,22 @@ class _Listen(Around[Live]):
         self._left -= 1
         if self._left and not bool((peers >= 0).any()):
             return self.inner.pull(message, peers)
-        raise _Asked(peers, last=not self._left)
+        raise _PeersAsked(peers, last=not self._left)
 
 
-def _readings(method: PeerMethod, rnd: Round, state: State, live: Live) -> list[list[int]] | None:
+def _predict_reads(
+    method: PeerMethod, rnd: Round, state: State, live: LiveExchange
+) -> list[list[int]] | None:
     """Return the rows that each row will read, which a client chooses from its state before the round.
 
     None where it is not known then: whom clients ask in a later exchange may depend on what they
     read in an earlier.
     """
-    live.enter(rnd.ids)
-    door = narrowed(_Listen(live), rnd.task.part, state.params)
+    live.set_active(rnd.ids)
+    door = narrow_exchange(_PeerProbe(live), rnd.task.part, state.params)
     try:
         method.exchange(dataclasses.replace(rnd, exchange=door), state)
-    except _Asked as asked:
+    except _PeersAsked as asked:
         if not asked.last:
             return None
         row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
@@ -236,7 +249,9 @@ def _readings(method: PeerMethod, rnd: Round, state: State, live: Live) -> list[
     return [[] for _ in range(len(rnd.ids))]
 
 
-def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[Tensor, " rows"]]:
+def group_into_waves(
+    order: Sequence[int], readings: Sequence[Sequence[int]]
+) -> list[Int[Tensor, " rows"]]:
     """Group clients that act one after another into waves of clients that can act together.
 
     For two clients of which the first acts earlier: if the second reads the first, it acts in a
@@ -266,7 +281,7 @@ def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[T
     return [(number == index).nonzero().flatten() for index in range(max(wave, default=-1) + 1)]
 
 
-def _join(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Tensor]:
+def _join_reports(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """Join the reports of the waves in the order of the rows."""
     if not infos:
         return {}
@@ -274,7 +289,7 @@ def _join(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat([info[name] for info in infos])[place] for name in infos[0]}
 
 
-def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> Message:
+def _add_standing_message(message: Message, ids: Tensor, standing: Message | None) -> Message:
     """Add the messages of stopped clients to a board."""
     if standing is None or standing.ids is None:
         return dataclasses.replace(message, ids=ids)
@@ -286,7 +301,7 @@ def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> M
     )
 
 
-def _assign(state: State, rows: Tensor, new: State) -> None:
+def _assign_rows(state: State, rows: Tensor, new: State) -> None:
     """Write the new state of some clients into a state owned by the caller."""
     state.params[rows] = new.params
     if state.memory is not None:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine.task import Task
-from coterie.errors import ConfigError, require, unknown
-from coterie.exchange.attacking import LABEL_FLIP, Attack, Attacking
+from coterie.errors import ConfigError, describe_unknown, require
+from coterie.exchange.attacking import LABEL_FLIP, Attack, AttackingExchange
 from coterie.exchange.base import Exchange
 from coterie.rng import Rng
 
-Groups = list[tuple[Attack, Int[Tensor, " attackers"]]]
+AttackGroups = list[tuple[Attack, Int[Tensor, " attackers"]]]
 
 
-def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Groups:
+def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: int) -> AttackGroups:
     """Return the rows of the clients of each attack, ascending; none is in two.
 
     Args:
@@ -34,7 +34,7 @@ def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Grou
         ConfigError: when there is no such client, one is named twice, or fewer than two honest ones
             are left.
     """
-    taken, population, groups = set[int](), len(federation), Groups()
+    taken, population, groups = set[int](), len(federation), AttackGroups()
     for number, attack in enumerate(attacks):
         where, wanted = f"attacks[{number}]: clients", attack.clients
         if isinstance(wanted, float | int):
@@ -50,17 +50,20 @@ def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Grou
             )
             free = np.array([row for row in range(population) if row not in taken])
             rows = free[
-                Rng(seed).at(-1).generator(f"attackers.{number}").permutation(len(free))[:count]
+                Rng(seed)
+                .at_round(-1)
+                .generator(f"attackers.{number}")
+                .permutation(len(free))[:count]
             ].tolist()
             short = len(rows) < count
         else:
-            rows, short = [_row(federation, one, where) for one in wanted], False
+            rows, short = [_find_client(federation, one, where) for one in wanted], False
         twice = sorted(taken & set(rows)) + [row for row in rows if rows.count(row) > 1]
         require(
             not twice,
             where,
             wanted,
-            f"clients that attack once; {federation.name_of(twice[0]) if twice else ''}",
+            f"clients that attack once; {federation.client_name(twice[0]) if twice else ''}",
         )
         taken |= set(rows)
         if short or population - len(taken) < 2:
@@ -72,12 +75,12 @@ def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Grou
     return groups
 
 
-def _row(federation: Federation, wanted: int | str, where: str) -> int:
+def _find_client(federation: Federation, wanted: int | str, where: str) -> int:
     names = federation.client_names
     if isinstance(wanted, str) and wanted in names:
         return names.index(wanted)
     if names and isinstance(wanted, str) and not wanted.isdecimal():
-        raise ConfigError(f"{where}: {unknown('client', wanted, names)}")
+        raise ConfigError(f"{where}: {describe_unknown('client', wanted, names)}")
     fits = not isinstance(wanted, str) or wanted.isdecimal()
     require(
         fits and 0 <= int(wanted) < len(federation), where, wanted, f"0 to {len(federation) - 1}"
@@ -85,7 +88,7 @@ def _row(federation: Federation, wanted: int | str, where: str) -> int:
     return int(wanted)
 
 
-def flipped(federation: Federation, groups: Groups) -> Federation:
+def flip_labels(federation: Federation, groups: AttackGroups) -> Federation:
     """Return the data, with the training labels of those that flip them: class c of C becomes C - 1 - c.
 
     Raises:
@@ -106,7 +109,7 @@ def flipped(federation: Federation, groups: Groups) -> Federation:
     )
 
 
-def members(groups: Groups, population: int) -> Bool[Tensor, " population"] | None:
+def make_attacker_mask(groups: AttackGroups, population: int) -> Bool[Tensor, " population"] | None:
     """Return who attacks; None where nobody does."""
     if not groups:
         return None
@@ -116,11 +119,15 @@ def members(groups: Groups, population: int) -> Bool[Tensor, " population"] | No
     return found
 
 
-def door(inner: Exchange, groups: Groups, task: Task, seed: int) -> Exchange:
+def wrap_exchange(inner: Exchange, groups: AttackGroups, task: Task, seed: int) -> Exchange:
     """Return the exchange in which these clients attack: the exchange itself where nobody does."""
     if not groups:
         return inner
     part, first = task.part, task.origin(Rng(seed))
-    return Attacking(
-        inner, groups, first if part.whole else part.shared.of(first), task.population, task.ids
+    return AttackingExchange(
+        inner,
+        groups,
+        first if part.whole else part.shared.select_from(first),
+        task.population,
+        task.ids,
     )

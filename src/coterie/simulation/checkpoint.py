@@ -25,7 +25,7 @@ from coterie._util import manifest, origin
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
-from coterie.functional.metrics import stored
+from coterie.functional.metrics import metrics_to_store
 from coterie.methods.base import Method, State
 from coterie.simulation import _compact
 from coterie.simulation.record import EDGES, METRICS
@@ -46,16 +46,16 @@ _OPTIONAL = (
     "attacks",
     "record_similarities",
 )
-_YOUNG = ("aggregation", "selection")
+_NEWER_FIELDS = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
 
-def exists(folder: Path) -> bool:
+def has_run(folder: Path) -> bool:
     """Return whether a folder holds a run."""
     return any((folder / name).exists() for name in (FILE, BEFORE, METRICS))
 
 
-def identity(
+def compute_identity(
     method: Method,
     settings: "Settings",
     seed: int,
@@ -81,11 +81,22 @@ def identity(
     if settings.new_clients is None:
         del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
-    kept["local"] = settings.local.identity()
+    kept["local"] = settings.local.result_settings()
     if settings.local.needs_rounds:
         kept["rounds"] = settings.rounds
-    own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
-    what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    own = {
+        k: v
+        for k, v in dataclasses.asdict(method).items()
+        if v is not None or k not in _NEWER_FIELDS
+    }
+    what = [
+        method.kind,
+        own,
+        kept,
+        seed,
+        federation.compute_fingerprint(),
+        str(task.layout.eval_module),
+    ]
     what += [model] if model else []
     what += [task.layout.frozen_digest] if task.layout.frozen else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -102,16 +113,16 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    loop.gather()
+    loop.gather_state()
     tensors, compact = {"state.params": loop.state.params}, {}
     for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
-        for k, v in _fields(owner).items():
-            parts, told = _compact.packed(f"state.{part}.{k}", v)
+        for k, v in _list_tensors(owner).items():
+            parts, told = _compact.pack_table(f"state.{part}.{k}", v)
             tensors |= parts
             compact |= {} if told is None else {f"state.{part}.{k}": told}
-    tensors |= {f"state.moments.{k}": v for k, v in _fields(loop.state.moments).items()}
-    tensors |= {f"state.reputation.{k}": v for k, v in _fields(loop.state.reputation).items()}
-    tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
+    tensors |= {f"state.moments.{k}": v for k, v in _list_tensors(loop.state.moments).items()}
+    tensors |= {f"state.reputation.{k}": v for k, v in _list_tensors(loop.state.reputation).items()}
+    tensors |= {f"tracker.{k}": v for k, v in _list_tensors(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
     tensors |= {f"privacy.{k}": v for k, v in loop.task.spent.snapshot().items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
@@ -122,15 +133,18 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "identity": run,
         "names": names,
         "samples": loop.train_samples,
-        "engine": _engine(loop),
+        "engine": _describe_engine(loop),
         **({"compact": compact} if compact else {}),
-        **({"skipped": loop.skipped} if loop.skipped else {}),
+        **({"skipped": loop.skipped_rounds} if loop.skipped_rounds else {}),
     }
-    files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
+    files = {
+        FILE: partial(_write_tensors, tensors, meta),
+        **_make_result_files(loop, run, timing, done=False),
+    }
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
 
 
-def finish(
+def finish_run(
     folder: Path,
     loop: "Loop",
     run: str,
@@ -146,12 +160,14 @@ def finish(
         timing: seconds in all.
         models: the file by which its models are taken home, see `simulation.models`.
     """
-    manifest.replace_files(folder, {**models, **_described(loop, run, timing, done=True)})
+    manifest.replace_files(folder, {**models, **_make_result_files(loop, run, timing, done=True)})
 
 
-def _described(loop: "Loop", run: str, timing: dict[str, float], *, done: bool) -> dict[str, bytes]:
-    what = {"done": done, **provenance(loop, run, timing)}
-    return {**loop.record.files(), PROVENANCE: json.dumps(what, indent=2).encode()}
+def _make_result_files(
+    loop: "Loop", run: str, timing: dict[str, float], *, done: bool
+) -> dict[str, bytes]:
+    what = {"done": done, **collect_provenance(loop, run, timing)}
+    return {**loop.record.encode_files(), PROVENANCE: json.dumps(what, indent=2).encode()}
 
 
 def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
@@ -168,10 +184,12 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     """
     for unfinished in folder.glob(".*.tmp"):
         unfinished.unlink()
-    if not exists(folder):
+    if not has_run(folder):
         return {}
-    faults = {name: manifest.fault(folder, name) for name in (FILE, METRICS, EDGES, PROVENANCE)}
-    name, found = _newest(folder)
+    faults = {
+        name: manifest.describe_fault(folder, name) for name in (FILE, METRICS, EDGES, PROVENANCE)
+    }
+    name, found = _find_newest(folder)
     if found["identity"] != run:
         raise CheckpointError(
             f"{folder / name} belongs to a run with other settings or data (found {found['identity']}, expected "
@@ -186,61 +204,61 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         warnings.warn(
             f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3
         )
-    # `_filled` moves each to its place
-    tensors = _restored(folder / name, found.get("compact", {}), "cpu")
+    # `_fill_fields` moves each to its place
+    tensors = _load_tensors(folder / name, found.get("compact", {}), "cpu")
     earlier = (
         {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
     )
 
-    def part(prefix: str) -> dict[str, Tensor]:
+    def select_tensors(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     state = loop.state
     memory, shared = (
-        _filled(state.memory, part("state.memory.")),
-        _filled(state.shared, part("state.shared.")),
+        _fill_fields(state.memory, select_tensors("state.memory.")),
+        _fill_fields(state.shared, select_tensors("state.shared.")),
     )
-    moments = _filled(state.moments, part("state.moments."))
-    reputation = _filled(state.reputation, part("state.reputation."))
+    moments = _fill_fields(state.moments, select_tensors("state.moments."))
+    reputation = _fill_fields(state.reputation, select_tensors("state.reputation."))
     loop.state = State(
         tensors["state.params"].to(state.params.device), memory, shared, moments, reputation
     )
-    loop.tracker = _filled(loop.tracker, part("tracker."))
-    loop.validation = part("validation.")
-    loop.task.spent.restore(part("privacy."))
-    loop.record.restore(part("record."), found["names"])
+    loop.tracker = _fill_fields(loop.tracker, select_tensors("tracker."))
+    loop.validation = select_tensors("validation.")
+    loop.task.spent.restore(select_tensors("privacy."))
+    loop.record.restore(select_tensors("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
-        restore(part("exchange."))
+        restore(select_tensors("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
-    loop.skipped = [(first, last) for first, last in found.get("skipped", ())]
-    loop.scatter()
+    loop.skipped_rounds = [(first, last) for first, last in found.get("skipped", ())]
+    loop.scatter_state()
     return earlier
 
 
-def _restored(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
+def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, those that were made smaller as they were."""
     if not compact:
         return load_file(str(path), device=device)
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
     return tensors | {
-        name: _compact.unpacked(name, told, stored).to(device) for name, told in compact.items()
+        name: _compact.unpack_table(name, told, stored).to(device) for name, told in compact.items()
     }
 
 
-def _newest(folder: Path) -> tuple[str, dict[str, Any]]:
+def _find_newest(folder: Path) -> tuple[str, dict[str, Any]]:
     """The newest whole checkpoint in a folder, and what it says of itself."""
     for name in (FILE, BEFORE):
-        if not manifest.fault(folder, name):
+        if not manifest.describe_fault(folder, name):
             with safe_open(str(folder / name), framework="pt") as file:
                 return name, json.loads((file.metadata() or {})["coterie"])
     raise CheckpointError(
-        f"{folder}: {manifest.fault(folder, FILE)}; {manifest.fault(folder, BEFORE)}; delete the folder to start again"
+        f"{folder}: {manifest.describe_fault(folder, FILE)}; {manifest.describe_fault(folder, BEFORE)}; delete the folder to start again"
     )
 
 
-def engine(folder: Path) -> dict[str, Any]:
+def load_engine(folder: Path) -> dict[str, Any]:
     """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to continue.
 
     Engines agree up to rounding only, so a run continues with the engine it began with.
@@ -248,50 +266,54 @@ def engine(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: when no checkpoint is whole.
     """
-    if not exists(folder):
+    if not has_run(folder):
         return {}
-    found = _newest(folder)[1]["engine"]
+    found = _find_newest(folder)[1]["engine"]
     return {"engine": found["name"], "block": found["block"]}
 
 
-def faults(folder: Path) -> list[str]:
+def find_faults(folder: Path) -> list[str]:
     """Say what is wrong with the results in a folder: which of the files that make them are missing or damaged."""
     return [
-        fault for name in (METRICS, EDGES, PROVENANCE) if (fault := manifest.fault(folder, name))
+        fault
+        for name in (METRICS, EDGES, PROVENANCE)
+        if (fault := manifest.describe_fault(folder, name))
     ]
 
 
-def done(folder: Path) -> bool:
+def is_done(folder: Path) -> bool:
     """Return whether the run in a folder has come to its end, whatever happened to its files since."""
-    return bool(_provenance(folder).get("done"))
+    return bool(_load_provenance(folder).get("done"))
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     """Return whether the run in a folder has come to its end, and its results are whole."""
-    return done(folder) and not faults(folder)
+    return is_done(folder) and not find_faults(folder)
 
 
-def rounds_done(folder: Path) -> int | None:
+def count_stored_rounds(folder: Path) -> int | None:
     """Return the number of stored rounds of the run in a folder; None when there are none."""
-    return _provenance(folder).get("round")
+    return _load_provenance(folder).get("round")
 
 
-def _provenance(folder: Path) -> dict[str, Any]:
+def _load_provenance(folder: Path) -> dict[str, Any]:
     """What a run noted of itself; nothing when that is missing or damaged."""
     return (
         {}
-        if manifest.fault(folder, PROVENANCE)
+        if manifest.describe_fault(folder, PROVENANCE)
         else json.loads((folder / PROVENANCE).read_text("utf-8"))
     )
 
 
-def _engine(loop: "Loop") -> dict[str, Any]:
+def _describe_engine(loop: "Loop") -> dict[str, Any]:
     return {"name": loop.task.engine.name, "block": loop.task.block}
 
 
-def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
+def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
-    own = stored([*loop.recorded.values(), *(one.entry for one in loop.task.metrics)])
+    own = metrics_to_store(
+        [*loop.recorded_metrics.values(), *(one.entry for one in loop.task.metrics)]
+    )
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -304,35 +326,35 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
         "engine": {
-            **_engine(loop),
+            **_describe_engine(loop),
             "reason": loop.task.engine.reason,
             "compile_s": round(loop.task.engine.compile_seconds, 3),
         },
         "device": loop.task.device,
         "python": sys.version.split()[0],
-        "packages": origin.packages(
+        "packages": origin.get_versions(
             "coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"
         ),
-        **origin.code(),
-        "command": origin.command(),
-        "hardware": origin.hardware(),
+        **origin.describe_code(),
+        "command": origin.format_command(),
+        "hardware": origin.describe_hardware(),
         "threads": torch.get_num_threads(),
         "timing": timing,
-        "undefined": loop.undefined,
-        **({"skipped": loop.skipped} if loop.skipped else {}),
+        "undefined": loop.undefined_reasons,
+        **({"skipped": loop.skipped_rounds} if loop.skipped_rounds else {}),
         **({"metrics": own} if own else {}),
         **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
 
 
-def _fields(value: Any) -> dict[str, Tensor]:
+def _list_tensors(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a dataclass by name; none for None."""
     return (
         {} if value is None else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     )
 
 
-def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
+def _fill_fields(like: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a dataclass of the kind of `like` with stored tensors, each where the other is."""
     if like is None:
         return None
@@ -341,13 +363,13 @@ def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
         raise CheckpointError(
             f"the checkpoint has no {missing[0]!r}; it was written by another version"
         )
-    places = {name: value.device for name, value in _fields(like).items()}
+    places = {name: value.device for name, value in _list_tensors(like).items()}
     return dataclasses.replace(
         like, **{name: tensors[name].to(place) for name, place in places.items()}
     )
 
 
-def _write(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:
+def _write_tensors(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:
     # safetensors' torch variant keeps a ctypes type for each size
     arrays = {k: v.detach().cpu().contiguous().numpy() for k, v in tensors.items()}
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.functional import metrics
 
 
-def final_tests(table: pd.DataFrame) -> pd.DataFrame:
+def select_final_tests(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the final test evaluation: of the best models where those were kept, else of the last.
 
     Args:
@@ -26,7 +26,7 @@ def final_tests(table: pd.DataFrame) -> pd.DataFrame:
     return tests if best.empty else best
 
 
-def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
+def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
     """Return the clients over which a mean of a metric is taken.
 
     Whoever's test samples leave a metric of outputs undefined is left out, the same clients for
@@ -47,37 +47,37 @@ def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> 
     return pd.Series(values.loc[values.notna().to_numpy() | diverged])
 
 
-def cluster_metrics(
+def compute_cluster_metrics(
     label: Int[Tensor, " clients"],
     truth: Int[Tensor, " clients"] | None,
     counts: Int[Tensor, "clients classes"],
 ) -> dict[str, float]:
     """Score found clusters: `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with classes).
 
-    An undefined score, such as WAS of one cluster, is NaN; `explained_clusters` says why.
+    An undefined score, such as WAS of one cluster, is NaN; `explain_cluster_metrics` says why.
 
     Args:
         label: the found clusters.
         truth: the planted ones, where they are known.
         counts: training samples of each class at each client.
     """
-    return explained_clusters(label, truth, counts)[0]
+    return explain_cluster_metrics(label, truth, counts)[0]
 
 
-def explained_clusters(
+def explain_cluster_metrics(
     label: Int[Tensor, " clients"],
     truth: Int[Tensor, " clients"] | None,
     counts: Int[Tensor, "clients classes"],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """As `cluster_metrics`, with the reason for each score that is NaN."""
+    """As `compute_cluster_metrics`, with the reason for each score that is NaN."""
     scores, reasons = {metrics.N_CLUSTERS.name: float(len(label.unique()))}, {}
     measures: dict[str, Callable[[], float]] = {}
     if truth is not None:
-        measures |= {metrics.RAND.name: lambda: metrics.rand(truth, label)}
-        measures |= {metrics.ADJUSTED_RAND.name: lambda: metrics.adjusted_rand(truth, label)}
+        measures |= {metrics.RAND.name: lambda: metrics.rand_index(truth, label)}
+        measures |= {metrics.ADJUSTED_RAND.name: lambda: metrics.adjusted_rand_index(truth, label)}
     if counts.shape[1]:
-        measures |= {metrics.WAS.name: lambda: metrics.was(counts, label)}
-        measures |= {metrics.WADB.name: lambda: metrics.wadb(counts, label)}
+        measures |= {metrics.WAS.name: lambda: metrics.wasserstein_silhouette(counts, label)}
+        measures |= {metrics.WADB.name: lambda: metrics.wasserstein_davies_bouldin(counts, label)}
     for name, measure in measures.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", metrics.Undefined)
@@ -87,7 +87,7 @@ def explained_clusters(
     return scores, reasons
 
 
-def reductions(
+def compute_reductions(
     accuracy: Float[Tensor, " clients"],
     samples: Int[Tensor, " clients"],
     label: Int[Tensor, " clients"] | None,
@@ -101,14 +101,14 @@ def reductions(
     """
     found = None if label is None else label.cpu()
     values = {
-        entry.name: metrics.federated(accuracy, samples, found, how=how)
+        entry.name: metrics.reduce_over_clients(accuracy, samples, found, how=how)
         for how, entry in metrics.REDUCTIONS.items()
         if found is not None or how == "sample_weighted"
     }
     return {name: torch.full((len(accuracy),), value).double() for name, value in values.items()}
 
 
-def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
+def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     """Return each client's value in the round in which the mean over clients was largest, for each of `metrics.MAXIMA`.
 
     Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test
@@ -132,7 +132,7 @@ def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     return out
 
 
-def over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
+def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the mean over the rounds of what clients reported in each; rounds without a value are left out.
 
     Args:

@@ -13,34 +13,34 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.names import few
+from coterie._util.names import format_clients
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange.accepting import Accepting, Reputation, own_losses
+from coterie.exchange.accepting import AcceptingExchange, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
-from coterie.exchange.narrowed import narrowed
+from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
 from coterie.methods.base import (
-    NOTES,
+    RESERVED_REPORT_KEYS,
     Info,
     Method,
     Order,
     PeerMethod,
     Round,
     State,
-    returned_round,
-    returned_state,
+    check_returned_round,
+    check_returned_state,
 )
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
-from coterie.simulation._sequential import check_messages, sequential_round
+from coterie.simulation._sequential import check_messages, run_sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
-_OF_ATTACKERS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
+_ATTACKER_METRICS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
 
 
-def _of_attackers(attackers: Tensor, info: Info) -> dict[str, Tensor]:
+def _compute_attacker_shares(attackers: Tensor, info: Info) -> dict[str, Tensor]:
     """Return which shares of each client's mixing weight, and of the models that it mixed, are of attackers."""
     weights, peers = info["weights"].double().cpu(), info["peers"]
     mixed = info["arrived"] & (weights > 0)
@@ -129,27 +129,27 @@ class Loop:
         self.task, self.rng = task.at(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.rules = settings.rules_of(method)
-        self.state = self._first(task)
-        self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
-        self.evaluated: Tensor | None = None  # the models of the final evaluation
+        self.acceptance_rules = settings.acceptance_rules_for(method)
+        self.state = self._init_state(task)
+        self.tracker = Tracker.start(self.state.params, settings.keeps_best_models(method.server))
+        self.evaluated_models: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
         # rounds left out, from the first to the last of each gap
-        self.skipped: list[tuple[int, int]] = []
+        self.skipped_rounds: list[tuple[int, int]] = []
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
-        self.undefined: dict[str, str] = {}  # why final metrics are NaN
-        self.recorded = method.recorded()  # of what rounds report
+        self.undefined_reasons: dict[str, str] = {}  # why final metrics are NaN
+        self.recorded_metrics = method.report_metrics()  # of what rounds report
         self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
         hosted = torch.ones(len(task), dtype=torch.bool)
         self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
-        if self.rules is not None:
-            self.recorded[metrics.REFUSED.name] = metrics.REFUSED
+        if self.acceptance_rules is not None:
+            self.recorded_metrics[metrics.REFUSED.name] = metrics.REFUSED
         if self.attackers is not None and isinstance(method, PeerMethod):
-            self.recorded |= {one.name: one for one in _OF_ATTACKERS}
-        self.reported: dict[str, float] = {}  # means over clients of the last report
+            self.recorded_metrics |= {one.name: one for one in _ATTACKER_METRICS}
+        self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
-        if settings.local.private is not None and method.unprotected:
+        if settings.local.dp_settings is not None and method.unprotected:
             warnings.warn(
                 f"{method.kind}: {method.unprotected}, which local.dp does not cover: epsilon is of the local training "
                 "alone",
@@ -163,21 +163,23 @@ class Loop:
         if settings.schedule != "synchronous" and isinstance(method, PeerMethod):
             check_messages(method, self.task, self.state, settings.schedule)
 
-    def _first(self, task: Task) -> State:
+    def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
-        state = returned_state(
+        state = check_returned_state(
             self.method, "init", self.method.init(task.at(self.rng), self.rng), task
         )
         if self.settings.local.persistent_client_optimizer:
             moments = task.fresh_moments(self.settings.local, self.method.tracks)
             state = dataclasses.replace(state, moments=moments)
-        if self.rules is not None:
-            losses = own_losses(task.at(self.rng.at(-1)), state.params)
-            state = dataclasses.replace(state, reputation=Reputation.start(losses, task.population))
+        if self.acceptance_rules is not None:
+            losses = own_losses(task.at(self.rng.at_round(-1)), state.params)
+            state = dataclasses.replace(
+                state, reputation=Reputation.from_first_losses(losses, task.population)
+            )
         return state
 
     @property
-    def concludes(self) -> bool:
+    def computes_run_metrics(self) -> bool:
         """Whether metrics of the whole run are computed here: of all clients."""
         return len(self.task) == self.task.population
 
@@ -186,65 +188,65 @@ class Loop:
         """Seconds spent in training so far."""
         return self.task.train_seconds
 
-    def gather(self) -> None:
+    def gather_state(self) -> None:
         """Bring here what is hosted elsewhere, before it is written: nothing where all clients are hosted here."""
 
-    def scatter(self) -> None:
+    def scatter_state(self) -> None:
         """Pass on what was read of a checkpoint to where it is hosted: nothing where all clients are hosted here."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing is left to do: all rounds are done, or every client has stopped."""
         return self.next_round >= self.settings.rounds or (
             self.next_round >= 0 and bool(self.tracker.stopped.all())
         )
 
     @property
-    def untrained(self) -> bool:
+    def is_untrained(self) -> bool:
         """Whether every round so far was left out."""
-        left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped)
+        left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped_rounds)
         return left_out > 0 and left_out >= self.next_round
 
-    def skip(self, to: int) -> None:
+    def skip_rounds(self, to: int) -> None:
         """Leave out rounds, so that `to` is the next one. Results say which: they are not presented as trained."""
         first, last = self.next_round, to - 1
-        if self.skipped and self.skipped[-1][1] == first - 1:
-            first = self.skipped.pop()[0]
-        self.skipped.append((first, last))
+        if self.skipped_rounds and self.skipped_rounds[-1][1] == first - 1:
+            first = self.skipped_rounds.pop()[0]
+        self.skipped_rounds.append((first, last))
         self.next_round = to
 
-    def step(self) -> None:
+    def run_next_round(self) -> None:
         """Do the warm-up or one round."""
         index = self.next_round
-        self._warm_up() if index < 0 else self._round(index)
+        self._warm_up() if index < 0 else self._run_round(index)
         self.next_round += 1
 
-    def _then(self, index: int) -> Task:
+    def _task_at(self, index: int) -> Task:
         """Return the task as it measures in a round."""
-        return self.task.at(self.rng.at(index))
+        return self.task.at(self.rng.at_round(index))
 
-    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+    def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
-        task = self._then(index).carrying(self.state.moments)
+        task = self._task_at(index).carrying(self.state.moments)
         task = task if whole else task.rows(rows)
-        exchange = narrowed(
+        exchange = narrow_exchange(
             self.exchange, task.part, self.state.params if whole else self.state.params[rows]
         )
         reputation = self.state.reputation
-        if self.rules is not None and reputation is not None:
-            reputation = reputation if whole else reputation.take(rows)
-            exchange = Accepting(exchange, self.rules, task, reputation, index)
-            if self.rules.quarantine and bool(
-                (readable := reputation.readable(index)).logical_not().any()
+        if self.acceptance_rules is not None and reputation is not None:
+            reputation = reputation if whole else reputation.take_rows(rows)
+            exchange = AcceptingExchange(exchange, self.acceptance_rules, task, reputation, index)
+            if self.acceptance_rules.quarantine and bool(
+                (readable := reputation.readable_members(index)).logical_not().any()
             ):
                 reachable = reachable & readable
         return Round(
             index=index,
             task=task,
             exchange=exchange,
-            rng=self.rng.at(index),
+            rng=self.rng.at_round(index),
             reachable=reachable,
             local=self.settings.local,
             order=self.order,
@@ -254,7 +256,7 @@ class Loop:
 
     def _warm_up(self) -> None:
         settings, everybody = self.settings, torch.arange(len(self.task))
-        rng = self.rng.at(-1)
+        rng = self.rng.at_round(-1)
         local = settings.local
         if settings.warmup_epochs is not None:
             local = dataclasses.replace(local, epochs=settings.warmup_epochs, steps=None)
@@ -268,64 +270,66 @@ class Loop:
             params, info = task.train(self.state.params, rng, local)
             reputation = self.state.reputation
             if reputation is not None:
-                reputation = reputation.trained(task.part, self.state.params, params)
+                reputation = reputation.after_training(task.part, self.state.params, params)
             self.state = self.method.trained(
                 dataclasses.replace(self.state, params=params), self.state.params
             )
             self.state = dataclasses.replace(
                 self.state, moments=task.moments, reputation=reputation
             )
-        self.exchange.begin(rng)
-        self.exchange.enter(self.task.ids)
-        whole = self._context(-1, everybody, torch.arange(self.task.population))
-        self.state = returned_state(
+        self.exchange.begin_round(rng)
+        self.exchange.set_active(self.task.ids)
+        whole = self._make_round(-1, everybody, torch.arange(self.task.population))
+        self.state = check_returned_state(
             self.method, "enroll", self.method.enroll(whole, self.state), self.task
         )
-        self._after(-1, everybody, info)
+        self._finish_round(-1, everybody, info)
 
-    def _round(self, index: int) -> None:
-        rng = self.rng.at(index)
-        self.exchange.begin(rng)
-        cohort = self._cohort(rng)
+    def _run_round(self, index: int) -> None:
+        rng = self.rng.at_round(index)
+        self.exchange.begin_round(rng)
+        cohort = self._choose_cohort(rng)
         taking = torch.zeros(self.task.population, dtype=torch.bool)
         taking[cohort] = True
         rows = (taking[self.task.ids] & ~self.tracker.stopped).nonzero().flatten()
-        self.exchange.enter(self.task.ids[rows])
+        self.exchange.set_active(self.task.ids[rows])
         if not len(rows) and not getattr(self.exchange, "server", False):
-            self.exchange.idle(self.method.exchanges)
-            self._after(index, rows, {})
+            self.exchange.skip_round(self.method.exchanges)
+            self._finish_round(index, rows, {})
             return
-        rnd = self._context(index, rows, cohort)
+        rnd = self._make_round(index, rows, cohort)
         whole = len(rows) == len(self.task)
-        part = self.state if whole else self.state.take(rows)
+        part = self.state if whole else self.state.select_rows(rows)
         if self.settings.schedule == "synchronous":
-            new, info = returned_round(self.method, "round", self.method.round(rnd, part), rnd.task)
+            new, info = check_returned_round(
+                self.method, "round", self.method.round(rnd, part), rnd.task
+            )
         else:
             assert isinstance(self.method, PeerMethod)
-            new, info = sequential_round(
-                self.method, rnd, part, self.settings.schedule, self._standing()
+            new, info = run_sequential_round(
+                self.method, rnd, part, self.settings.schedule, self._make_standing_messages()
             )
         new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
-        if isinstance(rnd.exchange, Accepting):
-            reputation, info = rnd.exchange.judged(info)
+        if isinstance(rnd.exchange, AcceptingExchange):
+            reputation, info = rnd.exchange.finish_round(info)
             new = dataclasses.replace(new, reputation=reputation)
         if self.attackers is not None and {"peers", "weights", "own_weight"} <= set(info):
-            info = {**info, **_of_attackers(self.attackers, info)}
-        self.state = new if whole else self.state.put(rows, new)
+            info = {**info, **_compute_attacker_shares(self.attackers, info)}
+        self.state = new if whole else self.state.replace_rows(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
-        self._after(index, rows, info)
+        self._finish_round(index, rows, info)
 
-    def _cohort(self, rng: Rng) -> Tensor:
+    def _choose_cohort(self, rng: Rng) -> Tensor:
         method, population = self.method, self.task.population
         if not method.server and self.settings.participation == 1:
             return torch.arange(population)
 
-        def choose() -> Tensor:
+        def draw_cohort() -> Tensor:
             return method.cohort(self.state.shared, rng, population, self.settings.participation)
 
-        return self.exchange.cohort(choose) if method.server else choose()
+        return self.exchange.agree_on_cohort(draw_cohort) if method.server else draw_cohort()
 
-    def _standing(self) -> list[Message]:
+    def _make_standing_messages(self) -> list[Message]:
         """Return what the clients that stopped go on publishing in each exchange; nothing where none has."""
         stopped = self.tracker.stopped.nonzero().flatten()
         if not len(stopped):
@@ -334,11 +338,11 @@ class Loop:
         models = (
             self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
         )
-        state = dataclasses.replace(self.state.take(stopped), params=models[stopped])
+        state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
         messages = self.method.messages(self.task.rows(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
-    def _after(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
+    def _finish_round(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
         """Measure, remember the best, stop who does not improve, record."""
         ids = self.task.ids
         if "train_samples" in info:
@@ -347,7 +351,7 @@ class Loop:
         last = index + 1 == self.settings.rounds
         if index >= 0 and (index + 1) % self.settings.validate_every and not last:
             return
-        params, extra = self._served(index)
+        params, extra = self._fetch_served_models(index)
         # the models before a round's last exchange, where it ends with one
         trained = info.get("trained")
         judged = params
@@ -360,10 +364,10 @@ class Loop:
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
-            values = self._then(index).measure(judged, "validation")
+            values = self._task_at(index).measure(judged, "validation")
         else:
             values = (
-                self._then(index)
+                self._task_at(index)
                 .rows(measured.nonzero().flatten())
                 .measure(judged[measured], "validation")
             )
@@ -384,34 +388,40 @@ class Loop:
                 if self.settings.stopped_broadcast == "best"
                 else self.state.params
             )
-            narrowed(self.exchange, self.task.part, models).retire(ids[new], models[new])
+            narrow_exchange(self.exchange, self.task.part, models).retire_clients(
+                ids[new], models[new]
+            )
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
-        self.record.add_metrics(index, ids, "train", "current", self._spent())
+        self.record.add_metrics(index, ids, "train", "current", self._measure_privacy())
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
         if every and (index + 1) % every == 0 and index >= 0:
-            self.record.add_metrics(index, ids, "test", "current", self._tested(index, params))
+            self.record.add_metrics(
+                index, ids, "test", "current", self._evaluate_on_tests(index, params)
+            )
 
-    def _spent(self) -> dict[str, Tensor]:
+    def _measure_privacy(self) -> dict[str, Tensor]:
         """Return each client's epsilon so far; nothing where training is not private."""
-        private = self.settings.local.private
+        private = self.settings.local.dp_settings
         return (
             {}
             if private is None
-            else {metrics.EPSILON.name: self.task.spent.epsilon(self.task.ids, private.delta)}
+            else {
+                metrics.EPSILON.name: self.task.spent.compute_epsilon(self.task.ids, private.delta)
+            }
         )
 
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
-        kept = {name: value for name, value in info.items() if name in self.recorded}
+        kept = {name: value for name, value in info.items() if name in self.recorded_metrics}
         seen = (
             torch.ones(len(ids), dtype=torch.bool)
             if self.attackers is None
             else ~self.attackers[ids]
         )
-        self.reported = {
+        self.mean_reports = {
             name: float(value[seen].double().nanmean()) for name, value in kept.items()
         }
         if kept:
@@ -422,7 +432,11 @@ class Loop:
                 index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))}
             )
         for key in sorted(
-            set(info) - NOTES - {metrics.DIVERGED.name} - self._undeclared - set(self.recorded)
+            set(info)
+            - RESERVED_REPORT_KEYS
+            - {metrics.DIVERGED.name}
+            - self._undeclared
+            - set(self.recorded_metrics)
         ):
             self._undeclared.add(key)
             text = f"{self.method.kind} reports {key!r}, which is not recorded; declare it in `reports` of its class: "
@@ -430,20 +444,20 @@ class Loop:
                 f'{text}reports = (Metric({key!r}, "what it is"),)', Undeclared, stacklevel=2
             )
 
-    def _served(self, index: int) -> tuple[Tensor, Info]:
+    def _fetch_served_models(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:
             return self.state.params, {}
         population = torch.arange(self.task.population)
         # everybody asks, those outside the round's cohort too
-        self.exchange.cohort(lambda: population)
-        self.exchange.enter(self.task.ids)
+        self.exchange.agree_on_cohort(lambda: population)
+        self.exchange.set_active(self.task.ids)
         return self.method.served(
-            self._context(index, torch.arange(len(self.task)), population), self.state
+            self._make_round(index, torch.arange(len(self.task)), population), self.state
         )
 
-    def _tested(self, index: int, params: Tensor) -> dict[str, Tensor]:
+    def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
-        task, wanted = self._then(index), set(self.settings.extra_metrics)
+        task, wanted = self._task_at(index), set(self.settings.extra_metrics)
         balanced, prior, overall = (
             one.name
             for one in (
@@ -463,16 +477,16 @@ class Loop:
             if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
                 values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
-        self._explain(values)
+        self._note_undefined(values)
         if accuracy and overall in wanted and self.method.server:
-            self.exchange.cohort(lambda: torch.arange(self.task.population))
-            self.exchange.enter(self.task.ids)
+            self.exchange.agree_on_cohort(lambda: torch.arange(self.task.population))
+            self.exchange.set_active(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
-            models = self.method.overall(self._context(index, everybody, population), self.state)
+            models = self.method.overall(self._make_round(index, everybody, population), self.state)
             values[overall] = task.pooled_accuracy(models)
         return values
 
-    def _explain(self, values: Mapping[str, Tensor]) -> None:
+    def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
         """Note why clients have no value of a metric, and which."""
         known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
         for name, value in values.items():
@@ -480,13 +494,17 @@ class Loop:
             if entry.undefined and bool(value.isnan().any()):
                 ids = self.task.ids[value.isnan().cpu()].tolist()
                 who = (
-                    few(self.record.client_names, ids)
+                    format_clients(self.record.client_names, ids)
                     if self.record.client_names
-                    else f"client {few({}, ids)}"
+                    else f"client {format_clients({}, ids)}"
                 )
-                self.undefined[name] = f"{entry.title} is undefined: {entry.undefined} ({who})"
+                self.undefined_reasons[name] = (
+                    f"{entry.title} is undefined: {entry.undefined} ({who})"
+                )
 
-    def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _compute_run_metrics(
+        self, label: Tensor | None, tested: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
         wanted, values, seen = self.settings.extra_metrics, {}, self.honest
         label, tested = (
@@ -494,49 +512,53 @@ class Loop:
             {n: v.cpu()[seen] for n, v in tested.items()},
         )
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
-            values |= final_metrics.reductions(tested[name], self.task.test_counts()[seen], label)
+            values |= final_metrics.compute_reductions(
+                tested[name], self.task.test_counts()[seen], label
+            )
         if "maxima" in wanted:
-            values |= final_metrics.maxima(self.record.metrics)
+            values |= final_metrics.compute_maxima(self.record.metrics)
         if "clusters" in wanted:
             planted = torch.from_numpy(
-                self.record.clusters[self.record.known_as(self.task.ids[seen])]
+                self.record.clusters[self.record.table_ids(self.task.ids[seen])]
             )
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores, reasons = final_metrics.explained_clusters(
+                scores, reasons = final_metrics.explain_cluster_metrics(
                     label, truth, self.task.class_counts()[seen]
                 )
-                self.undefined |= reasons
+                self.undefined_reasons |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
         if self.attackers is not None:
-            values |= final_metrics.over_rounds(
-                self.record.metrics, [one.name for one in _OF_ATTACKERS]
+            values |= final_metrics.average_over_rounds(
+                self.record.metrics, [one.name for one in _ATTACKER_METRICS]
             )
         return values
 
-    def final(self) -> Float[Tensor, "clients params"]:
+    def evaluate_final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
-        labeled = self.concludes and bool(
+        labeled = self.computes_run_metrics and bool(
             {"reductions", "clusters"} & set(self.settings.extra_metrics)
         )
         served, known = (
-            self._served(last) if model == "current" or labeled else (self.state.params, {})
+            self._fetch_served_models(last)
+            if model == "current" or labeled
+            else (self.state.params, {})
         )
         params = self.tracker.best if model == "best" else served.contiguous()
-        task = self._then(last)
+        task = self._task_at(last)
         measured = {
-            "test": self._tested(last, params),
+            "test": self._evaluate_on_tests(last, params),
             "validation": task.measure(params, "validation"),
         }
         for split, values in measured.items():
             # the round may have measured its current models already
             self.record.drop_metrics(last, split, model)
             self.record.add_metrics(last, self.task.ids, split, model, values)
-        self.record.add_metrics(last, self.task.ids, "test", model, self._spent())
-        if self.concludes:
-            found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
+        self.record.add_metrics(last, self.task.ids, "test", model, self._measure_privacy())
+        if self.computes_run_metrics:
+            found = self._compute_run_metrics(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)
-        self.evaluated = params
+        self.evaluated_models = params
         return params

@@ -24,14 +24,29 @@ from torch import Tensor, nn
 from coterie import __version__
 from coterie._util import manifest
 from coterie._util.facts import Described
-from coterie._util.names import called, few
+from coterie._util.names import format_client, format_clients
 from coterie.data.inputs import InputForm
-from coterie.data.preparation import Fitted, stacked, unstacked
-from coterie.errors import CheckpointError, ConfigError, DataError, ModelError, require, unknown
-from coterie.functional.losses import probabilities
+from coterie.data.preparation import FittedPreparation, stack_fitted, unstack_fitted
+from coterie.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    describe_unknown,
+    require,
+)
+from coterie.functional.losses import to_probabilities
 from coterie.functional.scores import Form
-from coterie.models.layout import Inputs, ModelSource, NamedModel, Slot, filled, source, template
-from coterie.models.simplex_layers import plain
+from coterie.models.layout import (
+    InputConversion,
+    ModelSource,
+    NamedModel,
+    Slot,
+    fill_module,
+    make_template,
+    resolve_model,
+)
+from coterie.models.simplex_layers import remove_endpoints
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
 
@@ -42,7 +57,7 @@ _ROWS, _ROW_OF, _FIXED = "rows", "row_of", "fixed."
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of the module, and where its values are.
 
     Args:
@@ -61,7 +76,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelSpec:
     """How the rows of a run become modules, and what these take and say. Kept as JSON.
 
     Args:
@@ -97,8 +112,8 @@ class Recipe:
     model: Mapping[str, Any] | None
     module: str
     outputs: int
-    state: tuple[Entry, ...]
-    hidden: tuple[Entry, ...]
+    state: tuple[TensorEntry, ...]
+    hidden: tuple[TensorEntry, ...]
     whole: bool
     inputs: InputForm
     form: Form
@@ -111,24 +126,26 @@ class Recipe:
 
     def as_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
-        return {**asdict(self), "inputs": self.inputs.as_json()}
+        return {**asdict(self), "inputs": self.inputs.to_json()}
 
     @staticmethod
-    def from_json(stored: Mapping[str, Any]) -> "Recipe":
+    def from_json(stored: Mapping[str, Any]) -> "ModelSpec":
         """Return the recipe that `as_json` described."""
 
-        def entries(name: str) -> tuple[Entry, ...]:
-            return tuple(Entry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name])
+        def parse_entries(name: str) -> tuple[TensorEntry, ...]:
+            return tuple(
+                TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name]
+            )
 
         kept = {
             **stored,
             "tensors": {which: (place[0], place[1]) for which, place in stored["tensors"].items()},
-            "state": entries("state"),
-            "hidden": entries("hidden"),
+            "state": parse_entries("state"),
+            "hidden": parse_entries("hidden"),
             "inputs": InputForm.from_json(stored["inputs"]),
             **{name: tuple(stored[name]) for name in ("class_names", "ids", "names")},
         }
-        return Recipe(**kept)
+        return ModelSpec(**kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,29 +161,29 @@ class Models(Described):
         folder: the run's folder, where others are; None where nothing was written.
     """
 
-    recipe: Recipe
+    spec: ModelSpec
     fixed: Mapping[str, Tensor]
-    fitted: tuple[Fitted, ...] = ()
+    fitted: tuple[FittedPreparation, ...] = ()
     network: ModelSource | None = None
-    held: Mapping[str, Float[Tensor, "clients params"]] = field(default_factory=dict)
+    loaded_rows: Mapping[str, Float[Tensor, "clients params"]] = field(default_factory=dict)
     folder: Path | None = None
 
     @property
     def clients(self) -> tuple[str | int, ...]:
         """The clients whose models are here: their names, or numbers where they have none."""
-        return self.recipe.names or self.recipe.ids
+        return self.spec.names or self.spec.ids
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words."""
-        recipe, names = self.recipe, dict(zip(self.recipe.ids, self.recipe.names, strict=False))
+        recipe, names = self.spec, dict(zip(self.spec.ids, self.spec.names, strict=False))
         return f"Models of {recipe.label!r} with seed {recipe.seed}", {
-            "clients": f"{len(recipe.ids)} ({few(names, recipe.ids)})",
+            "clients": f"{len(recipe.ids)} ({format_clients(names, recipe.ids)})",
             "module": recipe.module,
             "evaluated": recipe.evaluated,
             "folder": self.folder or "none: nothing was written",
         }
 
-    def place(self, client: int | str) -> int:
+    def find_row(self, client: int | str) -> int:
         """Return the row of a client.
 
         Args:
@@ -175,20 +192,22 @@ class Models(Described):
         Raises:
             ConfigError: when there is no such client here.
         """
-        ids, names = self.recipe.ids, self.recipe.names
+        ids, names = self.spec.ids, self.spec.names
         if isinstance(client, str) and client in names:
             return names.index(client)
         number = int(client) if not isinstance(client, str) or client.isdecimal() else -1
         if number in ids:
             return ids.index(number)
         if names:
-            raise ConfigError(unknown("client", str(client), names))
-        raise ConfigError(f"there is no client {client!r}; the clients are {few({}, ids)}")
+            raise ConfigError(describe_unknown("client", str(client), names))
+        raise ConfigError(
+            f"there is no client {client!r}; the clients are {format_clients({}, ids)}"
+        )
 
-    def name_of(self, client: int | str) -> str:
+    def client_name(self, client: int | str) -> str:
         """Return how people call a client."""
-        row = self.place(client)
-        return self.recipe.names[row] if self.recipe.names else called({}, self.recipe.ids[row])
+        row = self.find_row(client)
+        return self.spec.names[row] if self.spec.names else format_client({}, self.spec.ids[row])
 
     # ------------------------------------------------------------------ models
 
@@ -208,25 +227,29 @@ class Models(Described):
             ConfigError: when the client or that model is not here.
             ModelError: when the module was given from Python and is not here, or is another.
         """
-        row = self.row(client, which)
-        module = copy.deepcopy(self._template()).cpu().eval()
-        return filled(
-            module, {**self._named(row, self.recipe.state), **self._named(row, self.recipe.hidden)}
+        row = self.load_row(client, which)
+        module = copy.deepcopy(self._make_template()).cpu().eval()
+        return fill_module(
+            module,
+            {
+                **self._name_tensors(row, self.spec.state),
+                **self._name_tensors(row, self.spec.hidden),
+            },
         )
 
     def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
         """Return what `load_state_dict` of the user's own module takes: its keys, shapes and types; see `model`."""
-        return self._named(self.row(client, which), self.recipe.state)
+        return self._name_tensors(self.load_row(client, which), self.spec.state)
 
-    def row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
+    def load_row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
         """Return the model of a client as a row of the recipe's entries; see `model`."""
-        recipe, place = self.recipe, self.place(client)
+        recipe, place = self.spec, self.find_row(client)
         require(which in get_args(Which), "which", which, "'evaluated', 'best_val' or 'final'")
         if recipe.missing:
             raise ModelError(recipe.missing)
         wanted = recipe.evaluated if which == "evaluated" else which
-        if wanted in self.held:
-            return self.held[wanted][place].cpu()
+        if wanted in self.loaded_rows:
+            return self.loaded_rows[wanted][place].cpu()
         if wanted not in recipe.tensors:
             raise ConfigError(
                 f"which is {which!r}; this run kept only {', '.join(map(repr, recipe.tensors))}: evaluate = {wanted!r} "
@@ -234,12 +257,14 @@ class Models(Described):
             )
         if self.folder is None:
             raise ConfigError(
-                f"which is {which!r}; without a folder a run keeps only {', '.join(map(repr, self.held))}: give "
+                f"which is {which!r}; without a folder a run keeps only {', '.join(map(repr, self.loaded_rows))}: give "
                 "simulate a folder"
             )
-        return _stored_row(self.folder, *recipe.tensors[wanted], place, recipe.rounds)
+        return _load_stored_row(self.folder, *recipe.tensors[wanted], place, recipe.rounds)
 
-    def _named(self, row: Float[Tensor, " params"], entries: Sequence[Entry]) -> dict[str, Tensor]:
+    def _name_tensors(
+        self, row: Float[Tensor, " params"], entries: Sequence[TensorEntry]
+    ) -> dict[str, Tensor]:
         found = {}
         for one in entries:
             value = (
@@ -252,15 +277,15 @@ class Models(Described):
             found[one.name] = (value.round() if whole else value).to(kind).clone()
         return found
 
-    def _template(self) -> nn.Module:
+    def _make_template(self) -> nn.Module:
         """The user's own module, with values of no meaning."""
-        recipe = self.recipe
+        recipe = self.spec
         if self.network is None:
             raise ModelError(
                 f"this run has a module of your own, a {recipe.module}, which was given from Python; give it again: "
                 "load_models(folder, model=...), or on the command line its import path: --model package.module:Net"
             )
-        own = template(source(self.network, recipe.inputs.features, recipe.outputs))
+        own = make_template(resolve_model(self.network, recipe.inputs.features, recipe.outputs))
         found = {
             name: tuple(tensor.shape)
             for name, tensor in own.state_dict().items()
@@ -270,31 +295,35 @@ class Models(Described):
         if found != wanted:
             odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
             raise ModelError(
-                f"the module is another than in this run: {odd!r} is {_said(found.get(odd))} in it, and "
-                f"{_said(wanted.get(odd))} in the run; give the module that was trained"
+                f"the module is another than in this run: {odd!r} is {_describe_shape(found.get(odd))} in it, and "
+                f"{_describe_shape(wanted.get(odd))} in the run; give the module that was trained"
             )
         return own
 
     # ------------------------------------------------------------------ use
 
-    def read(self, client: int | str, x: Any) -> Tensor:
+    def convert_inputs(self, client: int | str, x: Any) -> Tensor:
         """Return inputs as the federation held them, of what a user has; see `predict`."""
-        place = self.place(client)
-        found = self.recipe.inputs.read(x, self.fitted[place] if self.fitted else None)
+        place = self.find_row(client)
+        found = self.spec.inputs.prepare_inputs(x, self.fitted[place] if self.fitted else None)
         if not len(found):
             raise DataError("x has no samples; expected one or more")
         return found
 
-    def arguments(self, x: Tensor, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def make_forward_arguments(
+        self, x: Tensor, module: nn.Module
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the module's `forward` is called with.
 
         Args:
-            x: inputs, as `read` returns them.
+            x: inputs, as `convert_inputs` returns them.
             module: of any of the clients.
         """
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-        numbers = self.recipe.inputs.numbers(x, dtype)
-        return Inputs(self.recipe.inputs.parts, self.recipe.whole)(nn.Identity(), (numbers,), {})
+        numbers = self.spec.inputs.to_numbers(x, dtype)
+        return InputConversion(self.spec.inputs.parts, self.spec.whole)(
+            nn.Identity(), (numbers,), {}
+        )
 
     def predict(
         self,
@@ -330,17 +359,17 @@ class Models(Described):
         """
         require(kind in get_args(Kind), "kind", kind, "'outputs', 'probabilities' or 'classes'")
         require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-        recipe = self.recipe
-        samples, module = self.read(client, x), self.model(client, which)
+        recipe = self.spec
+        samples, module = self.convert_inputs(client, x), self.model(client, which)
         found = []
         with torch.no_grad():
             for part in samples.split(batch_size):
-                args, named = self.arguments(part, module)
+                args, named = self.make_forward_arguments(part, module)
                 found.append(module(*args, **named))
         outputs = torch.cat(found)
         if kind == "outputs":
             return outputs
-        chances = probabilities(recipe.form, outputs, recipe.class_axis)
+        chances = to_probabilities(recipe.form, outputs, recipe.class_axis)
         if kind == "probabilities":
             return chances
         if recipe.form == "labels":
@@ -350,18 +379,22 @@ class Models(Described):
 
     # ------------------------------------------------------------------ files
 
-    def files(self) -> dict[str, Callable[[Path], None]]:
+    def make_files(self) -> dict[str, Callable[[Path], None]]:
         """Return the file that a run leaves, by name, as a function that writes it."""
         tensors = {f"{_FIXED}{name}": tensor.cpu().clone() for name, tensor in self.fixed.items()}
-        tensors |= stacked(self.fitted)
-        kept = self.recipe.tensors.get(self.recipe.evaluated)
+        tensors |= stack_fitted(self.fitted)
+        kept = self.spec.tensors.get(self.spec.evaluated)
         if kept is not None and kept[0] == FILE:
-            tensors[_ROWS], tensors[_ROW_OF] = _distinct(self.held[self.recipe.evaluated].cpu())
-        described = json.dumps(self.recipe.as_json(), sort_keys=True, ensure_ascii=False)
-        return {FILE: partial(_write, tensors, described)}
+            tensors[_ROWS], tensors[_ROW_OF] = _deduplicate_rows(
+                self.loaded_rows[self.spec.evaluated].cpu()
+            )
+        described = json.dumps(self.spec.as_json(), sort_keys=True, ensure_ascii=False)
+        return {FILE: partial(_write_models, tensors, described)}
 
 
-def models_of(loop: Loop, model: ModelSource, label: str, folder: Path | None = None) -> Models:
+def collect_models(
+    loop: Loop, model: ModelSource, label: str, folder: Path | None = None
+) -> Models:
     """Return the models of a run after its final evaluation.
 
     Args:
@@ -373,13 +406,13 @@ def models_of(loop: Loop, model: ModelSource, label: str, folder: Path | None = 
     task, settings = loop.task, loop.settings
     federation, layout, objective = task.federation, task.layout, task.objective
     y = federation.y.flatten(0, 1)
-    outputs = objective.width(y, federation.classes)
-    own = template(source(model, federation.features, outputs))
+    outputs = objective.num_outputs(y, federation.classes)
+    own = make_template(resolve_model(model, federation.features, outputs))
     evaluated: Which = settings.evaluate
     held, slots, missing = {}, layout.slots, ""
     try:
-        assert loop.evaluated is not None, "the final evaluation comes before"
-        slots, rows = plain(layout, loop.evaluated)
+        assert loop.evaluated_models is not None, "the final evaluation comes before"
+        slots, rows = remove_endpoints(layout, loop.evaluated_models)
         held = {evaluated: rows}
     except ModelError as error:
         missing = f"{loop.method.kind}: {error}"
@@ -389,25 +422,25 @@ def models_of(loop: Loop, model: ModelSource, label: str, folder: Path | None = 
         tensors |= {} if loop.method.server else {"final": (checkpoint.FILE, "state.params")}
     if not missing:
         tensors.setdefault(evaluated, (FILE, _ROWS))
-    state, hidden, fixed = _entries(own, slots, layout.rest())
-    recipe = Recipe(
+    state, hidden, fixed = _list_entries(own, slots, layout.other_tensors())
+    recipe = ModelSpec(
         label=label,
         method=loop.method.kind,
         seed=loop.rng.seed,
         rounds=loop.next_round,
         evaluated=evaluated,
         tensors=tensors,
-        model=_named(model),
+        model=_describe_named_model(model),
         module=f"{type(own).__module__}.{type(own).__qualname__}",
         outputs=outputs,
         state=state,
         hidden=hidden,
         whole=layout.arguments.whole,
-        inputs=InputForm.of(federation),
-        form=objective.forms(y)[0],
+        inputs=InputForm.from_federation(federation),
+        form=objective.possible_forms(y)[0],
         class_axis=objective.class_axis,
         class_names=federation.class_names,
-        ids=tuple(loop.record.known_as(task.ids).tolist()),
+        ids=tuple(loop.record.table_ids(task.ids).tolist()),
         names=federation.client_names,
         missing=missing,
     )
@@ -437,9 +470,9 @@ run, <study>/<method>/seed-<n>
         raise ConfigError(
             f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>"
         )
-    _require_whole(path, FILE)
+    _check_file(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
-        recipe = Recipe.from_json(json.loads((file.metadata() or {})["coterie"]))
+        recipe = ModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118 (no mapping)
         tensors = {name: file.get_tensor(name) for name in kept}
     fixed = {
@@ -450,10 +483,10 @@ run, <study>/<method>/seed-<n>
     network = model
     if network is None and recipe.model is not None:
         network = NamedModel(recipe.model["kind"], recipe.model["options"])
-    return Models(recipe, fixed, unstacked(tensors), network, folder=path)
+    return Models(recipe, fixed, unstack_fitted(tensors), network, folder=path)
 
 
-def _named(model: ModelSource) -> dict[str, Any] | None:
+def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
     """Kind and options of a model by name, as JSON holds them; None for others."""
     named = NamedModel(model) if isinstance(model, str) else model
     if not isinstance(named, NamedModel):
@@ -465,9 +498,9 @@ def _named(model: ModelSource) -> dict[str, Any] | None:
         return None
 
 
-def _entries(
+def _list_entries(
     own: nn.Module, slots: Sequence[Slot], rest: Mapping[str, Tensor]
-) -> tuple[tuple[Entry, ...], tuple[Entry, ...], dict[str, Tensor]]:
+) -> tuple[tuple[TensorEntry, ...], tuple[TensorEntry, ...], dict[str, Tensor]]:
     """Return the entries of a module's state and its other buffers in rows, and the tensors that are in no row."""
     places, fixed = {slot.name: slot for slot in slots}, {}
     # tensors with two names have the first here
@@ -480,32 +513,32 @@ def _entries(
             continue
         name = first.get(id(tensor), key)
         slot = places.get(name)
-        state.append(_entry(key, tensor, slot))
+        state.append(_make_entry(key, tensor, slot))
         if slot is None:
             fixed[key] = rest.get(name, tensor).detach().to(tensor.dtype)
     known = {one.name for one in state}
     hidden = [
-        _entry(name, tensor, places[name])
+        _make_entry(name, tensor, places[name])
         for name, tensor in once
         if name in places and name not in known
     ]
     return tuple(state), tuple(hidden), fixed
 
 
-def _entry(name: str, tensor: Tensor, slot: Slot | None) -> Entry:
+def _make_entry(name: str, tensor: Tensor, slot: Slot | None) -> TensorEntry:
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     return (
-        Entry(name, kind, shape)
+        TensorEntry(name, kind, shape)
         if slot is None
-        else Entry(name, kind, shape, slot.start, slot.stop)
+        else TensorEntry(name, kind, shape, slot.start, slot.stop)
     )
 
 
-def _said(shape: tuple[int, ...] | None) -> str:
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {shape}"
 
 
-def _distinct(
+def _deduplicate_rows(
     rows: Float[Tensor, "clients params"],
 ) -> tuple[Float[Tensor, "models params"], Int[Tensor, " clients"]]:
     """Return the models that differ, and which of them each client has."""
@@ -520,7 +553,7 @@ def _distinct(
     return rows[torch.tensor(firsts)].contiguous(), torch.tensor(index)
 
 
-def _write(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
+def _write_models(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         path,
@@ -528,17 +561,17 @@ def _write(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
     )
 
 
-def _require_whole(folder: Path, name: str) -> None:
-    fault = manifest.fault(folder, name)
+def _check_file(folder: Path, name: str) -> None:
+    fault = manifest.describe_fault(folder, name)
     if fault:
         raise CheckpointError(f"{folder}: {fault}; `coterie resume` writes it again")
 
 
-def _stored_row(
+def _load_stored_row(
     folder: Path, name: str, tensor: str, place: int, rounds: int
 ) -> Float[Tensor, " params"]:
     """Read one row of a tensor of a file, which is of so many rounds."""
-    _require_whole(folder, name)
+    _check_file(folder, name)
     with safe_open(str(folder / name), framework="pt") as file:
         found = rounds if name == FILE else json.loads((file.metadata() or {})["coterie"])["round"]
         if found != rounds:

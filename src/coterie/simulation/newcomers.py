@@ -21,12 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.data.federation import Federation
-from coterie.engine.optim import Moments
+from coterie.engine.optim import OptimizerState
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import ConfigError, require, unknown
+from coterie.errors import ConfigError, describe_unknown, require
 from coterie.exchange.base import Exchange, Reply
 from coterie.exchange.in_memory import InMemory
-from coterie.exchange.narrowed import narrowed
+from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
 from coterie.methods.base import (
     Method,
@@ -34,7 +34,7 @@ from coterie.methods.base import (
     PeerMethod,
     Round,
     State,
-    returned_round,
+    check_returned_round,
     zip_tensors,
 )
 from coterie.methods.server import ServerContext, ServerMethod
@@ -48,26 +48,28 @@ SPLIT, RECEIVED = "new_clients", "received"
 
 
 @dataclass(frozen=True)
-class Parted:
+class NewcomerSplit:
     """A federation whose clients do not all take part.
 
     Args:
         taking: those that do, as a federation of their own.
         whole: all of them: first those that take part, then the newcomers.
-        ids: the id of each row of `whole` in the federation that was given.
+        ids: the id of each row of `all_clients` in the federation that was given.
     """
 
-    taking: Federation
-    whole: Federation
+    participants: Federation
+    all_clients: Federation
     ids: Int[Tensor, " clients"]
 
     @property
-    def newcomers(self) -> Int[Tensor, " rows"]:
-        """The rows of the newcomers in `whole`."""
-        return torch.arange(len(self.taking), len(self.whole))
+    def newcomer_rows(self) -> Int[Tensor, " rows"]:
+        """The rows of the newcomers in `all_clients`."""
+        return torch.arange(len(self.participants), len(self.all_clients))
 
 
-def parted(federation: Federation, settings: Settings, method: Method, seed: int) -> Parted | None:
+def separate_newcomers(
+    federation: Federation, settings: Settings, method: Method, seed: int
+) -> NewcomerSplit | None:
     """Set newcomers apart; None where the settings ask for none.
 
     Who they are depends on the seed alone, or is told.
@@ -89,7 +91,7 @@ def parted(federation: Federation, settings: Settings, method: Method, seed: int
             f"new_clients is {settings.new_clients!r}; {method.kind} is neither a PeerMethod nor a ServerMethod, so "
             "nothing says how a client joins late"
         )
-    new = chosen(settings.new_clients, len(federation), federation.client_names, seed)
+    new = choose_newcomers(settings.new_clients, len(federation), federation.client_names, seed)
     inside = torch.ones(len(federation), dtype=torch.bool)
     inside[new] = False
     others = inside.nonzero().flatten()
@@ -99,10 +101,12 @@ def parted(federation: Federation, settings: Settings, method: Method, seed: int
             "expected two or more"
         )
     order = torch.cat([others, new])
-    return Parted(federation.part(others), federation.part(order), order)
+    return NewcomerSplit(federation.select_clients(others), federation.select_clients(order), order)
 
 
-def chosen(wanted: Any, population: int, names: Sequence[str], seed: int) -> Int[Tensor, " rows"]:
+def choose_newcomers(
+    wanted: Any, population: int, names: Sequence[str], seed: int
+) -> Int[Tensor, " rows"]:
     """Return the rows of the newcomers, ascending; see `Settings.new_clients`.
 
     Args:
@@ -115,7 +119,7 @@ def chosen(wanted: Any, population: int, names: Sequence[str], seed: int) -> Int
         ConfigError: when there is no such client, or nobody would be left.
     """
     if not isinstance(wanted, float | int):
-        return torch.tensor(sorted({_row(one, population, names) for one in wanted}))
+        return torch.tensor(sorted({_find_client(one, population, names) for one in wanted}))
     count = round(wanted * population) if wanted < 1 else round(wanted)
     require(
         wanted < 1 or wanted == count,
@@ -129,22 +133,22 @@ def chosen(wanted: Any, population: int, names: Sequence[str], seed: int) -> Int
         wanted,
         f"1 to {population - 2} of the {population} clients",
     )
-    drawn = Rng(seed).at(-1).generator("new_clients").permutation(population)[:count]
+    drawn = Rng(seed).at_round(-1).generator("new_clients").permutation(population)[:count]
     return torch.from_numpy(drawn).sort().values
 
 
-def _row(wanted: int | str, population: int, names: Sequence[str]) -> int:
+def _find_client(wanted: int | str, population: int, names: Sequence[str]) -> int:
     if isinstance(wanted, str) and wanted in names:
         return list(names).index(wanted)
     if names and isinstance(wanted, str) and not wanted.isdecimal():
-        raise ConfigError(f"new_clients: {unknown('client', wanted, names)}")
+        raise ConfigError(f"new_clients: {describe_unknown('client', wanted, names)}")
     fits = not isinstance(wanted, str) or wanted.isdecimal()
     require(fits and 0 <= int(wanted) < population, "new_clients", wanted, f"0 to {population - 1}")
     return int(wanted)
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinContext:
     """A run that newcomers join, as the process that hosts them knows it.
 
     Args:
@@ -152,7 +156,7 @@ class Joining:
         settings: of the run.
         order: of exchange and training in a round.
         rng: the random streams of the run.
-        task: of the clients hosted here, numbered as `Parted.whole` numbers them.
+        task: of the clients hosted here, numbered as `NewcomerSplit.all_clients` numbers them.
         rows: of the newcomers in it.
         exchange: the door to other clients.
         reachable: which members of the whole population they may read.
@@ -168,39 +172,45 @@ class Joining:
     reachable: Bool[Tensor, " population"]
 
     @property
-    def own(self) -> Task:
+    def newcomer_task(self) -> Task:
         """The task of the newcomers alone."""
         return self.task.rows(self.rows)
 
-    def round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
+    def make_round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
         """Return a round of some clients. Newcomers count from their first: their draws are those of any client."""
-        rng = self.rng.at(index)
+        rng = self.rng.at_round(index)
         return Round(
             index=index,
             task=task.at(rng),
-            exchange=narrowed(self.exchange, task.part, params),
+            exchange=narrow_exchange(self.exchange, task.part, params),
             rng=rng,
             reachable=self.reachable,
             local=self.settings.local,
             order=self.order,
         )
 
-    def begin(self, index: int, ids: Int[Tensor, " clients"]) -> None:
+    def begin_round(self, index: int, ids: Int[Tensor, " clients"]) -> None:
         """Start a round of these clients at the exchange."""
-        self.exchange.begin(self.rng.at(index))
-        self.exchange.enter(ids)
+        self.exchange.begin_round(self.rng.at_round(index))
+        self.exchange.set_active(ids)
 
-    def fresh_moments(self) -> Moments | None:
+    def fresh_moments(self) -> OptimizerState | None:
         """Return what the newcomers' optimizers begin with, where their state is kept."""
         keeps = self.settings.local.persistent_client_optimizer
-        return self.own.fresh_moments(self.settings.local, self.method.tracks) if keeps else None
+        return (
+            self.newcomer_task.fresh_moments(self.settings.local, self.method.tracks)
+            if keeps
+            else None
+        )
 
 
-Models = Iterator[tuple[Float[Tensor, "newcomers params"], Float[Tensor, "newcomers params"]]]
+ModelSteps = Iterator[tuple[Float[Tensor, "newcomers params"], Float[Tensor, "newcomers params"]]]
 """The newcomers' models after each step, and those that are judged on their validation data."""
 
 
-def join(loop: Loop, task: Task, parts: Parted) -> Float[Tensor, "newcomers params"]:
+def join_newcomers(
+    loop: Loop, task: Task, parts: NewcomerSplit
+) -> Float[Tensor, "newcomers params"]:
     """Let the newcomers join a run that has ended, train and be tested; the run's tables get the results.
 
     Args:
@@ -211,26 +221,33 @@ def join(loop: Loop, task: Task, parts: Parted) -> Float[Tensor, "newcomers para
     Returns:
         The tested model of each newcomer.
     """
-    rows, going = parts.newcomers, loop if loop.settings.new_client_others == "training" else None
+    rows, going = (
+        parts.newcomer_rows,
+        loop if loop.settings.new_client_others == "training" else None,
+    )
     reachable = torch.ones(task.population, dtype=torch.bool)
     if going is None:
         reachable[rows] = False
     door = InMemory(task.ids, task.population)
-    now = Joining(loop.method, loop.settings, loop.order, loop.rng, task, rows, door, reachable)
+    now = JoinContext(loop.method, loop.settings, loop.order, loop.rng, task, rows, door, reachable)
     if not isinstance(loop.method, ServerMethod):
-        models = with_peers(now, everybody(loop, task), going)
+        models = iterate_peer_models(now, join_states(loop, task), going)
     else:
         taking, last = loop.task, loop.next_round - 1
         context = ServerContext(
-            last, loop.rng.at(last), taking.layout, taking.population, None, taking.part
+            last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.part
         )
         table = loop.method.serving(context, loop.state.shared)
-        models = served(now, table) if going is None else _in_the_cohort(now, table, going)
-    return tested(now, models, loop.record, loop.next_round - 1)
+        models = (
+            iterate_served_models(now, table)
+            if going is None
+            else _iterate_cohort_models(now, table, going)
+        )
+    return evaluate_newcomers(now, models, loop.record, loop.next_round - 1)
 
 
-def tested(
-    now: Joining, models: Models, record: Record, last: int
+def evaluate_newcomers(
+    now: JoinContext, models: ModelSteps, record: Record, last: int
 ) -> Float[Tensor, "newcomers params"]:
     """Test the newcomers' last models, or those that were best on their validation data, as the settings say.
 
@@ -243,8 +260,8 @@ def tested(
     Returns:
         The tested model of each newcomer.
     """
-    own, best = now.own, now.settings.evaluate == "best_val"
-    measured = own.at(now.rng.at(last))
+    own, best = now.newcomer_task, now.settings.evaluate == "best_val"
+    measured = own.at(now.rng.at_round(last))
     everybody, unknown = torch.ones(len(own), dtype=torch.bool), own.counts("validation") == 0
     tracker: Tracker | None = None
     params = None
@@ -266,32 +283,34 @@ def tested(
 # ---------------------------------------------------------------- with a server
 
 
-def served(now: Joining, table: Float[Tensor, "models params"]) -> Models:
+def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"]) -> ModelSteps:
     """Yield the newcomers' models of a method with a server that stays as it is: as received, then after each round.
 
     Args:
         now: the run that they join.
         table: the server's models that serve clients; see `ServerMethod.serving`.
     """
-    method, own = now.method, now.own
+    method, own = now.method, now.newcomer_task
     assert isinstance(method, ServerMethod)
-    received, _ = _received(now, table)
+    received, _ = _choose_received_models(now, table)
     params, moments = received, now.fresh_moments()
     yield params, params
     for index in range(now.settings.new_client_rounds):
-        rnd = now.round(index, own.carrying(moments), params)
+        rnd = now.make_round(index, own.carrying(moments), params)
         params = method.adapt(rnd, params, received)
         moments = rnd.task.moments
         yield params, params
 
 
-def _received(now: Joining, table: Float[Tensor, "models params"]) -> tuple[Tensor, Tensor]:
+def _choose_received_models(
+    now: JoinContext, table: Float[Tensor, "models params"]
+) -> tuple[Tensor, Tensor]:
     """Return the models that newcomers receive, of all the one with the least loss; and the server's rows of them.
 
     What clients keep at home they have of their own first model.
     """
-    own, mine = now.own, now.own.init(now.rng)
-    offer = Reply.everything(table, len(own)).inbox()
+    own, mine = now.newcomer_task, now.newcomer_task.init(now.rng)
+    offer = Reply.to_every_client(table, len(own)).to_inbox()
     if not own.part.whole:
         offer = replace(offer, part=own.part, own=mine)
     losses = own.score(offer).nan_to_num(nan=torch.inf)
@@ -299,17 +318,19 @@ def _received(now: Joining, table: Float[Tensor, "models params"]) -> tuple[Tens
     return own.apply_buffer_policy(mine, chosen), chosen
 
 
-def _in_the_cohort(now: Joining, table: Float[Tensor, "models params"], loop: Loop) -> Models:
+def _iterate_cohort_models(
+    now: JoinContext, table: Float[Tensor, "models params"], loop: Loop
+) -> ModelSteps:
     """Yield the models that serve the newcomers while the run goes on with them in every cohort."""
     method, task, rows = now.method, now.task, now.rows
     assert isinstance(method, ServerMethod)
-    received, chosen = _received(now, table)
+    received, chosen = _choose_received_models(now, table)
     yield received, received
     fresh, old = method.init(task, now.rng), loop.state
     memory = (
         None
         if old.memory is None
-        else zip_tensors(fresh.memory, old.memory, _laid_into(method.kind))
+        else zip_tensors(fresh.memory, old.memory, _make_enlarger(method.kind))
     )
     state = State(torch.cat([old.params, received]), memory, method.enlarged(old.shared, chosen))
     if old.moments is not None:
@@ -321,25 +342,25 @@ def _in_the_cohort(now: Joining, table: Float[Tensor, "models params"], loop: Lo
         taking = torch.zeros(task.population, dtype=torch.bool)
         taking[rows] = True
         cohort = method.cohort(
-            state.shared, now.rng.at(index), task.population, now.settings.participation
+            state.shared, now.rng.at_round(index), task.population, now.settings.participation
         )
         taking[cohort] = True
         active = taking.nonzero().flatten()
-        now.begin(index, active)
-        part = state.take(active)
+        now.begin_round(index, active)
+        part = state.select_rows(active)
         trained = task.carrying(state.moments).rows(active)
-        rnd = replace(now.round(index, trained, part.params), reachable=taking)
-        new, _ = returned_round(method, "round", method.round(rnd, part), rnd.task)
-        state = state.put(active, replace(new, moments=rnd.task.moments))
-        now.exchange.enter(task.ids)
-        params = method.served(now.round(index, task, state.params), state)[0]
+        rnd = replace(now.make_round(index, trained, part.params), reachable=taking)
+        new, _ = check_returned_round(method, "round", method.round(rnd, part), rnd.task)
+        state = state.replace_rows(active, replace(new, moments=rnd.task.moments))
+        now.exchange.set_active(task.ids)
+        params = method.served(now.make_round(index, task, state.params), state)[0]
         yield params[rows], params[rows]
 
 
 # ---------------------------------------------------------------- peer to peer
 
 
-def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
+def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = None) -> ModelSteps:
     """Yield the newcomers' models of a peer-to-peer method, and those to judge: after the warm-up and each round.
 
     Everybody hosted here exchanges, so that the others answer as the method says. What they would
@@ -357,47 +378,50 @@ def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
     moments, theirs = now.fresh_moments(), None if going is None else going.state.moments
     reachable = now.reachable
 
-    def others(index: int) -> Int[Tensor, " active"]:
+    def choose_active_others(index: int) -> Int[Tensor, " active"]:
         """Who of the others takes part in a round, by the rule of their run."""
         if going is None or index < 0:
             return rows[:0]
-        rng, cohort = now.rng.at(going.next_round + index), torch.arange(len(going.task))
+        rng, cohort = now.rng.at_round(going.next_round + index), torch.arange(len(going.task))
         if settings.participation != 1:
             cohort = method.cohort(going.state.shared, rng, len(going.task), settings.participation)
         return cohort[~going.tracker.stopped[cohort]]
 
-    def exchanged(index: int, state: State, active: Tensor) -> State:
+    def exchange_models(index: int, state: State, active: Tensor) -> State:
         new = state
         passes = [(index, rows)] + (
             [(going.next_round + index, active)] if going is not None and len(active) else []
         )
         for number, learning in passes:
-            now.begin(number, now.task.ids)
-            rnd = now.round(number, now.task, state.params)
+            now.begin_round(number, now.task.ids)
+            rnd = now.make_round(number, now.task, state.params)
             rnd = rnd if going is None else replace(rnd, reachable=reachable)
             found, _ = method.settled_exchange(rnd, state)
-            new = new.put(learning, found.take(learning))
+            new = new.replace_rows(learning, found.select_rows(learning))
         return new
 
-    def trained(index: int, state: State, active: Tensor, local: LocalTraining) -> State:
+    def train_models(index: int, state: State, active: Tensor, local: LocalTraining) -> State:
         nonlocal moments, theirs
-        rnd = replace(now.round(index, now.own.carrying(moments), state.params[rows]), local=local)
-        found, _ = method.train(rnd, state.take(rows))
+        rnd = replace(
+            now.make_round(index, now.newcomer_task.carrying(moments), state.params[rows]),
+            local=local,
+        )
+        found, _ = method.train(rnd, state.select_rows(rows))
         moments = rnd.task.moments
-        new = state.put(rows, replace(found, moments=None))
+        new = state.replace_rows(rows, replace(found, moments=None))
         if going is not None and len(active):
             whole = now.task.rows(torch.arange(len(going.task))).carrying(theirs)
-            rnd = now.round(going.next_round + index, whole.rows(active), state.params[active])
-            found, _ = method.train(rnd, state.take(active))
+            rnd = now.make_round(going.next_round + index, whole.rows(active), state.params[active])
+            found, _ = method.train(rnd, state.select_rows(active))
             if theirs is not None:
                 theirs = zip_tensors(
                     theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b)
                 )
-            new = new.put(active, replace(found, moments=None))
+            new = new.replace_rows(active, replace(found, moments=None))
         return new
 
     for index in range(-1, settings.new_client_rounds):
-        active = others(index)
+        active = choose_active_others(index)
         if going is not None and index >= 0:
             reachable = torch.zeros_like(now.reachable)
             reachable[rows], reachable[active] = True, True
@@ -407,23 +431,23 @@ def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
             if settings.warmup_epochs is not None:
                 local = replace(local, epochs=settings.warmup_epochs, steps=None)
             if now.order == "exchange_first" and (local.steps or local.epochs):
-                state = trained(index, state, active, local)
-            now.begin(index, now.task.ids)
-            rnd = now.round(index, now.task, state.params)
-            state = state.put(rows, method.enroll(rnd, state).take(rows))
+                state = train_models(index, state, active, local)
+            now.begin_round(index, now.task.ids)
+            rnd = now.make_round(index, now.task, state.params)
+            state = state.replace_rows(rows, method.enroll(rnd, state).select_rows(rows))
             judged = state.params[rows]
         elif now.order == "train_first":
-            state = trained(index, state, active, settings.local)
+            state = train_models(index, state, active, settings.local)
             judged = state.params[rows]
-            state = exchanged(index, state, active)
+            state = exchange_models(index, state, active)
         else:
-            state = exchanged(index, state, active)
-            state = trained(index, state, active, settings.local)
+            state = exchange_models(index, state, active)
+            state = train_models(index, state, active, settings.local)
             judged = state.params[rows]
         yield state.params[rows], judged
 
 
-def everybody(loop: Loop, task: Task) -> State:
+def join_states(loop: Loop, task: Task) -> State:
     """Return the state of all clients hosted here: that of the others as a run left it, of newcomers as one begins.
 
     Args:
@@ -447,15 +471,15 @@ def everybody(loop: Loop, task: Task) -> State:
     memory = (
         None
         if old.memory is None
-        else zip_tensors(fresh.memory, old.memory, _laid_into(loop.method.kind))
+        else zip_tensors(fresh.memory, old.memory, _make_enlarger(loop.method.kind))
     )
     return State(torch.cat([published, fresh.params[count:]]), memory)
 
 
-def _laid_into(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     """What is there of the others goes to the same places of the larger table."""
 
-    def place(new: Tensor, before: Tensor) -> Tensor:
+    def enlarge_table(new: Tensor, before: Tensor) -> Tensor:
         if any(a < b for a, b in zip(new.shape, before.shape, strict=True)):
             raise ConfigError(
                 f"new_clients: {kind} remembers a table of {tuple(before.shape)} where a larger population "
@@ -465,4 +489,4 @@ def _laid_into(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
         out[tuple(slice(0, size) for size in before.shape)] = before.to(new.dtype)
         return out
 
-    return place
+    return enlarge_table

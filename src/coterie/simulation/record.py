@@ -34,13 +34,13 @@ _TYPES = {
 
 
 @dataclass
-class _Table:
+class _ColumnTable:
     """Chunks of columns; text columns hold numbers of the shared list of names."""
 
     columns: tuple[str, ...]
     chunks: list[dict[str, np.ndarray]] = field(default_factory=list)
 
-    def add(self, rows: int, **values: np.ndarray | int | float) -> None:
+    def add_rows(self, rows: int, **values: np.ndarray | int | float) -> None:
         if rows:
             chunk = {}
             for name in self.columns:
@@ -50,7 +50,7 @@ class _Table:
                 )
             self.chunks.append(chunk)
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def join_chunks(self) -> dict[str, np.ndarray]:
         """Return whole columns. They replace the chunks, since thousands of short arrays are mostly overhead."""
         out = {}
         for name in self.columns:
@@ -88,9 +88,12 @@ class Record:
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
         further = SIMILARITY_COLUMNS if similarities else ()
-        self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table((*EDGE_COLUMNS, *further))
+        self._metrics, self._edges = (
+            _ColumnTable(METRIC_COLUMNS),
+            _ColumnTable((*EDGE_COLUMNS, *further)),
+        )
 
-    def _name(self, text: str) -> int:
+    def _name_code(self, text: str) -> int:
         if text not in self.names:
             self.names.append(text)
         return self.names.index(text)
@@ -120,34 +123,34 @@ class Record:
                 ids[seen],
                 {name: value[seen.to(value.device)] for name, value in values.items()},
             )
-        clients = self.known_as(ids)
+        clients = self.table_ids(ids)
         for metric, value in sorted(values.items()):
-            self._metrics.add(
+            self._metrics.add_rows(
                 len(clients),
                 round=round,
                 client=clients,
                 cluster=self.clusters[clients],
-                split=self._name(split),
-                model=self._name(model),
-                metric=self._name(metric),
+                split=self._name_code(split),
+                model=self._name_code(model),
+                metric=self._name_code(metric),
                 value=value.detach().cpu().double().numpy(),
             )
 
-    def known_as(self, ids: Int[Tensor, " clients"]) -> np.ndarray:
+    def table_ids(self, ids: Int[Tensor, " clients"]) -> np.ndarray:
         """Return the ids in the tables of clients of the run."""
         return ids.numpy() if self.ids is None else self.ids[ids.numpy()]
 
-    def refused(self, round: int) -> list[tuple[int, int]]:
+    def list_refused(self, round: int) -> list[tuple[int, int]]:
         """Return (reader, read) of each model that its reader refused in a round."""
         out = list[tuple[int, int]]()
         for chunk in self._edges.chunks if "refused" in self.names else []:
-            found = (chunk["round"] == round) & (chunk["purpose"] == self._name("refused"))
+            found = (chunk["round"] == round) & (chunk["purpose"] == self._name_code("refused"))
             out += zip(chunk["reader"][found].tolist(), chunk["read"][found].tolist(), strict=True)
         return out
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
         """Remove the values of a split and a model in a round, which are measured again."""
-        wanted = {"round": round, "split": self._name(split), "model": self._name(model)}
+        wanted = {"round": round, "split": self._name_code(split), "model": self._name_code(model)}
         for number, chunk in enumerate(self._metrics.chunks):
             old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
             if old.any():
@@ -186,18 +189,18 @@ class Record:
         if "slots_refused" in info:
             names.append("refused")
             kind = torch.where(info["slots_refused"][asked] & ~arrived, 3, kind)
-        kinds = torch.tensor([self._name(purpose) for purpose in names])
+        kinds = torch.tensor([self._name_code(purpose) for purpose in names])
         further = {}
         for name, key in zip(SIMILARITY_COLUMNS, ("similarities", "probabilities"), strict=True):
             if self.similarities:
                 further[name] = info[key][asked].cpu().numpy() if key in info else np.nan
         if "similarity" in further:
             further["similarity"] = np.where(arrived.cpu().numpy(), further["similarity"], np.nan)
-        self._edges.add(
+        self._edges.add_rows(
             len(reader),
             round=round,
-            reader=self.known_as(reader),
-            read=self.known_as(peers[asked]),
+            reader=self.table_ids(reader),
+            read=self.table_ids(peers[asked]),
             purpose=kinds[kind].numpy(),
             weight=torch.where(arrived, weight, 0).double().cpu().numpy(),
             bytes=size.cpu().numpy(),
@@ -207,16 +210,16 @@ class Record:
     @property
     def metrics(self) -> pd.DataFrame:
         """The metrics as a data frame (see METRIC_COLUMNS)."""
-        return self._frame(self._metrics)
+        return self._make_frame(self._metrics)
 
     @property
     def edges(self) -> pd.DataFrame:
         """The edges as a data frame (see EDGE_COLUMNS and SIMILARITY_COLUMNS)."""
-        return self._frame(self._edges)
+        return self._make_frame(self._edges)
 
-    def _frame(self, table: _Table) -> pd.DataFrame:
+    def _make_frame(self, table: _ColumnTable) -> pd.DataFrame:
         columns = {}
-        for name, values in table.arrays().items():
+        for name, values in table.join_chunks().items():
             columns[name] = (
                 pd.Categorical.from_codes(values, categories=self.names)
                 if name in _NAMES
@@ -224,12 +227,12 @@ class Record:
             )
         return pd.DataFrame(columns)
 
-    def files(self) -> dict[str, bytes]:
+    def encode_files(self) -> dict[str, bytes]:
         """Return metrics.parquet and edges.parquet by name; the same bytes for the same record."""
         files = {}
         for name, table in ((METRICS, self._metrics), (EDGES, self._edges)):
             columns = {}
-            for column, values in table.arrays().items():
+            for column, values in table.join_chunks().items():
                 if column in _NAMES:
                     codes = pa.array(values, type=pa.int32())
                     columns[column] = pa.DictionaryArray.from_arrays(
@@ -250,7 +253,7 @@ class Record:
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
             tensors |= {
                 f"{prefix}.{name}": torch.from_numpy(values)
-                for name, values in table.arrays().items()
+                for name, values in table.join_chunks().items()
             }
         return tensors, list(self.names)
 

@@ -17,29 +17,29 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from coterie._util import pages
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie._util.facts import Described
-from coterie._util.importing import imported_function
-from coterie._util.names import called, few, short
-from coterie._util.settings import brief, own_functions
+from coterie._util.importing import import_function
+from coterie._util.names import format_client, format_clients, shorten_text
+from coterie._util.settings import custom_functions, format_brief
 from coterie.data.federation import Federation
-from coterie.engine.device import check as check_device
+from coterie.engine.device import check_device as check_device
 from coterie.engine.native.compiler import heard
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.losses import usual_loss
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
+from coterie.functional.losses import default_loss
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, find_metric
 from coterie.methods.base import Method
-from coterie.methods.cost import Setting
-from coterie.models.layout import ModelSource, NamedModel, own_name, source
+from coterie.methods.cost import CostSetting
+from coterie.models.layout import ModelSource, NamedModel, custom_model_name, resolve_model
 from coterie.rng import Rng
 from coterie.simulation import _memory, attackers, checkpoint
-from coterie.simulation.final_metrics import final_tests, with_value
+from coterie.simulation.final_metrics import select_defined, select_final_tests
 from coterie.simulation.loop import Loop
-from coterie.simulation.models import Kind, Models, Which, models_of
-from coterie.simulation.newcomers import Parted, join, parted
+from coterie.simulation.models import Kind, Models, Which, collect_models
+from coterie.simulation.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
 
@@ -82,7 +82,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Saved:
+class FilesSaved:
     """What a run of a study says when it has written its files: a checkpoint, or its end."""
 
     folder: Path
@@ -92,7 +92,7 @@ Observer = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run consists of, for whoever hosts its clients elsewhere.
 
     Args:
@@ -109,10 +109,10 @@ class Plan:
     model: ModelSource
     settings: Settings
     seed: int
-    attacked: attackers.Groups
+    attack_groups: attackers.AttackGroups
 
 
-Host = Callable[[Plan, Task, Record], Loop]
+HostClients = Callable[[RunPlan, Task, Record], Loop]
 """Returns the rounds of a run whose clients are hosted elsewhere: see `cluster.blocks`."""
 
 
@@ -145,8 +145,8 @@ class Run(Described):
     models: Models | None = None
 
     def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
-        """Return the model that serves a client, by its name or number: a module of your own class; see `Models`."""
-        return self._models.model(client, which)
+        """Return the model that serves a client, by its name or number: a module of your own class; see `ModelSteps`."""
+        return self._available_models.model(client, which)
 
     def predict(
         self,
@@ -157,11 +157,11 @@ class Run(Described):
         which: Which = "evaluated",
         batch_size: int = 256,
     ) -> Tensor | np.ndarray:
-        """Return what a client's model says of samples: outputs, probabilities or classes; see `Models.predict`."""
-        return self._models.predict(client, x, kind, which=which, batch_size=batch_size)
+        """Return what a client's model says of samples: outputs, probabilities or classes; see `ModelSteps.predict`."""
+        return self._available_models.predict(client, x, kind, which=which, batch_size=batch_size)
 
     @property
-    def _models(self) -> Models:
+    def _available_models(self) -> Models:
         if self.models is None:
             raise ConfigError("this run has no models; expected one that simulate returned")
         return self.models
@@ -170,31 +170,35 @@ class Run(Described):
     def metrics_by_name(self) -> pd.DataFrame:
         """The metrics with the name of each client in place of its id."""
         ids = self.metrics["client"].to_numpy()
-        known = {client: called(self.names, client) for client in sorted({*ids.tolist()})}
+        known = {client: format_client(self.names, client) for client in sorted({*ids.tolist()})}
         return self.metrics.assign(client=pd.Series(known, dtype=object).loc[ids].to_numpy())
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
-        known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
-        known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
-        tests = final_tests(table).set_index("client")
+        known, final = Metrics({**REGISTRY, **self.method.report_metrics()}), {}
+        known |= {one.name: one for one in map(find_metric, self.settings.metrics)}
+        tests = select_final_tests(table).set_index("client")
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
         for name, rows in tests.groupby("metric", sort=False, observed=True):
             metric = known[str(name)]
-            value = with_value(pd.Series(rows["value"]), losses, metric).to_numpy(float)
+            value = select_defined(pd.Series(rows["value"]), losses, metric).to_numpy(float)
             mean, away = (
                 (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
             )
-            spread = f"{metric.show(mean)} ± {metric.show(away)}"
+            spread = f"{metric.format_value(mean)} ± {metric.format_value(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = (
             f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         )
-        lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
+        lost += (
+            f" ({format_clients(self.names, self.diverged)})"
+            if self.diverged and self.names
+            else ""
+        )
         return f"Run of {self.label!r} with seed {self.seed}", {
-            "method": brief(self.method),
+            "method": format_brief(self.method),
             "clients": len(self.params),
             "rounds": last + 1,
             **final,
@@ -217,7 +221,7 @@ def simulate(
     exchange: Exchange | None = None,
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
-    host: Host | None = None,
+    host: HostClients | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -245,7 +249,7 @@ def simulate(
         CheckpointError: when no checkpoint in the folder is whole, or they belong to another run.
     """
     settings = settings or Settings()
-    _check_given(federation, method, model, settings)
+    _check_types(federation, method, model, settings)
     require(
         isinstance(seed, Integral) and 0 <= seed < 2**63,
         "seed",
@@ -255,20 +259,23 @@ def simulate(
     check_device(settings.device)
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
-    with _memory.told(settings.device), nullcontext() if folder is None else claimed(folder):
-        if folder is not None and not resume and checkpoint.exists(folder):
+    with (
+        _memory.translate_memory_errors(settings.device),
+        nullcontext() if folder is None else claim_folder(folder),
+    ):
+        if folder is not None and not resume and checkpoint.has_run(folder):
             raise RunExistsError(
                 f"{folder} holds a run already; resume it, overwrite it, or choose another folder"
             )
         began = (
-            checkpoint.engine(folder)
+            checkpoint.load_engine(folder)
             if folder is not None and resume and settings.engine == "auto"
             else {}
         )
-        parts = parted(federation, settings, method, seed)
-        attacked = attackers.chosen(federation, settings.attacking, seed)
-        federation = attackers.flipped(federation, attacked)
-        taking = federation if parts is None else parts.taking
+        parts = separate_newcomers(federation, settings, method, seed)
+        attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
+        federation = attackers.flip_labels(federation, attacked)
+        taking = federation if parts is None else parts.participants
         with (
             nullcontext()
             if notes is None
@@ -277,28 +284,30 @@ def simulate(
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
-            loop = _loop(task, federation, method, settings, seed, exchange, parts, attacked)
+            loop = _make_loop(task, federation, method, settings, seed, exchange, parts, attacked)
         else:
-            check_driver(task, taking, method, settings)
+            check_driver_memory(task, taking, method, settings)
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
-            plan = Plan(taking, method, model, fixed, seed, attacked)
-            hidden = attackers.members(attacked, task.population)
-            loop = host(plan, task, _record(federation, settings, parts, hidden))
-        identity = checkpoint.identity(method, settings, seed, taking, task, own_name(model))
+            plan = RunPlan(taking, method, model, fixed, seed, attacked)
+            hidden = attackers.make_attacker_mask(attacked, task.population)
+            loop = host(plan, task, _make_record(federation, settings, parts, hidden))
+        identity = checkpoint.compute_identity(
+            method, settings, seed, taking, task, custom_model_name(model)
+        )
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
-        with pages.kept():
-            while not loop.finished:
-                loop.step()
+        with pages.reuse_pages():
+            while not loop.is_finished:
+                loop.run_next_round()
                 if observer is not None:
-                    observer(_progress(loop, label or method.kind, seed, started))
+                    observer(_make_progress(loop, label or method.kind, seed, started))
                 if (
                     folder is not None
                     and time.perf_counter() - written >= pause
-                    and not loop.finished
+                    and not loop.is_finished
                 ):
                     begun = time.perf_counter()
-                    checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                    checkpoint.save(folder, loop, identity, _collect_timing(loop, started, earlier))
                     if saved is not None:
                         saved()
                     written = time.perf_counter()
@@ -307,33 +316,35 @@ def simulate(
                     if pause:
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
             if folder is not None:  # before the final evaluation, so that more rounds can follow
-                checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                checkpoint.save(folder, loop, identity, _collect_timing(loop, started, earlier))
                 if saved is not None:
                     saved()
-            params = loop.final()
+            params = loop.evaluate_final()
             if parts is not None:
                 # as compared with the others
                 engine = {"engine": task.engine.name, "block": task.block}
-                join(
+                join_newcomers(
                     loop,
-                    make_task(parts.whole, method, model, dataclasses.replace(settings, **engine)),
+                    make_task(
+                        parts.all_clients, method, model, dataclasses.replace(settings, **engine)
+                    ),
                     parts,
                 )
-        timing = _timing(loop, started, earlier)
-        models = models_of(loop, model, label or method.kind, folder)
+        timing = _collect_timing(loop, started, earlier)
+        models = collect_models(loop, model, label or method.kind, folder)
         if folder is not None:
-            checkpoint.finish(folder, loop, identity, timing, models.files())
+            checkpoint.finish_run(folder, loop, identity, timing, models.make_files())
             if saved is not None:
                 saved()
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder, federation.names, models,
+        folder, federation.names_by_id, models,
     )  # fmt: skip
 
 
-def reopen(
+def reopen_loop(
     folder: str | Path,
     federation: Federation,
     method: Method,
@@ -355,43 +366,47 @@ def reopen(
     Raises:
         CheckpointError: when the checkpoint is missing, damaged, or belongs to another run.
     """
-    if not checkpoint.exists(Path(folder)):
+    if not checkpoint.has_run(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun"
         )
-    parts = parted(federation, settings, method, seed)
-    attacked = attackers.chosen(federation, settings.attacking, seed)
-    federation = attackers.flipped(federation, attacked)
-    taking = federation if parts is None else parts.taking
+    parts = separate_newcomers(federation, settings, method, seed)
+    attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
+    federation = attackers.flip_labels(federation, attacked)
+    taking = federation if parts is None else parts.participants
     task = make_task(
-        taking, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder)))
+        taking, method, model, dataclasses.replace(settings, **checkpoint.load_engine(Path(folder)))
     )
-    loop = _loop(task, federation, method, settings, seed, None, parts, attacked)
+    loop = _make_loop(task, federation, method, settings, seed, None, parts, attacked)
     checkpoint.load(
         Path(folder),
         loop,
-        checkpoint.identity(method, settings, seed, taking, task, own_name(model)),
+        checkpoint.compute_identity(method, settings, seed, taking, task, custom_model_name(model)),
     )
     return loop
 
 
-def _loop(
+def _make_loop(
     task: Task,
     federation: Federation,
     method: Method,
     settings: Settings,
     seed: int,
     exchange: Exchange | None,
-    parts: Parted | None,
-    attacked: attackers.Groups,
+    parts: NewcomerSplit | None,
+    attacked: attackers.AttackGroups,
 ) -> Loop:
-    door = attackers.door(exchange or InMemory(task.ids, task.population), attacked, task, seed)
-    record = _record(federation, settings, parts, attackers.members(attacked, task.population))
+    door = attackers.wrap_exchange(
+        exchange or InMemory(task.ids, task.population), attacked, task, seed
+    )
+    record = _make_record(
+        federation, settings, parts, attackers.make_attacker_mask(attacked, task.population)
+    )
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
-def _record(
-    federation: Federation, settings: Settings, parts: Parted | None, hidden: Tensor | None
+def _make_record(
+    federation: Federation, settings: Settings, parts: NewcomerSplit | None, hidden: Tensor | None
 ) -> Record:
     truth = (
         federation.truth.cluster
@@ -399,7 +414,7 @@ def _record(
         else torch.full((federation.population,), -1)
     )
     ids = None if parts is None else parts.ids
-    return Record(truth, federation.names, ids, hidden, settings.record_similarities)
+    return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities)
 
 
 def make_task(
@@ -428,21 +443,23 @@ def make_task(
         ModelError: when the module cannot be trained on such data.
     """
     knows = "truth" in method.needs
-    local, samples = settings.local, int(federation.counts("train").sum())
+    local, samples = settings.local, int(federation.count_samples("train").sum())
     once = (
         local.epochs * samples
         if local.steps is None
         else local.steps * local.batch_size * len(federation)
     )
-    for name, path in own_functions(method).items():
-        imported_function(path, f"{method.kind}: {name} {path!r}")
+    for name, path in custom_functions(method).items():
+        import_function(path, f"{method.kind}: {name} {path!r}")
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
-    local.verify()
-    loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
+    local.check_imports()
+    loss = settings.custom_loss or default_loss(federation.y.flatten(0, 1), federation.classes)
     made = method.model(
-        source(
-            model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes)
+        resolve_model(
+            model,
+            federation.features,
+            loss.num_outputs(federation.y.flatten(0, 1), federation.classes),
         )
     )
     build = partial(
@@ -463,15 +480,15 @@ def make_task(
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
         loss=loss,
-        metrics=[read_metric(one) for one in settings.metrics],
-        own_optimizer=local.own,
+        metrics=[find_metric(one) for one in settings.metrics],
+        own_optimizer=local.custom_optimizer,
         rounds=settings.rounds,
         secret=secret,
     )
     task = build(
         federation.host(federation.ids),
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
-        pool=build(federation.pooled() if pool is None else pool)
+        pool=build(federation.pool_clients() if pool is None else pool)
         if "pool" in method.needs
         else None,
     )
@@ -480,7 +497,7 @@ def make_task(
     return task
 
 
-def _check_given(federation: object, method: object, model: object, settings: object) -> None:
+def _check_types(federation: object, method: object, model: object, settings: object) -> None:
     """Refuse what is of another kind: it would fail somewhere inside."""
     named = isinstance(model, str | NamedModel)
     for name, found, fits, words in (
@@ -505,17 +522,19 @@ def _check_given(federation: object, method: object, model: object, settings: ob
         ("settings", settings, isinstance(settings, Settings), "Settings(...)"),
     ):
         if not fits:
-            raise ConfigError(f"{name} is {short(repr(found), 80)}; expected {words}")
+            raise ConfigError(f"{name} is {shorten_text(repr(found), 80)}; expected {words}")
 
 
-def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
+def check_run(
+    federation: Federation, method: Method, model: ModelSource, settings: Settings
+) -> None:
     """Find what is impossible before anything is written: one training step, and what the method begins with.
 
     The arguments and errors are those of `make_task`; a method may refuse data that it can do
     nothing with.
     """
-    _check_given(federation, method, model, settings)
-    _forecast(
+    _check_types(federation, method, model, settings)
+    _forecast_run(
         make_task(federation, method, model, settings), federation, method, settings, stored=False
     )
 
@@ -535,48 +554,52 @@ def check_memory(
     Raises:
         ConfigError: with the numbers.
     """
-    wanted = _forecast(task, federation, method, settings, stored=stored)
-    _memory.check(wanted, settings.device, _memory.available(settings.device))
+    wanted = _forecast_run(task, federation, method, settings, stored=stored)
+    _memory.check_forecast(wanted, settings.device, _memory.available(settings.device))
 
 
-def check_driver(task: Task, federation: Federation, method: Method, settings: Settings) -> None:
+def check_driver_memory(
+    task: Task, federation: Federation, method: Method, settings: Settings
+) -> None:
     """Refuse a run that cannot fit into the memory of the process that drives blocks; see `check_memory`."""
-    moments = method.tracks * settings.local.moments * settings.local.persistent_client_optimizer
-    wanted = _memory.of_driver(
+    moments = (
+        method.tracks * settings.local.num_moments * settings.local.persistent_client_optimizer
+    )
+    wanted = _memory.forecast_driver_memory(
         clients=len(task),
         params=task.layout.size,
         itemsize=task.dtype.itemsize,
-        kept=1 + settings.keeps_best(method.server) + moments,
+        kept=1 + settings.keeps_best_models(method.server) + moments,
         data=federation.nbytes,
-        remembered=_memory.remembered(method, task)[0],
+        remembered=_memory.estimate_method_memory(method, task)[0],
         rounds=settings.rounds,
-        reads=0.0 if method.server else _reads(method, task),
+        reads=0.0 if method.server else _expected_reads(method, task),
     )
-    _memory.check(wanted, "cpu", _memory.available("cpu"))
+    _memory.check_forecast(wanted, "cpu", _memory.available("cpu"))
 
 
-def _forecast(
+def _forecast_run(
     task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
 ) -> _memory.Forecast:
-    remembered, published = _memory.remembered(method, task)
-    judges = settings.rules_of(method) is not None
+    remembered, published = _memory.estimate_method_memory(method, task)
+    judges = settings.acceptance_rules_for(method) is not None
     if judges:  # strikes and pauses, of a byte and four
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
-    reads = 0.0 if method.server else _reads(method, task)
+    reads = 0.0 if method.server else _expected_reads(method, task)
     share = (
         settings.participation
         if settings.participation <= 1
         else settings.participation / task.population
     )
-    return _memory.forecast(
+    return _memory.forecast_memory(
         clients=len(task),
         params=task.layout.size,
         itemsize=task.dtype.itemsize,
         block=task.block,
         data=federation.nbytes,
-        keeps_best=settings.keeps_best(method.server),
-        further=_memory.copies(
+        keeps_best=settings.keeps_best_models(method.server),
+        further=_memory.count_model_copies(
             server=method.server,
             whole=settings.participation == 1,
             narrowed=not task.part.whole,
@@ -584,7 +607,9 @@ def _forecast(
             train_first=(settings.order or method.order) == "train_first",
         )
         + judges,
-        moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
+        moments=method.tracks
+        * settings.local.num_moments
+        * settings.local.persistent_client_optimizer,
         remembered=remembered,
         published=published,
         rounds=0 if elsewhere else settings.rounds,  # the tables of blocks are with the driver
@@ -594,15 +619,15 @@ def _forecast(
     )
 
 
-def _reads(method: Method, task: Task) -> float:
+def _expected_reads(method: Method, task: Task) -> float:
     """Return how many models a client asks for in the first round; for a method that does not predict it, ten."""
     try:
-        return method.cost(Setting.of(task), 0).models
+        return method.cost(CostSetting.from_task(task), 0).models
     except ConfigError:
         return 10.0
 
 
-def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
+def _collect_timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
     return {
         "wall_s": time.perf_counter() - started + earlier.get("wall_s", 0.0),
         "train_s": loop.train_seconds + earlier.get("train_s", 0.0),
@@ -610,8 +635,8 @@ def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, 
     }
 
 
-def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
-    def mean(name: str) -> float:
+def _make_progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
+    def mean_validation(name: str) -> float:
         value = loop.validation.get(name)
         return float("nan") if value is None else float(value[loop.honest].nanmean())
 
@@ -621,10 +646,10 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
-        loss=mean(LOSS.name),
-        score=float("nan") if metric == LOSS.name else mean(metric),
+        loss=mean_validation(LOSS.name),
+        score=float("nan") if metric == LOSS.name else mean_validation(metric),
         seconds=time.perf_counter() - started,
-        reported=dict(loop.reported),
+        reported=dict(loop.mean_reports),
         engine=loop.task.engine.reason,
         metric=metric,
     )

@@ -14,16 +14,16 @@ from coterie._util.settings import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    parse,
-    plain,
+    parse_settings,
+    to_plain,
 )
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
 from coterie.exchange.accepting import Acceptance
 from coterie.exchange.attacking import Attack
-from coterie.functional.losses import Loss, loss_table, read_loss
-from coterie.functional.metrics import ExtraMetric, metric_name
+from coterie.functional.losses import Loss, make_loss, normalize_loss_setting
+from coterie.functional.metrics import ExtraMetric, normalize_metric_setting
 from coterie.methods.base import Method, Order, PeerMethod
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -143,8 +143,12 @@ class Settings(Configurable):
         Losses and metrics are kept as plain values. What has an import path is looked up when a run
         begins, so that results can be read where it cannot be imported.
         """
-        object.__setattr__(self, "loss", loss_table(None if self.loss == NONE else self.loss))
-        object.__setattr__(self, "metrics", tuple(metric_name(one) for one in self.metrics))
+        object.__setattr__(
+            self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
+        )
+        object.__setattr__(
+            self, "metrics", tuple(normalize_metric_setting(one) for one in self.metrics)
+        )
         every = self.validate_every
         require(
             self.eval_every % every == 0,
@@ -156,10 +160,14 @@ class Settings(Configurable):
         require(
             not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it"
         )
-        judges = None if self.acceptance is None or self.acceptance is False else self.accepts
+        judges = (
+            None if self.acceptance is None or self.acceptance is False else self.acceptance_rules
+        )
         if judges is not None:
-            object.__setattr__(self, "acceptance", plain(judges))
-        object.__setattr__(self, "attacks", tuple(plain(one) for one in self.attacking) or None)
+            object.__setattr__(self, "acceptance", to_plain(judges))
+        object.__setattr__(
+            self, "attacks", tuple(to_plain(one) for one in self.attack_list) or None
+        )
         for name in ("acceptance", "attacks"):
             fits = not getattr(self, name) or self.schedule == "synchronous"
             require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
@@ -167,29 +175,34 @@ class Settings(Configurable):
         require(fits, "attacks", self.attacks, "no new_clients with it")
 
     @property
-    def objective(self) -> Loss | None:
+    def custom_loss(self) -> Loss | None:
         """The loss; None for the one that the targets call for."""
-        return None if self.loss is None else read_loss(self.loss)
+        return None if self.loss is None else make_loss(self.loss)
 
     @property
-    def accepts(self) -> Acceptance | None:
+    def acceptance_rules(self) -> Acceptance | None:
         """The rules by which clients judge what they receive; None where they do not."""
         if self.acceptance is None or self.acceptance is False:
             return None
-        return parse(Acceptance, {} if self.acceptance is True else self.acceptance, "acceptance")
-
-    def rules_of(self, method: Method) -> Acceptance | None:
-        """Return the rules by which clients of a method judge: None for methods with a server or without exchanges."""
-        return self.accepts if isinstance(method, PeerMethod) and method.exchanges else None
-
-    @property
-    def attacking(self) -> tuple[Attack, ...]:
-        """The attacks."""
-        return tuple(
-            parse(Attack, one, f"attacks[{place}]") for place, one in enumerate(self.attacks or ())
+        return parse_settings(
+            Acceptance, {} if self.acceptance is True else self.acceptance, "acceptance"
         )
 
-    def keeps_best(self, server: bool) -> bool:
+    def acceptance_rules_for(self, method: Method) -> Acceptance | None:
+        """Return the rules by which clients of a method judge: None for methods with a server or without exchanges."""
+        return (
+            self.acceptance_rules if isinstance(method, PeerMethod) and method.exchanges else None
+        )
+
+    @property
+    def attack_list(self) -> tuple[Attack, ...]:
+        """The attacks."""
+        return tuple(
+            parse_settings(Attack, one, f"attacks[{place}]")
+            for place, one in enumerate(self.attacks or ())
+        )
+
+    def keeps_best_models(self, server: bool) -> bool:
         """Return whether the best model of each client is needed: in the final test, or to be published when it stops.
 
         Args:

@@ -56,14 +56,14 @@ class _Worker(Generic[J]):
     job: J | None = None
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def enough(device: str) -> int:
+def default_workers(device: str) -> int:
     """Return the number of processes where nobody says it: one for each core, or one for the memory of a device."""
-    return cores() if device == "cpu" else 1
+    return count_cores() if device == "cpu" else 1
 
 
 def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
@@ -83,19 +83,19 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
     waiting = iter(jobs)
     first = list(islice(waiting, max(1, workers)))
     if len(first) <= 1:
-        with one_thread():
-            use_threads(cores())
+        with use_one_thread():
+            use_threads(count_cores())
             for job in chain(first, waiting):
                 yield job, work(job, emit)
         return
     crew: list[_Worker[J]] = []
     try:
         for job in first:
-            crew.append(_start(work, job, max(1, cores() // len(first))))
+            crew.append(_start_worker(work, job, max(1, count_cores() // len(first))))
         while busy := [w for w in crew if w.job is not None]:
             for ready in wait([w.connection for w in busy]):
                 worker = next(w for w in busy if w.connection is ready)
-                yield from _listen(worker, waiting, emit)
+                yield from _receive_message(worker, waiting, emit)
     finally:
         for worker in crew:
             worker.connection.close()
@@ -105,7 +105,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """Compute with one thread, so that sums are added in the same order everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,11 +116,11 @@ def one_thread() -> Iterator[None]:
         use_threads(0)
 
 
-def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
+def _start_worker(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
-    with _undisturbed():
+    process = context.Process(target=_serve_jobs, args=(theirs, work, threads), daemon=True)
+    with _block_interrupts():
         process.start()
     theirs.close()
     ours.send(job)
@@ -128,7 +128,7 @@ def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Start processes that Ctrl-C does not reach: it comes to the whole group, even while they import; we decide."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -141,7 +141,9 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tuple[J, Any]]:
+def _receive_message(
+    worker: _Worker[J], waiting: Iterator[J], emit: Emit
+) -> Iterator[tuple[J, Any]]:
     """Receive one message of a worker; when its job is done, send it the next."""
     job = worker.job
     assert job is not None
@@ -166,30 +168,30 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
         yield job, value
 
 
-def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
+def _serve_jobs(connection: Connection, work: Work[J, Any], threads: int) -> None:
     """Run jobs in a worker process and send progress and results, until the connection closes."""
     # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     use_threads(threads)
 
-    def emit(message: object) -> None:
+    def send_progress(message: object) -> None:
         connection.send(("progress", message))
 
     # as one that was given in the main process
-    def show(message: Warning | str, *_: object, **__: object) -> None:
+    def send_warning(message: Warning | str, *_: object, **__: object) -> None:
         connection.send(("warning", message))
 
-    warnings.showwarning = show
+    warnings.showwarning = send_warning
     try:
         while True:
             job = connection.recv()
             try:
-                answer = ("done", work(job, emit))
+                answer = ("done", work(job, send_progress))
             except (CoterieError, OSError, MemoryError) as error:
                 answer = ("failed", error)
             except Exception as error:  # of a library
-                if not DiskFull.is_said_by(error):
+                if not DiskFull.matches(error):
                     raise
                 answer = ("failed", DiskFull(str(error)))
             connection.send(answer)

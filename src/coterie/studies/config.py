@@ -19,8 +19,8 @@ from typing import Any
 from coterie._util import settings as tables
 from coterie.data.build import DataConfig
 from coterie.data.datasets import OWN_KINDS
-from coterie.engine.optim import YOUNGER, LocalTraining
-from coterie.errors import ConfigError, require, unknown
+from coterie.engine.optim import ADDED_FIELDS, LocalTraining
+from coterie.errors import ConfigError, describe_unknown, require
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import (
@@ -28,16 +28,16 @@ from coterie.studies.definition import (
     MethodConfig,
     ModelConfig,
     StudyConfig,
-    called,
-    folded,
+    fold_name,
     is_label,
-    written,
+    match_methods,
+    normalize_name,
 )
-from coterie.studies.named import builtin
+from coterie.studies.named import find_builtin_studies
 
 DEFAULT_STUDY = "rotated-digits"
-_MOST_SEEDS = 10_000  # as a number of them; whoever gives a larger one means a seed
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_MAX_SEEDS = 10_000  # as a number of them; whoever gives a larger one means a seed
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
 _FREE = tuple(
     f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings")
@@ -59,15 +59,15 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
         >>> load("rotated-digits", ["rounds=3"]).settings.rounds
         3
     """
-    name, file = _find(str(source), builtin())
-    return parse({"name": name, **_read(file)}, overrides)
+    name, file = _find_study(str(source), find_builtin_studies())
+    return parse_study({"name": name, **_load_file(file)}, overrides)
 
 
 load_study = load
 """`load` as it is called among the public names."""
 
 
-def loads(
+def parse_study_text(
     text: str,
     where: str = "the study",
     overrides: Iterable[str] = (),
@@ -85,47 +85,47 @@ def loads(
         to_run: whether it shall run. To read its results no module is imported: methods that are
             not built in are `registry.StoredMethod`.
     """
-    return parse({"name": name, **_whole(text, where)}, overrides, to_run=to_run)
+    return parse_study({"name": name, **_parse_text(text, where)}, overrides, to_run=to_run)
 
 
-def parse(
+def parse_study(
     content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True
 ) -> StudyConfig:
-    """Check the table of a study file and return the study; see `loads`."""
+    """Check the table of a study file and return the study; see `parse_study_text`."""
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
-        assign(content, assignment)
+        apply_assignment(content, assignment)
     if "use_methods" in content:
-        _extend(content, {"use_methods": content.pop("use_methods")})
+        _extend_study(content, {"use_methods": content.pop("use_methods")})
     known = {"data", "model", "local", "stopping", "methods", *_RUN_KEYS, *_FREE}
     for key in content:
         if key not in known:
-            raise ConfigError(unknown("setting", key, known))
+            raise ConfigError(describe_unknown("setting", key, known))
     free = {key: content[key] for key in _FREE if key in content}
     if isinstance(number := free.get("seeds"), int) and not isinstance(number, bool):
         require(
-            1 <= number <= _MOST_SEEDS,
+            1 <= number <= _MAX_SEEDS,
             "seeds",
             number,
-            f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds",
+            f"a number of seeds, 1 to {_MAX_SEEDS}, or a list of seeds",
         )
         free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
-        free[grid] = _flat(grid, free[grid])
+        free[grid] = _flatten_grid(grid, free[grid])
     run = {key: content[key] for key in _RUN_KEYS if key in content}
-    local = tables.parse(LocalTraining, _section(content, "local"), "local")
-    stopping = _section(content, "stopping")
+    local = tables.parse_settings(LocalTraining, _get_section(content, "local"), "local")
+    stopping = _get_section(content, "stopping")
     for key in stopping:
         if key != "patience":
-            raise ConfigError(f"stopping: {unknown('key', key, ['patience'])}")
-    settings = tables.parse(Settings, {**run, **stopping, "local": local}, "study")
-    free["data"] = tables.parse(DataConfig, _section(content, "data"), "data")
-    free["model"] = tables.parse(ModelConfig, _section(content, "model"), "model")
-    free["methods"] = _methods(content.get("methods", []), settings, to_run)
-    return tables.parse(StudyConfig, {**free, "settings": settings}, "study")
+            raise ConfigError(f"stopping: {describe_unknown('key', key, ['patience'])}")
+    settings = tables.parse_settings(Settings, {**run, **stopping, "local": local}, "study")
+    free["data"] = tables.parse_settings(DataConfig, _get_section(content, "data"), "data")
+    free["model"] = tables.parse_settings(ModelConfig, _get_section(content, "model"), "model")
+    free["methods"] = _parse_methods(content.get("methods", []), settings, to_run)
+    return tables.parse_settings(StudyConfig, {**free, "settings": settings}, "study")
 
 
-def read_seeds(text: str) -> int | list[int]:
+def parse_seeds(text: str) -> int | list[int]:
     """Read what a command line says of seeds: their number, or the seeds.
 
     Raises:
@@ -143,15 +143,15 @@ def read_seeds(text: str) -> int | list[int]:
     return [int(part) for part in parts] if "," in text else int(parts[0])
 
 
-def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
-    """Return the study as plain values: `parse` of it gives the same study.
+def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
+    """Return the study as plain values: `parse_study` of it gives the same study.
 
     Args:
         study: the study.
         decided: fully resolved: with what the presets of its methods decide. Without, another
             preset in the table decides anew.
     """
-    parts = tables.plain(study)
+    parts = tables.to_plain(study)
     settings = parts.pop("settings")
     patience = settings.pop("patience", None)
     sections = {
@@ -161,19 +161,19 @@ def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
         "model": {key: value for key, value in parts["model"].items() if value != {}},
         "local": settings["local"],
         "stopping": {} if patience is None else {"patience": patience},
-        "methods": [_entry(entry, study.settings, decided) for entry in study.methods],
+        "methods": [_make_method_table(entry, study.settings, decided) for entry in study.methods],
     }
     return {key: value for key, value in sections.items() if value not in ({}, "")}
 
 
-def dumps(study: StudyConfig, *, decided: bool = True) -> str:
-    """Return the study as the text of a study file; see `table`."""
-    return tables.dumps(table(study, decided=decided))
+def format_study(study: StudyConfig, *, decided: bool = True) -> str:
+    """Return the study as the text of a study file; see `make_study_table`."""
+    return tables.to_toml(make_study_table(study, decided=decided))
 
 
-def identity(study: StudyConfig) -> dict[str, Any]:
+def make_identity(study: StudyConfig) -> dict[str, Any]:
     """Return what decides the results, as a flat table: no names, and nothing that only changes the speed."""
-    content = table(study)
+    content = make_study_table(study)
     words, speed = (
         ("name", "description", "paper", "sweep", "tune"),
         ("engine", "block", "cuda_graphs"),
@@ -185,29 +185,29 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         del content["precision"]
     if not content.get("metrics"):
         content.pop("metrics", None)
-    if not study.settings.local.own:  # said or not, it is the same
-        content["local"]["weight_decay"] = study.settings.local.arguments["weight_decay"]
+    if not study.settings.local.custom_optimizer:  # said or not, it is the same
+        content["local"]["weight_decay"] = study.settings.local.optimizer_arguments["weight_decay"]
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
-    return dict(sorted(_leaves("", content)))
+    return dict(sorted(_iterate_leaves("", content)))
 
 
-def digest(study: StudyConfig) -> str:
+def hash_study(study: StudyConfig) -> str:
     """Hash what decides the results."""
-    return hashlib.sha256(json.dumps(identity(study)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(make_identity(study)).encode()).hexdigest()[:16]
 
 
-def difference(found: StudyConfig, wanted: StudyConfig) -> str:
+def describe_difference(found: StudyConfig, wanted: StudyConfig) -> str:
     """Name the first setting in which two studies differ, or "" when they give the same results."""
-    a, b = identity(found), identity(wanted)
+    a, b = make_identity(found), make_identity(wanted)
     for key in sorted({*a, *b}):
         if a.get(key) != b.get(key):
             return f"{key} is {a.get(key)!r} there and {b.get(key)!r} here"
     return ""
 
 
-def _find(
+def _find_study(
     source: str, named: Mapping[str, Traversable], folder: Path = Path()
 ) -> tuple[str, Traversable]:
     """The name and the file of a study: one that has a name, or one at a path from a folder."""
@@ -223,11 +223,11 @@ def _find(
             raise ConfigError(
                 f"there is no study file {path}; `coterie studies` lists those that have a name"
             )
-        raise ConfigError(unknown("study", source, named))
+        raise ConfigError(describe_unknown("study", source, named))
     return path.stem, path
 
 
-def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
+def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
     """The table of a study file with all that it extends.
 
     Args:
@@ -242,12 +242,12 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    content = _whole(text, str(file), Path(str(file)).parent, (*readers, here))
-    _lead(content.get("data"), here.parent)
+    content = _parse_text(text, str(file), Path(str(file)).parent, (*readers, here))
+    _resolve_data_paths(content.get("data"), here.parent)
     return content
 
 
-def _lead(data: object, folder: Path) -> None:
+def _resolve_data_paths(data: object, folder: Path) -> None:
     """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
     options = (
         data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
@@ -264,10 +264,10 @@ def _lead(data: object, folder: Path) -> None:
             options[key] = str(folder / value)
 
 
-def _whole(
+def _parse_text(
     text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The table of a study file's text with all that it extends; see `_read`."""
+    """The table of a study file's text with all that it extends; see `_load_file`."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -282,15 +282,15 @@ def _whole(
             source,
             "the name of a study or the path of a file, as text",
         )
-        base = _read(_find(source, builtin(bases=True), folder)[1], readers)
+        base = _load_file(_find_study(source, find_builtin_studies(bases=True), folder)[1], readers)
         base.pop("name", None)
-        _extend(base, content)
+        _extend_study(base, content)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return base
 
 
-def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
+def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
     """Change the table of a study, in place, as a file says that extends it.
 
     First what it unsets goes. Then tables merge key by key, and any other value replaces.
@@ -302,34 +302,36 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
         own.pop("use_methods", None),
         own.pop("methods", {}),
     )
-    for path in _names("unset", unset):
-        _unset(base, keys(path), path)
-    _merge(base, own, "")
+    for path in _check_names("unset", unset):
+        _unset_path(base, parse_path(path), path)
+    _merge_tables(base, own, "")
     merged = base.setdefault("methods", [])
     _require_methods(merged)
     if isinstance(methods, Mapping):
         _merge_methods(merged, methods)
     else:
         _require_methods(methods)
-        there = {folded(_label(entry)): entry for entry in merged}
+        there = {fold_name(_entry_label(entry)): entry for entry in merged}
         for entry in methods:
-            label = _label(entry)
-            if folded(label) in there:
+            label = _entry_label(entry)
+            if fold_name(label) in there:
                 changed = {key: value for key, value in entry.items() if key != "label"}
-                _merge(there[folded(label)], changed, f"methods.{label}")
+                _merge_tables(there[fold_name(label)], changed, f"methods.{label}")
             elif "kind" in entry:
                 merged.append(entry)
             else:
                 raise ConfigError(
-                    f"{unknown('method', label, map(_label, merged))}; a new one needs a kind"
+                    f"{describe_unknown('method', label, map(_entry_label, merged))}; a new one needs a kind"
                 )
     if used is not None:
         base["methods"] = [
-            entry for name in _names("use_methods", used) for entry in _named(merged, name)
+            entry
+            for name in _check_names("use_methods", used)
+            for entry in _find_methods(merged, name)
         ]
 
 
-def _names(key: str, value: Any) -> list[str]:
+def _check_names(key: str, value: Any) -> list[str]:
     require(
         isinstance(value, list) and all(isinstance(name, str) for name in value),
         key,
@@ -339,25 +341,25 @@ def _names(key: str, value: Any) -> list[str]:
     return value
 
 
-def _unset(content: dict[str, Any], parts: Sequence[str], path: str) -> None:
+def _unset_path(content: dict[str, Any], parts: Sequence[str], path: str) -> None:
     """Take out what is at a path; `methods.NAME` reaches a method, or all of a kind, as `--set` does."""
     first, *rest = parts
     if first not in content:
-        raise ConfigError(f"unset {path}: {unknown('key', first, content)}")
+        raise ConfigError(f"unset {path}: {describe_unknown('key', first, content)}")
     inner = content[first]
     if not rest:
         del content[first]
     elif first == "methods":
         _require_methods(inner)
-        found, key = _named(inner, rest[0]), rest[1:]
+        found, key = _find_methods(inner, rest[0]), rest[1:]
         if not key:
             content["methods"] = [entry for entry in inner if entry not in found]
         else:
             for entry in [entry for entry in found if key[0] in entry] or found[:1]:
-                _unset(entry, key, path)
+                _unset_path(entry, key, path)
     else:
         require(isinstance(inner, dict), f"unset {path}: {first}", inner, "a table")
-        _unset(inner, rest, path)
+        _unset_path(inner, rest, path)
 
 
 def _require_methods(value: object) -> None:
@@ -365,24 +367,24 @@ def _require_methods(value: object) -> None:
     require(fits, "methods", value, "[[methods]] tables, each with a kind")
 
 
-def _label(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("label") or _kind(entry))
+def _entry_label(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("label") or _entry_kind(entry))
 
 
-def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = content.get(name, {})
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; expected a table: [{name}]")
     return value
 
 
-def _flat(name: str, grid: object) -> dict[str, list[Any]]:
+def _flatten_grid(name: str, grid: object) -> dict[str, list[Any]]:
     """A grid by dotted path, whether the paths were quoted or not."""
     if not isinstance(grid, Mapping):
         raise ConfigError(
             f"{name} is {grid!r}; expected a table with a list of values for each setting"
         )
-    flat = dict(_leaves("", grid))
+    flat = dict(_iterate_leaves("", grid))
     for path, values in flat.items():
         require(
             isinstance(values, list) and bool(values), f"{name}.{path}", values, "a list of values"
@@ -390,26 +392,28 @@ def _flat(name: str, grid: object) -> dict[str, list[Any]]:
     return flat
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The values of nested tables by dotted path; methods by their labels."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
+            yield from _iterate_leaves(f"{prefix}.{key}" if prefix else key, inner)
     elif prefix == "methods":
         for entry in value:
-            yield from _leaves(f"methods.{entry['label']}", entry)
+            yield from _iterate_leaves(f"methods.{entry['label']}", entry)
     else:
         yield prefix, value
 
 
-def _methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodConfig, ...]:
+def _parse_methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodConfig, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"methods is {value!r}; expected [[methods]] tables, each with a kind")
-    return tuple(_method(entry, settings, f"methods[{i}]", to_run) for i, entry in enumerate(value))
+    return tuple(
+        _parse_method(entry, settings, f"methods[{i}]", to_run) for i, entry in enumerate(value)
+    )
 
 
 @dataclass(frozen=True)
-class _Head(tables.Configurable):
+class _MethodHead(tables.Configurable):
     """The keys of a [[methods]] table that are not settings."""
 
     kind: str
@@ -418,10 +422,10 @@ class _Head(tables.Configurable):
     package: str = ""
 
 
-_HEAD = tuple(f.name for f in fields(_Head))
+_HEAD_KEYS = tuple(f.name for f in fields(_MethodHead))
 
 
-def _method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
+def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
     """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
 
     Where a method has a field of the same name, its own is meant; `local.NAME` says local
@@ -429,65 +433,76 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
-    head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
-    kind = registry.find(head.kind, head.package) if to_run else METHODS.get(head.kind)
-    label = written(
+    head = tables.parse_settings(
+        _MethodHead, {key: entry[key] for key in _HEAD_KEYS if key in entry}, where
+    )
+    kind = registry.find_method(head.kind, head.package) if to_run else METHODS.get(head.kind)
+    label = normalize_name(
         head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
     )
     require(is_label(label), f"{where}: label", label, LABEL)
-    own = _unknown_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
+    own = _guess_own_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"
     for key in entry:
-        if key not in own | local | run | {"local", *_HEAD}:
-            raise ConfigError(f"{where}: {unknown('key', key, own | local | run)}")
+        if key not in own | local | run | {"local", *_HEAD_KEYS}:
+            raise ConfigError(f"{where}: {describe_unknown('key', key, own | local | run)}")
 
-    def part(keys: set[str]) -> dict[str, Any]:
+    def select_keys(keys: set[str]) -> dict[str, Any]:
         return {key: value for key, value in entry.items() if key in keys}
 
-    given = {**_every(settings.local), **part(local), **_section(entry, "local")}
-    trained = tables.parse(LocalTraining, given, where)
-    settings = tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where)
+    given = {**_field_values(settings.local), **select_keys(local), **_get_section(entry, "local")}
+    trained = tables.parse_settings(LocalTraining, given, where)
+    settings = tables.parse_settings(
+        Settings, {**_field_values(settings), **select_keys(run), "local": trained}, where
+    )
     if kind is None:
         rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
         return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
-    return MethodConfig(label, tables.parse(kind, part(own), where), settings, head.paper)
+    return MethodConfig(
+        label, tables.parse_settings(kind, select_keys(own), where), settings, head.paper
+    )
 
 
-def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
+def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
     """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
     known = {
         key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))
     }
-    known = {key: kind for key, kind in known.items() if key not in YOUNGER}
-    own = set(entry) - set(known) - {"local", *_HEAD}
+    known = {key: kind for key, kind in known.items() if key not in ADDED_FIELDS}
+    own = set(entry) - set(known) - {"local", *_HEAD_KEYS}
     for key in set(entry) & set(known) - {"local"}:
         try:
-            tables.parse(known[key], {key: entry[key]}, key)
+            tables.parse_settings(known[key], {key: entry[key]}, key)
         except ConfigError:
             own.add(key)
     return own
 
 
-def _every(value: Any) -> dict[str, Any]:
+def _field_values(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
-def _entry(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any]:
+def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any]:
     """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
     method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
     if isinstance(method, registry.StoredMethod):
         return {"kind": entry.kind, "label": entry.label, **paper, **method.settings}
     own = {f.name for f in fields(method)}
 
-    def changed(mine: Any, theirs: Any) -> dict[str, Any]:
+    def find_changes(mine: Any, theirs: Any) -> dict[str, Any]:
         differs = {
-            name: value for name, value in _every(mine).items() if value != getattr(theirs, name)
+            name: value
+            for name, value in _field_values(mine).items()
+            if value != getattr(theirs, name)
         }
         return {name: tables.NONE if value is None else value for name, value in differs.items()}
 
-    local, run = changed(entry.settings.local, study.local), changed(entry.settings, study)
+    local, run = (
+        find_changes(entry.settings.local, study.local),
+        find_changes(entry.settings, study),
+    )
     hidden = {name: value for name, value in local.items() if name in own}
     said = {
         name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}
@@ -499,15 +514,15 @@ def _entry(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any
         **paper,
         **({"package": package} if package else {}),
     }
-    own_said = tables.plain(method, decided=decided)
+    own_said = tables.to_plain(method, decided=decided)
     return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
 
 
-def assign(content: dict[str, Any], assignment: str) -> None:
+def apply_assignment(content: dict[str, Any], assignment: str) -> None:
     """Put one `path=value` into the table of a study file, in place.
 
     The value is TOML; what is not TOML is taken as text. `methods.NAME.key` reaches the method of
-    that label, or else all methods of that kind; see `definition.called`.
+    that label, or else all methods of that kind; see `definition.match_methods`.
 
     Raises:
         ConfigError: when it is no assignment, or leads nowhere.
@@ -527,7 +542,7 @@ def assign(content: dict[str, Any], assignment: str) -> None:
     # labels may have spaces and letters of any script
     if bare.startswith("methods.") and '"' not in bare:
         bare = ".".join(
-            part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False)
+            part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False)
             for part in bare.split(".")
         )
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
@@ -540,18 +555,18 @@ def assign(content: dict[str, Any], assignment: str) -> None:
         raise ConfigError(
             f"--set got {assignment!r}; quote names with spaces: 'methods.\"my DAC\".tau=3'"
         )
-    _merge(content, nested, "")
+    _merge_tables(content, nested, "")
 
 
-def put(content: dict[str, Any], path: str | Sequence[str], value: Any) -> None:
-    """Put a plain value at a path, dotted or in parts, into the table of a study file; see `assign`."""
+def set_path(content: dict[str, Any], path: str | Sequence[str], value: Any) -> None:
+    """Put a plain value at a path, dotted or in parts, into the table of a study file; see `apply_assignment`."""
     nested: Any = value
-    for key in reversed(keys(path) if isinstance(path, str) else path):
+    for key in reversed(parse_path(path) if isinstance(path, str) else path):
         nested = {key: nested}
-    _merge(content, nested, "")
+    _merge_tables(content, nested, "")
 
 
-def keys(path: str) -> list[str]:
+def parse_path(path: str) -> list[str]:
     """Return the parts of a dotted path, as TOML reads it.
 
     Example:
@@ -571,13 +586,13 @@ def keys(path: str) -> list[str]:
     return parts
 
 
-def _merge(content: dict[str, Any], nested: Mapping[str, Any], path: str) -> None:
+def _merge_tables(content: dict[str, Any], nested: Mapping[str, Any], path: str) -> None:
     for key, value in nested.items():
         here = f"{path}.{key}" if path else key
         if here == "methods" and isinstance(value, Mapping):
             _merge_methods(content.get("methods", []), value)
         elif isinstance(value, Mapping) and isinstance(content.get(key), dict):
-            _merge(content[key], value, here)
+            _merge_tables(content[key], value, here)
         elif isinstance(value, Mapping) and isinstance(content.get(key), list):
             raise ConfigError(f"{here} is a list; give the whole list, as in --set '{here}=[...]'")
         else:
@@ -590,22 +605,22 @@ def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]
             raise ConfigError(
                 f"methods.{name} is a method, not a setting; expected methods.{name}.SETTING=value"
             )
-        for entry in _named(methods, name):
-            _merge(entry, change, f"methods.{name}")
+        for entry in _find_methods(methods, name):
+            _merge_tables(entry, change, f"methods.{name}")
 
 
-def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _find_methods(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """The methods of a label, or else those of a kind; see `called`."""
-    names = [(_label(entry), str(entry.get("kind"))) for entry in methods]
-    found = [methods[place] for place in called(name, names)]
+    names = [(_entry_label(entry), str(entry.get("kind"))) for entry in methods]
+    found = [methods[place] for place in match_methods(name, names)]
     if not found:
         raise ConfigError(
-            unknown("method of this study", name, {one for pair in names for one in pair})
+            describe_unknown("method of this study", name, {one for pair in names for one in pair})
         )
     return found
 
 
-def _kind(entry: Mapping[str, Any]) -> str:
+def _entry_kind(entry: Mapping[str, Any]) -> str:
     """The kind of a method, by which it is called when it has no label: not the import path that leads to its class."""
     kind = str(entry.get("kind"))
-    return registry.find(kind).kind if ":" in kind else kind
+    return registry.find_method(kind).kind if ":" in kind else kind

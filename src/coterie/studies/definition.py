@@ -19,22 +19,22 @@ OWN = "own"
 """The name of a dataset or model that is passed in Python."""
 LABEL = "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its ends, '_' not first"
 """What a label of a method may be: it names a folder. So does each part of a study's name."""
-_LONGEST = 200  # bytes
+_MAX_LABEL_BYTES = 200  # bytes
 # files of a study's folder
-_TAKEN = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}
+_RESERVED_NAMES = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}
 
 
-def written(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a name as it is kept: an accent and its letter are one sign (NFC), however they were typed."""
     return unicodedata.normalize("NFC", name)
 
 
-def folded(name: str) -> str:
+def fold_name(name: str) -> str:
     """Return what two names have in common that differ by case only, which some file systems take for one."""
-    return written(written(name).casefold())
+    return normalize_name(normalize_name(name).casefold())
 
 
-def called(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
+def match_methods(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
     """Return which methods of a study a name reaches: those of that label, or else all of that kind.
 
     A name that is written as a label or kind is goes before one that differs from it by case:
@@ -53,7 +53,7 @@ def called(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
         >>> [called(name, methods) for name in ("FedGWC", "fedgwc", "Fedgwc", "local")]
         [[0], [0, 1], [0], []]
     """
-    for read in (written, folded):
+    for read in (normalize_name, fold_name):
         for names in zip(*methods, strict=True):
             found = [place for place, own in enumerate(names) if read(own) == read(name)]
             if found:
@@ -71,7 +71,12 @@ def is_label(name: str) -> bool:
     kinds = [unicodedata.category(sign)[0] for sign in name]
     fits = all(kind in "LMN" or sign in " ._+=,()-" for kind, sign in zip(kinds, name, strict=True))
     ends = bool(name) and kinds[0] in "LN" and name[-1] not in ". "
-    return fits and ends and len(name.encode()) <= _LONGEST and folded(name) not in _TAKEN
+    return (
+        fits
+        and ends
+        and len(name.encode()) <= _MAX_LABEL_BYTES
+        and fold_name(name) not in _RESERVED_NAMES
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class ModelConfig(Configurable):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def source(self) -> NamedModel:
+    def named_model(self) -> NamedModel:
         """The model as runs take it."""
         return NamedModel(self.kind, self.options)
 
@@ -112,7 +117,7 @@ class MethodConfig(Configurable):
 
     @property
     def kind(self) -> str:
-        """The name under which a study file finds the method; see `registry.find`."""
+        """The name under which a study file finds the method; see `registry.find_method`."""
         method = self.method
         return (
             method.name
@@ -122,7 +127,7 @@ class MethodConfig(Configurable):
 
     def check(self) -> None:
         """The label can be a folder."""
-        object.__setattr__(self, "label", written(self.label))
+        object.__setattr__(self, "label", normalize_name(self.label))
         require(is_label(self.label), "label", self.label, LABEL)
 
 
@@ -160,7 +165,7 @@ class StudyConfig(Configurable):
 
     def check(self) -> None:
         """Names can be folders; methods and seeds are there, each once."""
-        object.__setattr__(self, "name", written(self.name))
+        object.__setattr__(self, "name", normalize_name(self.name))
         require(
             all(map(is_label, self.name.split("/"))),
             "name",
@@ -173,27 +178,27 @@ class StudyConfig(Configurable):
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()
         for entry in self.methods:
-            if folded(entry.label) in seen:
+            if fold_name(entry.label) in seen:
                 raise ConfigError(
                     f"two methods are called {entry.label!r}; give each a label of its own"
                 )
-            seen.add(folded(entry.label))
+            seen.add(fold_name(entry.label))
 
-    def only(self, label: str, seed: int) -> "StudyConfig":
+    def select_run(self, label: str, seed: int) -> "StudyConfig":
         """Return the study of one run: this method with this seed."""
-        return replace(self, methods=(self.entry(label),), seeds=(seed,), sweep={}, tune={})
+        return replace(self, methods=(self.find_method(label),), seeds=(seed,), sweep={}, tune={})
 
-    def entry(self, label: str) -> MethodConfig:
+    def find_method(self, label: str) -> MethodConfig:
         """Return the method of a label."""
         return next(entry for entry in self.methods if entry.label == label)
 
-    def scaled(self, label: str) -> MethodConfig:
+    def scale_method(self, label: str) -> MethodConfig:
         """Return the method of a label with every number of rounds multiplied by `scale`, 1 at least."""
-        entry = self.entry(label)
+        entry = self.find_method(label)
         if self.scale == 1:
             return entry
 
-        def shrink(value: Any) -> dict[str, int]:
+        def scale_rounds(value: Any) -> dict[str, int]:
             counts = {
                 f.name: getattr(value, f.name)
                 for f in fields(value)
@@ -205,9 +210,9 @@ class StudyConfig(Configurable):
                 if isinstance(n, int) and n
             }
 
-        method = replace(entry.method, **shrink(entry.method))  # type: ignore[type-var]
+        method = replace(entry.method, **scale_rounds(entry.method))  # type: ignore[type-var]
         patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
-        settings = replace(entry.settings, patience=patience, **shrink(entry.settings))
+        settings = replace(entry.settings, patience=patience, **scale_rounds(entry.settings))
         return replace(entry, method=method, settings=settings)
 
 

@@ -14,15 +14,15 @@ from PIL import Image
 from torch import Tensor
 
 from coterie.data.federation import TRAIN, VALIDATION, Federation
-from coterie.engine.noise import gaussian
+from coterie.engine.noise import draw_gaussian
 from coterie.models.layout import splitmix
 
-IMAGES = 10  # sample images per planted cluster
-BINS = 12  # bins of a regression target
-LARGEST = 64  # side above which a sample image is made smaller
+MAX_IMAGES = 10  # sample images per planted cluster
+NUM_BINS = 12  # bins of a regression target
+MAX_SIDE = 64  # side above which a sample image is made smaller
 
 
-def describe(federation: Federation) -> dict[str, Any]:
+def describe_federation(federation: Federation) -> dict[str, Any]:
     """Describe a federation in plain values.
 
     Args:
@@ -37,24 +37,24 @@ def describe(federation: Federation) -> dict[str, Any]:
         list of PNG images as data addresses; empty when the inputs are no images.
     """
     truth = federation.truth
-    names, labels = _labels(federation)
+    names, labels = _count_labels(federation)
     return {
         "name": federation.name,
-        "fingerprint": federation.fingerprint(),
+        "fingerprint": federation.compute_fingerprint(),
         "clients": len(federation),
         "client_names": list(federation.client_names),
         "clusters": list(truth.names) if truth is not None else [],
         "shift": list(truth.shift) if truth is not None else [],
-        "train": federation.counts("train").tolist(),
-        "validation": federation.counts("validation").tolist(),
+        "train": federation.count_samples("train").tolist(),
+        "validation": federation.count_samples("validation").tolist(),
         "classes": names,
         "labels": labels.tolist(),
         "features": list(federation.feature_names),
-        "images": _images(federation),
+        "images": _sample_images(federation),
     }
 
 
-def _labels(federation: Federation) -> tuple[list[str], Tensor]:
+def _count_labels(federation: Federation) -> tuple[list[str], Tensor]:
     """Column names, and training samples per client and column."""
     train = federation.split == TRAIN
     if federation.classes:
@@ -64,17 +64,17 @@ def _labels(federation: Federation) -> tuple[list[str], Tensor]:
     else:
         target = federation.y.double().reshape(*federation.y.shape[:2], -1)[..., 0]
         values = target[train].numpy()
-        edges = np.histogram_bin_edges(values, bins=BINS)
-        place = np.clip(np.digitize(target.numpy(), edges[1:-1]), 0, BINS - 1)
-        columns = torch.where(train, torch.from_numpy(place), BINS)
-        width = BINS
+        edges = np.histogram_bin_edges(values, bins=NUM_BINS)
+        place = np.clip(np.digitize(target.numpy(), edges[1:-1]), 0, NUM_BINS - 1)
+        columns = torch.where(train, torch.from_numpy(place), NUM_BINS)
+        width = NUM_BINS
         names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
     counts = torch.zeros(len(federation), width + 1, dtype=torch.int64)
     counts.scatter_add_(1, columns, torch.ones_like(columns))
     return names, counts[:, :width]
 
 
-def _images(federation: Federation) -> list[list[str]]:
+def _sample_images(federation: Federation) -> list[list[str]]:
     """A few training samples per planted cluster, of as many classes as there are, as PNG data addresses."""
     if not _is_image(federation):
         return []
@@ -89,19 +89,21 @@ def _images(federation: Federation) -> list[list[str]]:
         held = (federation.split[rows] == TRAIN) | (federation.split[rows] == VALIDATION)
         x, y = federation.x[rows][held], federation.y[rows][held]
         noise = 0.0 if federation.noise is None else float(federation.noise[rows].max())
-        places = _spread(y if federation.classes else torch.zeros(len(y)))
-        out.append([_png(_seen(x[place], noise, place, federation)) for place in places])
+        places = _pick_samples(y if federation.classes else torch.zeros(len(y)))
+        out.append(
+            [_encode_png(_add_noise(x[place], noise, place, federation)) for place in places]
+        )
     return out
 
 
-def _seen(image: Tensor, noise: float, place: int, federation: Federation) -> Tensor:
+def _add_noise(image: Tensor, noise: float, place: int, federation: Federation) -> Tensor:
     """Return an image with one draw of its noise, as uint8 if it was uint8."""
     if not noise or image.dtype != torch.uint8:
         return image
     deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(
         -1, *(1 for _ in image.shape[1:])
     )
-    normal = gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
+    normal = draw_gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
     return (image + 255 * deviation * noise * normal).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -111,19 +113,19 @@ def _is_image(federation: Federation) -> bool:
     return len(pixels) == 2 and min(pixels) >= 4
 
 
-def _spread(y: Tensor) -> list[int]:
+def _pick_samples(y: Tensor) -> list[int]:
     """Places of the first samples, one of each class before a second of any."""
     seen: dict[int, int] = {}
     ranked = []
     for place, label in enumerate(y.tolist()):
         turn = seen.get(label, 0)
         seen[label] = turn + 1
-        if turn < IMAGES:
+        if turn < MAX_IMAGES:
             ranked.append((turn, label, place))
-    return [place for _, _, place in sorted(ranked)[:IMAGES]]
+    return [place for _, _, place in sorted(ranked)[:MAX_IMAGES]]
 
 
-def _png(image: Tensor) -> str:
+def _encode_png(image: Tensor) -> str:
     """One input as a PNG data address; floats are stretched to the full range."""
     values = image.float()
     if image.dtype != torch.uint8:
@@ -133,7 +135,7 @@ def _png(image: Tensor) -> str:
     if pixels.ndim == 3:
         pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     picture = Image.fromarray(pixels)
-    picture.thumbnail((LARGEST, LARGEST))
+    picture.thumbnail((MAX_SIDE, MAX_SIDE))
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -21,11 +21,11 @@ from coterie.data.build import build_federation
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine.privacy import DPSGD
 from coterie.errors import DataError, require
-from coterie.exchange.overheard import Overheard
+from coterie.exchange.overheard import OverheardExchange
 from coterie.functional import membership
 from coterie.functional.metrics import EPSILON, REGISTRY, Metrics
 from coterie.rng import Rng
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import select_final_tests
 from coterie.simulation.loop import Unprotected
 from coterie.simulation.run import Settings, make_task, simulate
 from coterie.studies.definition import MethodConfig, StudyConfig
@@ -36,7 +36,7 @@ _HELD_OUT = -1
 
 
 @dataclass(frozen=True)
-class Attack:
+class LeakageResult:
     """How well an attack on a method did; ends of intervals are 95 % over samples, by the bootstrap.
 
     Args:
@@ -66,7 +66,9 @@ class Attack:
     tpr_high: float = math.nan
 
 
-def halves(federation: Federation, runs: int, rng: Rng) -> Bool[Tensor, "runs clients samples"]:
+def draw_halves(
+    federation: Federation, runs: int, rng: Rng
+) -> Bool[Tensor, "runs clients samples"]:
     """Draw which training samples are members in each run: one half of each client's, in a pair of runs the other.
 
     Args:
@@ -80,13 +82,16 @@ def halves(federation: Federation, runs: int, rng: Rng) -> Bool[Tensor, "runs cl
     train = federation.split == SPLITS["train"]
     counts = train.sum(1)
     if bool((counts < 2).any()):
-        alone = federation.name_of(int((counts < 2).nonzero()[0]))
+        alone = federation.client_name(int((counts < 2).nonzero()[0]))
         raise DataError(
             f"{alone} has one training sample; expected two or more, to hold out half of them"
         )
     member = torch.zeros(runs, *train.shape, dtype=torch.bool)
     for row, client in enumerate(federation.ids.tolist()):
-        places, stream = train[row].nonzero().flatten(), rng.generator("leakage.halves", client)
+        places, stream = (
+            train[row].nonzero().flatten(),
+            rng.generator("leakage.draw_halves", client),
+        )
         for pair in range(runs // 2):
             order = places[torch.from_numpy(stream.permutation(len(places)))]
             member[2 * pair, row, order[: len(order) // 2]] = True
@@ -94,7 +99,7 @@ def halves(federation: Federation, runs: int, rng: Rng) -> Bool[Tensor, "runs cl
     return member
 
 
-def audit(
+def audit_study(
     study: StudyConfig,
     *,
     shadows: int = 8,
@@ -102,8 +107,8 @@ def audit(
     federation: Federation | None = None,
     model: Any = None,
     data_dir: Path | None = None,
-    told: Callable[[str], None] = lambda _text: None,
-) -> Iterator[Attack]:
+    notify: Callable[[str], None] = lambda _text: None,
+) -> Iterator[LeakageResult]:
     """Attack each method of a study, without DP-SGD and with it.
 
     Args:
@@ -115,7 +120,7 @@ def audit(
         federation: the data; those of the study when None.
         model: the model; that of the study when None.
         data_dir: where datasets are.
-        told: hears what is being done.
+        notify: called with a line on what is being done.
 
     Yields:
         For each method, without and with DP-SGD: the attack by the loss, and the one by likelihood
@@ -124,37 +129,37 @@ def audit(
     require(shadows >= 6 and shadows % 2 == 0, "shadows", shadows, "an even number, 6 or more")
     seed = study.seeds[0]
     whole = federation or build_federation(study.data, seed, data_dir)
-    member = halves(whole, shadows, Rng(seed))
-    network = model if model is not None else study.model.source
+    member = draw_halves(whole, shadows, Rng(seed))
+    network = model if model is not None else study.model.named_model
     for label in [entry.label for entry in study.methods]:
-        entry = study.scaled(label)
+        entry = study.scale_method(label)
         own = entry.settings.local
         levels = [replace(own, dp=None)]
-        if own.private or private:
-            levels.append(replace(own, dp=own.private or private))
+        if own.dp_settings or private:
+            levels.append(replace(own, dp=own.dp_settings or private))
         for local in levels:
             settings = replace(entry.settings, local=local)
-            yield from _attacked(entry, settings, network, whole, member, told)
+            yield from _attack_method(entry, settings, network, whole, member, notify)
 
 
-def _attacked(
+def _attack_method(
     entry: MethodConfig,
     settings: Settings,
     model: Any,
     federation: Federation,
     member: Bool[Tensor, "runs clients samples"],
-    told: Callable[[str], None],
-) -> Iterator[Attack]:
+    notify: Callable[[str], None],
+) -> Iterator[LeakageResult]:
     """Run one method with each half, and attack it."""
     task = make_task(federation, entry.method, model, settings)
-    dp = settings.local.private
+    dp = settings.local.dp_settings
     epsilons, scores, losses, target = [], [], [], "published"
     for run in range(len(member)):
-        told(f"{entry.label}{'' if dp is None else ', private'}: run {run + 1} of {len(member)}")
+        notify(f"{entry.label}{'' if dp is None else ', private'}: run {run + 1} of {len(member)}")
         split = federation.split.masked_fill(
             (federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT
         )
-        ear = Overheard(federation.ids, federation.population)
+        ear = OverheardExchange(federation.ids, federation.population)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Unprotected)
             done = simulate(
@@ -165,19 +170,19 @@ def _attacked(
                 seed=run,
                 exchange=ear,
             )
-        tests = final_tests(done.metrics)
+        tests = select_final_tests(done.metrics)
         values = {
             str(name): rows["value"].to_numpy(float)
             for name, rows in tests.groupby("metric", observed=True)
         }
         if EPSILON.name in values:
             epsilons.append(float(values.pop(EPSILON.name).max()))
-        scores.append(float(values[Metrics(REGISTRY).main(values)].mean()))
+        scores.append(float(values[Metrics(REGISTRY).choose_main(values)].mean()))
         rows = [
-            ear.heard.get(client, done.params[row])
+            ear.published_models.get(client, done.params[row])
             for row, client in enumerate(federation.ids.tolist())
         ]
-        if not ear.heard:
+        if not ear.published_models:
             target = "unpublished"
         elif any(len(row) != task.layout.size for row in rows):
             target = "part"
@@ -191,24 +196,24 @@ def _attacked(
         "target": target,
     }
     if target == "part":
-        yield Attack(**common, attack="loss")
+        yield LeakageResult(**common, attack="loss")
         return
     train = federation.split == SPLITS["train"]
     truth = torch.stack([each[train] for each in member])
     counts = train.sum(1)
     used = torch.arange(losses[0].shape[1]) < counts[:, None]
-    found = membership.confidence(torch.stack([each[used] for each in losses]))
+    found = membership.logit_confidence(torch.stack([each[used] for each in losses]))
     for name, values in (("loss", found), ("lira", membership.likelihood_ratio(found, truth))):
-        yield Attack(**common, attack=name, **rated(values, truth))
+        yield LeakageResult(**common, attack=name, **rate_attack(values, truth))
 
 
-def rated(
+def rate_attack(
     values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]
 ) -> dict[str, Any]:
     """Return how well scores tell members from others, with intervals over samples; all runs together."""
-    draws: Int[Tensor, "times samples"] = membership.resampled(values.shape[1], _DRAWS)
+    draws: Int[Tensor, "times samples"] = membership.draw_bootstrap(values.shape[1], _DRAWS)
     out = {}
-    for name, measure in (("auc", membership.auc), ("tpr", membership.true_positives)):
+    for name, measure in (("auc", membership.attack_auc), ("tpr", membership.true_positive_rate)):
         out[name] = measure(values.flatten(), member.flatten())
         every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
         low, high = (
@@ -220,12 +225,12 @@ def rated(
     return out
 
 
-def as_table(attacks: list[Attack]) -> list[Mapping[str, Any]]:
+def make_table(attacks: list[LeakageResult]) -> list[Mapping[str, Any]]:
     """Return attacks as plain values for JSON: NaN and infinity are None and "infinite"."""
 
-    def plain(value: Any) -> Any:
+    def to_plain(value: Any) -> Any:
         if not isinstance(value, float) or math.isfinite(value):
             return value
         return "infinite" if math.isinf(value) else None
 
-    return [{name: plain(value) for name, value in asdict(one).items()} for one in attacks]
+    return [{name: to_plain(value) for name, value in asdict(one).items()} for one in attacks]

@@ -4,16 +4,16 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 
 
-def builtin(*, bases: bool = False) -> dict[str, Traversable]:
+def find_builtin_studies(*, bases: bool = False) -> dict[str, Traversable]:
     """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
 
-    def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
+    def find_files(folder: Traversable, prefix: str) -> dict[str, Traversable]:
         found: dict[str, Traversable] = {}
         for item in folder.iterdir():
             if item.is_dir():
-                found |= walk(item, f"{prefix}{item.name}/")
+                found |= find_files(item, f"{prefix}{item.name}/")
             elif item.name.endswith(".toml") and (bases or not item.name.startswith("_")):
                 found[prefix + item.name.removesuffix(".toml")] = item
         return found
 
-    return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))
+    return dict(sorted(find_files(resources.files("coterie.studies") / "builtin", "").items()))

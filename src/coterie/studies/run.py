@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 
 from coterie._util import manifest
-from coterie._util.claims import LOCK, claimed, in_use
+from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
@@ -36,24 +36,32 @@ from coterie.errors import (
     CoterieError,
     FolderInUse,
     RunExistsError,
+    describe_unknown,
     require,
-    unknown,
 )
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
-from coterie.results.coverage import Standing
+from coterie.results.coverage import RunStatus
 from coterie.simulation import checkpoint, models
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Note, Observer, Progress, Saved, check, reopen, simulate
+from coterie.simulation.run import (
+    FilesSaved,
+    Note,
+    Observer,
+    Progress,
+    check_run,
+    reopen_loop,
+    simulate,
+)
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
-from coterie.studies.describe import describe
+from coterie.studies.describe import describe_federation
 
 CONFIG = "config.toml"
-FAILURE = ".failure.txt"
-SHARED = Path("/dev/shm")
+FAILURE_FILE = ".failure.txt"
+SHARED_MEMORY = Path("/dev/shm")
 FederationSource = Federation | Callable[[int], Federation]
 
 
@@ -110,12 +118,12 @@ class Study(Described):
         return pd.DataFrame(self.summary["rows"], columns=columns)
 
     def gains(self) -> dict[str, Any]:
-        """Return what collaboration was worth to each client; see `summary.gains`."""
-        return summary.gains(self.folder)
+        """Return what collaboration was worth to each client; see `summary.compute_study_gains`."""
+        return summary.compute_study_gains(self.folder)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _JobWithData:
     """A job with its data, which all workers share; None where they do not fit into the shared memory."""
 
     job: Job
@@ -126,7 +134,7 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Jobs:
+class _StudyWork:
     """What a worker needs to do any job of a study; `plan(given, emit)` does one."""
 
     config: StudyConfig
@@ -136,23 +144,23 @@ class _Jobs:
     model: ModelSource | None
     run: Callable[..., object] = simulate
 
-    def __call__(self, given: _Given, emit: Callable[[object], None]) -> bool:
+    def __call__(self, given: _JobWithData, emit: Callable[[object], None]) -> bool:
         """Do a job, if no other process has it; return whether that is so."""
         job, folder = given.job, run_folder(self.folder, given.job)
-        entry = self.config.scaled(job.label)
+        entry = self.config.scale_method(job.label)
         try:
-            with claimed(folder):
-                if _whole(folder):  # another process has done it since it was listed
+            with claim_folder(folder):
+                if _is_complete(folder):  # another process has done it since it was listed
                     return False
-                (folder / FAILURE).unlink(missing_ok=True)
-                own = self.config.only(job.label, job.seed)
-                _check_same(own, self.folder)
-                manifest.replace_files(folder, {CONFIG: config.dumps(own).encode()})
-                emit(Saved(folder))
+                (folder / FAILURE_FILE).unlink(missing_ok=True)
+                own = self.config.select_run(job.label, job.seed)
+                _check_same_settings(own, self.folder)
+                manifest.replace_files(folder, {CONFIG: config.format_study(own).encode()})
+                emit(FilesSaved(folder))
                 self.run(
-                    given.federation or self.data(job.seed),
+                    given.federation or self.make_federation(job.seed),
                     entry.method,
-                    model=self.network,
+                    model=self.model_source,
                     settings=entry.settings,
                     seed=job.seed,
                     label=job.label,
@@ -160,48 +168,48 @@ class _Jobs:
                     resume=True,
                     observer=emit,
                     notes=emit,
-                    saved=lambda: emit(Saved(folder)),
+                    saved=lambda: emit(FilesSaved(folder)),
                 )
         except FolderInUse:
             return False
         except (CoterieError, OSError, MemoryError) as error:
-            note_failure(folder, error)
+            write_failure(folder, error)
             raise
         return True
 
-    def folder_of(self, given: _Given) -> Path:
+    def folder_of(self, given: _JobWithData) -> Path:
         """The folder of a job."""
         return run_folder(self.folder, given.job)
 
-    def moved(self, folder: Path) -> "_Jobs":
+    def moved(self, folder: Path) -> "_StudyWork":
         """The same jobs in another folder, on another machine: each brings its data."""
         return replace(self, folder=folder, federation=None, data_dir=None)
 
     @property
-    def network(self) -> ModelSource:
+    def model_source(self) -> ModelSource:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
             raise ConfigError(
                 "this study has a module of your own; give it from Python: run_study(..., model=...)"
             )
-        return self.config.model.source if self.model is None else self.model
+        return self.config.model.named_model if self.model is None else self.model
 
-    def check(self, federation: Federation) -> None:
+    def check_methods(self, federation: Federation) -> None:
         """Find what is impossible before anything is written: one training step of each method's model, no more."""
         for entry in self.config.methods:
             engine = entry.settings.engine
             if engine not in ("auto", *ENGINES):
-                raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
+                raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            check(federation, entry.method, self.network, quick)
+            check_run(federation, entry.method, self.model_source, quick)
 
-    def shared(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
+    def data_to_send(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
         """The federation of a seed if a job shall bring it: None where its worker makes it, or it is too large."""
         if over is None:
-            return _shared(self.data(seed)) if crew > 1 else None
-        return self.data(seed) if over.far else None
+            return _fit_shared_memory(self.make_federation(seed)) if crew > 1 else None
+        return self.make_federation(seed) if over.far else None
 
-    def data(self, seed: int) -> Federation:
+    def make_federation(self, seed: int) -> Federation:
         """The federation of a seed."""
         if isinstance(self.federation, Federation):
             return self.federation
@@ -211,18 +219,18 @@ class _Jobs:
             raise ConfigError(
                 "this study has data of your own; give them from Python: run_study(..., federation=...)"
             )
-        return _federation(config.dumps(self.config), seed, self.data_dir)
+        return _federation(config.format_study(self.config), seed, self.data_dir)
 
 
 @lru_cache(maxsize=1)
 def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
     """The federation of a study file and a seed; the last one is kept, since jobs come seed by seed."""
-    return build_federation(config.loads(study, to_run=False).data, seed, data_dir)
+    return build_federation(config.parse_study_text(study, to_run=False).data, seed, data_dir)
 
 
-def _shared(federation: Federation) -> Federation | None:
+def _fit_shared_memory(federation: Federation) -> Federation | None:
     """The federation, if the shared memory of this machine has room for it: containers often have little."""
-    room = shutil.disk_usage(SHARED).free if SHARED.exists() else federation.nbytes
+    room = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else federation.nbytes
     return federation if federation.nbytes <= room else None
 
 
@@ -267,52 +275,62 @@ def run_study(
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     folder = Path(out) / study.name
-    plan = _Jobs(study, folder, None if data_dir is None else Path(data_dir), federation, model)
+    plan = _StudyWork(
+        study, folder, None if data_dir is None else Path(data_dir), federation, model
+    )
     _check_folder(study, folder, resume, overwrite)
     _federation.cache_clear()  # the file that it was read from may have changed
-    first = plan.data(study.seeds[0])
+    first = plan.make_federation(study.seeds[0])
     if resume:
         _check_data(study, folder, first)
-    plan.check(first)
-    _prepare(study, folder, first, resume=resume, overwrite=overwrite and not resume)
+    plan.check_methods(first)
+    _prepare_folder(study, folder, first, resume=resume, overwrite=overwrite and not resume)
 
-    def emit(message: object) -> None:
+    def notify_observers(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
         if notes is not None and isinstance(message, Note):
             notes(message)
 
-    left = [job for job in jobs_of(study) if not _whole(run_folder(folder, job))]
-    while waiting := [job for job in left if not in_use(run_folder(folder, job))]:
+    left = [job for job in list_jobs(study) if not _is_complete(run_folder(folder, job))]
+    while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
         given = (
-            _Given(job, plan.shared(job.seed, over, crew))
+            _JobWithData(job, plan.data_to_send(job.seed, over, crew))
             for job in waiting
-            if _open(run_folder(folder, job))
+            if _is_open(run_folder(folder, job))
         )
-        mine = {one.job for one, did in (over or fan_out)(plan, given, crew, emit) if did}
-        left = [job for job in left if job not in mine and not _whole(run_folder(folder, job))]
-    elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
-    done = _read(study, folder)
-    summary.write_files(
+        mine = {
+            one.job for one, did in (over or fan_out)(plan, given, crew, notify_observers) if did
+        }
+        left = [
+            job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
+        ]
+    elsewhere = {
+        job: who for job in list_jobs(study) if (who := find_owner(run_folder(folder, job)))
+    }
+    done = _summarize_runs(study, folder)
+    summary.write_study_files(
         folder, {summary.SUMMARY: json.dumps(done.summary, indent=1, ensure_ascii=False)}
     )
     return replace(done, elsewhere=elsewhere)
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether a run is finished and nothing is damaged; its checkpoint and its models may have been deleted."""
     kept = [
         name
         for name in (CONFIG, checkpoint.FILE, models.FILE)
         if name == CONFIG or (folder / name).exists()
     ]
-    return checkpoint.finished(folder) and not any(manifest.fault(folder, name) for name in kept)
+    return checkpoint.is_finished(folder) and not any(
+        manifest.describe_fault(folder, name) for name in kept
+    )
 
 
-def _open(folder: Path) -> bool:
+def _is_open(folder: Path) -> bool:
     """Whether a run is still to be done, and no other process is doing it."""
-    return not _whole(folder) and not in_use(folder)
+    return not _is_complete(folder) and not find_owner(folder)
 
 
 def resume_study(
@@ -335,14 +353,14 @@ def resume_study(
         ConfigError: when there is no study in the folder, or a package that has one of its methods
             is missing.
     """
-    study, out = stored(folder, to_run=True)
+    study, out = load_stored_study(folder, to_run=True)
     return run_study(
         study, out=out, data_dir=data_dir, workers=workers, resume=True, federation=federation, model=model,
         observer=observer, over=over,
     )  # fmt: skip
 
 
-def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
+def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
     A folder that was renamed gives its name to the study; in the files of its runs the earlier name
@@ -350,7 +368,7 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
 
     Args:
         folder: of a study, or of one of its runs.
-        to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
+        to_run: whether it shall go on; to read its results needs no method, see `config.parse_study_text`.
 
     Raises:
         ConfigError: when there is none, or it shall go on and a package that has one of its methods
@@ -363,9 +381,9 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
         raise ConfigError(
             f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made"
         )
-    if (path / manifest.FILE).exists() and (fault := manifest.fault(path, CONFIG)):
+    if (path / manifest.FILE).exists() and (fault := manifest.describe_fault(path, CONFIG)):
         raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
-    study = config.loads(
+    study = config.parse_study_text(
         (path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run
     )
     depth = len(Path(study.name).parts)
@@ -404,21 +422,26 @@ def reopen_run(
     path = Path(folder)
     if not (path / CONFIG).exists():
         raise ConfigError(f"{folder} holds no run: no {CONFIG}; expected <study>/<method>/seed-<n>")
-    found = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
+    found = config.parse_study_text((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
     if len(found.methods) != 1 or len(found.seeds) != 1:
         raise ConfigError(
             f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>"
         )
-    plan = _Jobs(
+    plan = _StudyWork(
         found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model
     )
-    entry, seed = found.scaled(found.methods[0].label), found.seeds[0]
-    return reopen(
-        path, plan.data(seed), entry.method, model=plan.network, settings=entry.settings, seed=seed
+    entry, seed = found.scale_method(found.methods[0].label), found.seeds[0]
+    return reopen_loop(
+        path,
+        plan.make_federation(seed),
+        entry.method,
+        model=plan.model_source,
+        settings=entry.settings,
+        seed=seed,
     )
 
 
-def read_study(folder: str | Path) -> Study:
+def load_study_results(folder: str | Path) -> Study:
     """Read the finished runs of a study again; nothing is written.
 
     Args:
@@ -428,11 +451,11 @@ def read_study(folder: str | Path) -> Study:
         ConfigError: when there is no study in the folder.
         DataError: when no run of it is there.
     """
-    study, out = stored(folder)
-    return _read(study, out / study.name)
+    study, out = load_stored_study(folder)
+    return _summarize_runs(study, out / study.name)
 
 
-def found_studies(out: str | Path) -> list[Path]:
+def find_studies(out: str | Path) -> list[Path]:
     """Return the folders of the studies under a folder."""
     return [
         path.parent
@@ -441,13 +464,13 @@ def found_studies(out: str | Path) -> list[Path]:
     ]
 
 
-def study_standings(folder: Path) -> list[Standing]:
+def list_standings(folder: Path) -> list[RunStatus]:
     """Say how each run of the study in a folder stands; every file of them is read."""
-    runs, problems = summary.find_runs([folder]) if summary.holds_runs(folder) else ([], [])
-    return summary.standings(runs, problems, folder)
+    runs, problems = summary.load_runs([folder]) if summary.has_runs(folder) else ([], [])
+    return summary.list_run_statuses(runs, problems, folder)
 
 
-def jobs_of(study: StudyConfig) -> list[Job]:
+def list_jobs(study: StudyConfig) -> list[Job]:
     """Return the runs of a study, seed by seed."""
     return [Job(entry.label, seed) for seed in study.seeds for entry in study.methods]
 
@@ -457,26 +480,26 @@ def run_folder(folder: Path, job: Job) -> Path:
     return folder / job.label / f"seed-{job.seed}"
 
 
-def note_failure(folder: Path, error: BaseException) -> None:
+def write_failure(folder: Path, error: BaseException) -> None:
     """Keep the error of a run beside its files, for `coterie status`; its next start forgets it."""
     with suppress(OSError):  # the disk may be what failed
-        (folder / FAILURE).write_text(
+        (folder / FAILURE_FILE).write_text(
             " ".join(str(error).split()) or type(error).__name__, encoding="utf-8"
         )
 
 
-def failure(folder: Path) -> str:
+def load_failure(folder: Path) -> str:
     """Return the error with which the last start of a run ended; "" where it had none."""
     try:
-        return (folder / FAILURE).read_text(encoding="utf-8", errors="replace")[:300]
+        return (folder / FAILURE_FILE).read_text(encoding="utf-8", errors="replace")[:300]
     except OSError:
         return ""
 
 
-def _read(study: StudyConfig, folder: Path) -> Study:
+def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
     """Return what a study came to."""
-    runs, problems = summary.find_runs([folder])
-    content = summary.json_ready(summary.summary_of(runs, folder, problems))
+    runs, problems = summary.load_runs([folder])
+    content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
     diverged = {}
     for run in runs:
         lost = run.metrics.loc[
@@ -484,8 +507,8 @@ def _read(study: StudyConfig, folder: Path) -> Study:
         ].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    server = any(summary.declared(run, "server") for run in runs)
-    return Study(folder, study, content, diverged, server, names=summary.client_names(runs))
+    server = any(summary.find_declared_value(run, "server") for run in runs)
+    return Study(folder, study, content, diverged, server, names=summary.merge_client_names(runs))
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
@@ -500,78 +523,86 @@ def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: boo
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
     if resume:
-        _check_same(study, folder)
+        _check_same_settings(study, folder)
     elif not overwrite:
         raise RunExistsError(
             f"{folder} exists; go on with it with --resume, start again with --overwrite, or choose another --out"
         )
 
 
-def _check_same(study: StudyConfig, folder: Path) -> None:
+def _check_same_settings(study: StudyConfig, folder: Path) -> None:
     """Every run that is there must be the run that the study asks for."""
     for entry in study.methods:
         for seed in study.seeds:
             path = run_folder(folder, Job(entry.label, seed)) / CONFIG
-            if manifest.fault(path.parent, CONFIG):  # missing, or damaged: it is written again
+            if manifest.describe_fault(
+                path.parent, CONFIG
+            ):  # missing, or damaged: it is written again
                 continue
             try:
-                found = config.loads(path.read_text(encoding="utf-8"), str(path), to_run=False)
+                found = config.parse_study_text(
+                    path.read_text(encoding="utf-8"), str(path), to_run=False
+                )
             except ConfigError as error:
                 raise CheckpointError(
                     f"{path} is damaged ({error}); delete its folder to run it again"
                 ) from error
-            wanted = study.only(entry.label, seed)
-            if config.digest(found) != config.digest(wanted):
-                change = config.difference(found, wanted)
+            wanted = study.select_run(entry.label, seed)
+            if config.hash_study(found) != config.hash_study(wanted):
+                change = config.describe_difference(found, wanted)
                 raise CheckpointError(
                     f"{path.parent} was run with other settings ({change}); --overwrite starts again, --out keeps both"
                 )
 
 
-def _describes(study: StudyConfig, folder: Path) -> bool:
+def _describes_data(study: StudyConfig, folder: Path) -> bool:
     """Whether a folder has the description of the data of a study's first seed, whole."""
-    if any(manifest.fault(folder, name) for name in (CONFIG, summary.FEDERATION)):
+    if any(manifest.describe_fault(folder, name) for name in (CONFIG, summary.FEDERATION)):
         return False
-    return stored(folder)[0].seeds[0] == study.seeds[0]
+    return load_stored_study(folder)[0].seeds[0] == study.seeds[0]
 
 
 def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
     """The data must be those that the study began with: the settings cannot tell, where data come from a file."""
-    if not _describes(study, folder):
+    if not _describes_data(study, folder):
         return
     described = json.loads((folder / summary.FEDERATION).read_text(encoding="utf-8"))["fingerprint"]
-    if described != first.fingerprint():
+    if described != first.compute_fingerprint():
         raise CheckpointError(
-            f"{folder} was run with other data (their fingerprint is {described} there and {first.fingerprint()} "
+            f"{folder} was run with other data (their fingerprint is {described} there and {first.compute_fingerprint()} "
             "here); --overwrite starts again, --out keeps both"
         )
 
 
 def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     """The study with the seeds that are there already: going on with other seeds adds to them."""
-    if manifest.fault(folder, CONFIG):  # there is none, or it is damaged: it is written again
+    if manifest.describe_fault(
+        folder, CONFIG
+    ):  # there is none, or it is damaged: it is written again
         return study
-    there = stored(folder)[0].seeds
+    there = load_stored_study(folder)[0].seeds
     return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
 
 
-def _prepare(
+def _prepare_folder(
     study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool
 ) -> None:
     """Make the study's folder: what is run, and on which data."""
     if overwrite and folder.exists():
         with ExitStack() as all_of_it:
             for lock in folder.rglob(LOCK):
-                all_of_it.enter_context(claimed(lock.parent))
+                all_of_it.enter_context(claim_folder(lock.parent))
             shutil.rmtree(folder)
-    described = json.dumps(describe(federation)) + "\n"
+    described = json.dumps(describe_federation(federation)) + "\n"
     # the seeds that are there are read and written as one
-    with claimed(folder, wait=summary.STUDY_WAIT):
-        other = resume and (folder / summary.FEDERATION).exists() and not _describes(study, folder)
+    with claim_folder(folder, wait=summary.STUDY_WAIT):
+        other = (
+            resume and (folder / summary.FEDERATION).exists() and not _describes_data(study, folder)
+        )
         kept = (
             {}
-            if other and not manifest.fault(folder, summary.FEDERATION)
+            if other and not manifest.describe_fault(folder, summary.FEDERATION)
             else {summary.FEDERATION: described}
         )
-        content = config.dumps(_with_stored_seeds(study, folder) if resume else study)
-        summary.write_files(folder, {CONFIG: content, **kept})
+        content = config.format_study(_with_stored_seeds(study, folder) if resume else study)
+        summary.write_study_files(folder, {CONFIG: content, **kept})

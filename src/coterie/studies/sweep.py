@@ -17,23 +17,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import ConfigError, RunExistsError, unknown
+from coterie.errors import ConfigError, RunExistsError, describe_unknown
 from coterie.models.layout import ModelSource
-from coterie.results.coverage import Standing, as_json, common
-from coterie.results.summary import SUMMARY, holds_runs, json_ready, summarize, write_files
+from coterie.results.coverage import RunStatus, find_common_seeds, statuses_to_json
+from coterie.results.summary import (
+    SUMMARY,
+    has_runs,
+    replace_nonfinite,
+    summarize_study,
+    write_study_files,
+)
 from coterie.simulation.run import Note, Observer
 from coterie.simulation.workers import FanOut
 from coterie.studies import config
-from coterie.studies.config import keys, put
-from coterie.studies.definition import StudyConfig, called
-from coterie.studies.run import CONFIG, FederationSource, Study, read_study, run_study, stored
+from coterie.studies.config import parse_path, set_path
+from coterie.studies.definition import StudyConfig, match_methods
+from coterie.studies.run import (
+    CONFIG,
+    FederationSource,
+    Study,
+    load_stored_study,
+    load_study_results,
+    run_study,
+)
 
 _FEDERATED = ("data", "model")
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]+")
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _SweepAxis:
     """One setting that varies.
 
     Args:
@@ -45,43 +58,43 @@ class _Axis:
     values: Sequence[Any]
 
     @property
-    def own_study(self) -> bool:
+    def makes_studies(self) -> bool:
         """Whether each value makes a separate study."""
         return self.path[0] in _FEDERATED
 
-    def tag(self, value: Any) -> str:
+    def format_tag(self, value: Any) -> str:
         """Return a name of a value that can be part of a folder's name."""
         text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
         return f"{self.path[-1]}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
 
 
-def expand(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
+def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
     """Return the studies of a sweep; the study itself when it sweeps nothing.
 
     Args:
         study: the sweep.
-        to_run: whether they shall run; to read their results needs no method, see `config.loads`.
+        to_run: whether they shall run; to read their results needs no method, see `config.parse_study_text`.
 
     Raises:
         ConfigError: when a setting does not exist, or a value does not fit.
     """
     if not study.sweep:
         return (study,)
-    content = config.table(study, decided=False)
+    content = config.make_study_table(study, decided=False)
     content.pop("sweep")
-    axes = [_Axis(tuple(keys(path)), values) for path, values in study.sweep.items()]
-    outer = [axis for axis in axes if axis.own_study]
+    axes = [_SweepAxis(tuple(parse_path(path)), values) for path, values in study.sweep.items()]
+    outer = [axis for axis in axes if axis.makes_studies]
     content["methods"] = list(
-        _methods(content["methods"], [axis for axis in axes if not axis.own_study])
+        _expand_methods(content["methods"], [axis for axis in axes if not axis.makes_studies])
     )
     studies = []
-    for point in _points(outer):
+    for point in _iterate_points(outer):
         changed = copy.deepcopy(content)
         for axis, value in point:
-            put(changed, axis.path, value)
-        tag = ",".join(axis.tag(value) for axis, value in point)
+            set_path(changed, axis.path, value)
+        tag = ",".join(axis.format_tag(value) for axis, value in point)
         named = {**changed, "name": f"{study.name}/{tag}" if tag else study.name}
-        studies.append(config.parse(named, to_run=to_run))
+        studies.append(config.parse_study(named, to_run=to_run))
     return tuple(studies)
 
 
@@ -111,16 +124,16 @@ def run_sweep(
             set.
     """
     study = study if isinstance(study, StudyConfig) else config.load(study)
-    studies = expand(study)
+    studies = expand_sweep(study)
 
-    def run(one: StudyConfig) -> Study:
+    def run_point(one: StudyConfig) -> Study:
         return run_study(
             one, out=out, data_dir=data_dir, workers=workers, resume=resume, overwrite=overwrite,
             federation=federation, model=model, observer=observer, notes=notes, over=over,
         )  # fmt: skip
 
     if [one.name for one in studies] == [study.name]:
-        return (run(studies[0]),)
+        return (run_point(studies[0]),)
     folder = Path(out) / study.name
     if (folder / CONFIG).exists() and not (resume or overwrite):
         raise RunExistsError(
@@ -128,13 +141,13 @@ def run_sweep(
         )
     done = []
     for one in studies:
-        done.append(run(one))
-        write_files(folder, {CONFIG: config.dumps(study, decided=False)})
-    write_files(folder, {SUMMARY: json.dumps(joined(done), indent=1) + "\n"})
+        done.append(run_point(one))
+        write_study_files(folder, {CONFIG: config.format_study(study, decided=False)})
+    write_study_files(folder, {SUMMARY: json.dumps(join_summaries(done), indent=1) + "\n"})
     return tuple(done)
 
 
-def read_sweep(folder: str | Path) -> tuple[Study, ...]:
+def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
     """Read the finished runs of a sweep, or of a study, again; nothing is written.
 
     Args:
@@ -144,34 +157,35 @@ def read_sweep(folder: str | Path) -> tuple[Study, ...]:
         ConfigError: when there is none in the folder.
         DataError: when no run of it is there.
     """
-    study, out = stored(folder)
-    points = expand(study, to_run=False)
+    study, out = load_stored_study(folder)
+    points = expand_sweep(study, to_run=False)
     begun = [
-        (one, (out / one.name / CONFIG).is_file() and holds_runs(out / one.name)) for one in points
+        (one, (out / one.name / CONFIG).is_file() and has_runs(out / one.name)) for one in points
     ]
     if not any(there for _, there in begun):
-        return tuple(_point(one, out) for one in points)
+        return tuple(_load_point(one, out) for one in points)
     return tuple(
-        _point(one, out) if there else _missing(one, out / one.name) for one, there in begun
+        _load_point(one, out) if there else _make_missing_point(one, out / one.name)
+        for one, there in begun
     )
 
 
-def _point(study: StudyConfig, out: Path) -> Study:
+def _load_point(study: StudyConfig, out: Path) -> Study:
     """A point of a sweep, by the name that it has now: the folder of the sweep may have been renamed."""
-    found = read_study(out / study.name)
+    found = load_study_results(out / study.name)
     return replace(found, config=replace(found.config, name=study.name))
 
 
-def _missing(study: StudyConfig, folder: Path) -> Study:
+def _make_missing_point(study: StudyConfig, folder: Path) -> Study:
     """A point of a sweep of which no run is there."""
-    absent = as_json(
-        [Standing(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds]
+    absent = statuses_to_json(
+        [RunStatus(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds]
     )
     content = {"study": study.name, "seeds": [], "left_out": absent, "rows": [], "timing": []}
     return Study(folder, study, content, {})
 
 
-def joined(studies: Sequence[Study]) -> dict[str, Any]:
+def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
     """Return the content of one summary.json for several studies of a sweep: their points are part of the labels.
 
     All means are over the same seeds: those that every study has.
@@ -179,7 +193,7 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
     if len(studies) == 1:
         return dict(studies[0].summary)
     name = studies[0].config.name.rpartition("/")[0]
-    seeds = common({one.config.name: one.summary["seeds"] for one in studies})
+    seeds = find_common_seeds({one.config.name: one.summary["seeds"] for one in studies})
     content: dict[str, Any] = {
         "study": name,
         "seeds": seeds,
@@ -191,7 +205,7 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
         point = one.config.name.removeprefix(f"{name}/")
         found = one.summary
         if found["rows"] and list(found["seeds"]) != seeds:
-            found = json_ready(summarize(one.folder, seeds))
+            found = replace_nonfinite(summarize_study(one.folder, seeds))
         for part in ("left_out", "rows", "timing"):
             content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in found[part]]
         if declared := found.get("metrics"):
@@ -199,38 +213,44 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
     return content
 
 
-def _points(axes: Sequence[_Axis]) -> Iterator[list[tuple[_Axis, Any]]]:
+def _iterate_points(axes: Sequence[_SweepAxis]) -> Iterator[list[tuple[_SweepAxis, Any]]]:
     """Every choice of one value for each axis."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield list(zip(axes, values, strict=True))
 
 
-def _methods(entries: Sequence[dict[str, Any]], axes: Sequence[_Axis]) -> Iterator[dict[str, Any]]:
+def _expand_methods(
+    entries: Sequence[dict[str, Any]], axes: Sequence[_SweepAxis]
+) -> Iterator[dict[str, Any]]:
     """Each method once for every point of the axes that concern it, with the point in its label."""
     used = set()
     for entry in entries:
-        concerning = [axis for axis in axes if _concerns(axis, entry, entries)]
+        concerning = [axis for axis in axes if _applies_to(axis, entry, entries)]
         used |= {axis.path for axis in concerning}
-        for point in _points(concerning):
+        for point in _iterate_points(concerning):
             changed = copy.deepcopy(entry)
             for axis, value in point:
                 path = axis.path[2:] if axis.path[0] == "methods" else axis.path
-                put(changed, path, value)
+                set_path(changed, path, value)
             if point:
                 changed["label"] = " ".join(
-                    [entry["label"], *(axis.tag(value) for axis, value in point)]
+                    [entry["label"], *(axis.format_tag(value) for axis, value in point)]
                 )
                 changed.pop("paper", None)  # the published row is of one setting
             yield changed
     for axis in axes:
         if axis.path not in used:
             names = {name for entry in entries for name in (entry["label"], entry["kind"])}
-            raise ConfigError(unknown("method of this study in sweep", axis.path[1], names))
+            raise ConfigError(
+                describe_unknown("method of this study in sweep", axis.path[1], names)
+            )
 
 
-def _concerns(axis: _Axis, entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
+def _applies_to(
+    axis: _SweepAxis, entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> bool:
     """Whether an axis varies a method: the name in its path reaches it."""
     if axis.path[0] != "methods":
         return True
     names = [(other["label"], other["kind"]) for other in entries]
-    return any(entries[place] is entry for place in called(axis.path[1], names))
+    return any(entries[place] is entry for place in match_methods(axis.path[1], names))

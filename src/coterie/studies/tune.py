@@ -22,7 +22,7 @@ from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation, TestSet
 from coterie.engine.optim import LocalTraining
-from coterie.errors import ConfigError, require, unknown
+from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import REGISTRY
 from coterie.models.layout import ModelSource
 from coterie.simulation.run import simulate
@@ -30,7 +30,7 @@ from coterie.simulation.settings import Settings
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import OWN, called
+from coterie.studies.definition import OWN, match_methods
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
@@ -82,7 +82,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """The outcome of tuning.
 
     Args:
@@ -96,7 +96,7 @@ class Tuned:
     trials: Sequence[Trial]
 
 
-def read_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
+def parse_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
     """Read a grid from texts such as "lr=0.001,0.003" or "methods.DAC.tau=[10, 30]".
 
     Raises:
@@ -113,11 +113,11 @@ def read_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(
                 f"--grid got {text!r}; expected setting=value,value, such as lr=0.001,0.003"
             )
-        grid[path.strip()] = _values(values.strip())
+        grid[path.strip()] = _parse_values(values.strip())
     return grid
 
 
-def _values(text: str) -> list[Any]:
+def _parse_values(text: str) -> list[Any]:
     bare = text.removeprefix("[").removesuffix("]")
     try:
         return tomllib.loads(f"v = [{bare}]")["v"]
@@ -125,7 +125,7 @@ def _values(text: str) -> list[Any]:
         return [part.strip() for part in bare.split(",")]
 
 
-def tune(
+def tune_study(
     study: StudyConfig,
     grid: Mapping[str, Sequence[Any]],
     *,
@@ -137,7 +137,7 @@ def tune(
     model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
     over: FanOut | None = None,
-) -> Tuned:
+) -> TuningResult:
     """Choose settings of every method by the clients' own validation data.
 
     A setting is a key of a [[methods]] table; a method that has no such key leaves it out. Where
@@ -165,25 +165,28 @@ def tune(
     grid = dict(grid)
     own = grid.pop("seeds", study.seeds)
     tried = replace(study, seeds=tuple(own if seeds is None else seeds)).seeds  # which checks them
-    grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
+    grids = {entry.label: _make_method_grid(study, entry.label, grid) for entry in study.methods}
     for path in grid:
-        if not any(_setting(path, label, study) in axes for label, axes in grids.items()):
+        if not any(_find_setting(path, label, study) in axes for label, axes in grids.items()):
             raise ConfigError(
                 f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
             )
-    work = _Work(
-        config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model
+    work = _TuningWork(
+        config.format_study(replace(study, sweep={}, tune={}), decided=False),
+        data_dir,
+        federation,
+        model,
     )
-    data = lru_cache(maxsize=1)(work.data)  # one object for the trials of a seed
+    data = lru_cache(maxsize=1)(work.make_federation)  # one object for the trials of a seed
     trials: list[Trial] = []
     choices: list[Choice] = []
     for _ in range(widenings + 1):
         done = {(trial.label, trial.point) for trial in trials}
         jobs = (
-            _Asked(label, point, seed, data(seed) if over is not None and over.far else None)
+            _TrialJob(label, point, seed, data(seed) if over is not None and over.far else None)
             for seed in tried
             for label, axes in grids.items()
-            for point in _points(axes)
+            for point in _list_points(axes)
             if (label, point) not in done
         )
         for _, trial in (over or fan_out)(
@@ -193,17 +196,17 @@ def tune(
             if observer is not None:
                 observer(trial)
         choices = [
-            _choose(label, [t for t in trials if t.label == label], axes)
+            _choose_best(label, [t for t in trials if t.label == label], axes)
             for label, axes in grids.items()
         ]
-        wider = {one.label: _widened(grids[one.label], one) for one in choices}
+        wider = {one.label: _widen_grid(grids[one.label], one) for one in choices}
         if wider == grids:
             break
         grids = wider
-    return Tuned(_apply(study, choices), choices, trials)
+    return TuningResult(_apply_choices(study, choices), choices, trials)
 
 
-def write(tuned: Tuned, folder: str | Path) -> Path:
+def write_result(tuned: TuningResult, folder: str | Path) -> Path:
     """Write the study with the chosen values, and all trials beside it; return the path of the study file.
 
     A trial in which a client diverged has no value, and counts as tried.
@@ -215,7 +218,7 @@ def write(tuned: Tuned, folder: str | Path) -> Path:
         for one in tuned.choices
         if one.point
     )
-    write_atomically(path, (head + config.dumps(tuned.study)).encode())
+    write_atomically(path, (head + config.format_study(tuned.study)).encode())
     trials = [
         {
             "label": t.label, "seed": t.seed, "metric": t.metric,
@@ -227,7 +230,7 @@ def write(tuned: Tuned, folder: str | Path) -> Path:
     return path
 
 
-def blind(federation: Federation) -> Federation:
+def remove_test_sets(federation: Federation) -> Federation:
     """Return a federation without its test sets: each holds one sample of zeros instead."""
     x, y = federation.x[0, :1], federation.y[0, :1]
     empty = tuple(
@@ -237,7 +240,7 @@ def blind(federation: Federation) -> Federation:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TrialJob:
     """A trial to be made, with its data where the worker cannot have them."""
 
     label: str
@@ -252,7 +255,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TuningWork:
     """What a worker needs to do any trial."""
 
     study: str
@@ -260,30 +263,32 @@ class _Work:
     federation: FederationSource | None
     model: ModelSource | None
 
-    def __call__(self, job: _Asked, emit: Callable[[object], None]) -> Trial:
+    def __call__(self, job: _TrialJob, emit: Callable[[object], None]) -> Trial:
         label, point, seed = job.label, job.point, job.seed
-        study = config.loads(self.study)
-        federation = self.data(seed) if job.federation is None else job.federation
+        study = config.parse_study_text(self.study)
+        federation = self.make_federation(seed) if job.federation is None else job.federation
         if self.model is None and study.model.kind == OWN:
             raise ConfigError(_OWN_PIECES)
-        without = (federation.counts("validation") == 0).nonzero().flatten().tolist()
+        without = (federation.count_samples("validation") == 0).nonzero().flatten().tolist()
         if without:
             raise ConfigError(
-                f"tuning needs validation data of every client, and {federation.name_of(without[0])} has none; give "
+                f"tuning needs validation data of every client, and {federation.client_name(without[0])} has none; give "
                 "data.validation, or validation= where the federation is made"
             )
-        entry = _with_point(study, label, point).scaled(label)
+        entry = _apply_point(study, label, point).scale_method(label)
         settings = replace(entry.settings, eval_every=0)
-        model = self.model or study.model.source
-        run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
-        metric, values = _validation(
+        model = self.model or study.model.named_model
+        run = simulate(
+            remove_test_sets(federation), entry.method, model=model, settings=settings, seed=seed
+        )
+        metric, values = _find_validation_values(
             run.metrics, "best" if settings.evaluate == "best_val" else "current"
         )
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
-    def data(self, seed: int) -> Federation:
+    def make_federation(self, seed: int) -> Federation:
         """The federation of a seed."""
-        study = config.loads(self.study)
+        study = config.parse_study_text(self.study)
         if OWN in (
             self.federation is None and study.data.dataset,
             self.model is None and study.model.kind,
@@ -293,31 +298,31 @@ class _Work:
             return build_federation(study.data, seed, self.data_dir)
         return self.federation if isinstance(self.federation, Federation) else self.federation(seed)
 
-    def moved(self) -> "_Work":
+    def moved(self) -> "_TuningWork":
         """The same work on another machine: each trial brings its data."""
         return replace(self, federation=None, data_dir=None)
 
 
-def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
+def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
     """The final validation value of each client, and of which metric."""
     last = (metrics["split"] == "validation") & (metrics["round"] == metrics["round"].max())
     rows = metrics.loc[(last & (metrics["model"] == model)).to_numpy()]
-    metric = REGISTRY.main(rows["metric"].unique())
+    metric = REGISTRY.choose_main(rows["metric"].unique())
     return metric, rows.loc[(rows["metric"] == metric).to_numpy()].groupby("client")["value"].last()
 
 
-def _with_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
-    content = config.table(study, decided=False)
+def _apply_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
+    content = config.make_study_table(study, decided=False)
     for key, value in point:
-        config.put(content, f"methods.{json.dumps(label)}.{key}", value)
-    return config.parse(content)
+        config.set_path(content, f"methods.{json.dumps(label)}.{key}", value)
+    return config.parse_study(content)
 
 
-def _grid_of(
+def _make_method_grid(
     study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Any, ...]]:
     """The axes of one method: settings that it has; those given for it alone come before those for all."""
-    entry = study.entry(label)
+    entry = study.find_method(label)
     own = {f.name for f in fields(entry.method) if f.init}
     known = own | {
         f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"
@@ -325,28 +330,28 @@ def _grid_of(
     axes: dict[str, tuple[Any, ...]] = {}
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
         require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
-        key = _setting(path, label, study)
+        key = _find_setting(path, label, study)
         if key in known:
             axes[key] = tuple(values)
         elif key is not None and path.startswith("methods."):
-            raise ConfigError(unknown(f"setting of {label}", key, known))
+            raise ConfigError(describe_unknown(f"setting of {label}", key, known))
     return axes
 
 
-def _setting(path: str, label: str, study: StudyConfig) -> str | None:
+def _find_setting(path: str, label: str, study: StudyConfig) -> str | None:
     """The setting that an axis names for a method, given for all, or under a name that reaches it; else None."""
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    reached = called(head.strip('"'), [(entry.label, entry.kind) for entry in study.methods])
+    reached = match_methods(head.strip('"'), [(entry.label, entry.kind) for entry in study.methods])
     return key if label in (study.methods[place].label for place in reached) else None
 
 
-def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
+def _list_points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
     return [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
+def _choose_best(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
     """The point with the best mean over seeds; the first of equals."""
     metric = trials[0].metric
     sign = REGISTRY[metric].sign
@@ -359,11 +364,11 @@ def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any
     )
     if not math.isfinite(means[best]):
         raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
-    edge = tuple(key for key, value in best if _side(axes[key], value))
+    edge = tuple(key for key, value in best if _find_edge(axes[key], value))
     return Choice(label, best, metric, means[best], edge)
 
 
-def _side(values: Sequence[Any], chosen: Any) -> int:
+def _find_edge(values: Sequence[Any], chosen: Any) -> int:
     """-1 or 1 where a value is the smallest or largest of a numeric axis with more than one, else 0."""
     if len(values) < 2 or not all(
         isinstance(v, int | float) and not isinstance(v, bool) for v in values
@@ -372,14 +377,14 @@ def _side(values: Sequence[Any], chosen: Any) -> int:
     return int(chosen == max(values)) - int(chosen == min(values))
 
 
-def _widened(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
+def _widen_grid(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
     """Continue the axes at whose edge the best point lies."""
-    return {key: _continued(axes[key], dict(choice.point)[key]) for key in axes}
+    return {key: _extend_axis(axes[key], dict(choice.point)[key]) for key in axes}
 
 
-def _continued(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
+def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
     """Add one value beyond the edge: by the ratio of the last two when all are positive, else by their step."""
-    side = _side(values, chosen)
+    side = _find_edge(values, chosen)
     if not side:
         return values
     ordered = sorted(values, reverse=side < 0)
@@ -390,7 +395,7 @@ def _continued(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
     return (*values, new) if sensible and new not in values else values
 
 
-def _apply(study: StudyConfig, choices: Sequence[Choice]) -> StudyConfig:
+def _apply_choices(study: StudyConfig, choices: Sequence[Choice]) -> StudyConfig:
     for choice in choices:
-        study = _with_point(study, choice.label, choice.point)
+        study = _apply_point(study, choice.label, choice.point)
     return replace(study, name=f"{study.name}-tuned", tune={})

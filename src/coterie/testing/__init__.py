@@ -9,7 +9,7 @@ Each check raises AssertionError with a sentence that names the broken guarantee
 from coterie.testing.data import check_partition, check_shift
 from coterie.testing.exchanges import check_exchange
 from coterie.testing.losses import check_loss, check_metric
-from coterie.testing.methods import check_method, follow, run_grouped
+from coterie.testing.methods import check_method, run_grouped, run_method
 from coterie.testing.models import check_model
 from coterie.testing.rules import check_aggregation, check_selection
 from coterie.testing.tiny import TinyTokens, tiny_federation, tiny_settings, tiny_source
@@ -25,8 +25,8 @@ __all__ = [
     "check_partition",
     "check_selection",
     "check_shift",
-    "follow",
     "run_grouped",
+    "run_method",
     "tiny_federation",
     "tiny_settings",
     "tiny_source",

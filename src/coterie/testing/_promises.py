@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie._util.importing import imported_function, path_of
+from coterie._util.importing import find_import_path, import_function
 from coterie.errors import CoterieError
 
 
 @contextmanager
-def promised(guarantee: str) -> Iterator[None]:
+def assert_accepted(guarantee: str) -> Iterator[None]:
     """Turn a refusal by the library into a broken guarantee."""
     try:
         yield
@@ -23,14 +23,14 @@ def promised(guarantee: str) -> Iterator[None]:
         raise AssertionError(f"{guarantee}: {error}") from error
 
 
-def found_again(function: str | Callable[..., Any], what: str) -> tuple[Callable[..., Any], str]:
+def import_again(function: str | Callable[..., Any], what: str) -> tuple[Callable[..., Any], str]:
     """Return a function of the user's and its import path; it has to be found under it."""
-    with promised(f"{what} is found by its import path"):
-        path = function if isinstance(function, str) else path_of(function, what)
-        return imported_function(path, f"{what} {path!r}"), path
+    with assert_accepted(f"{what} is found by its import path"):
+        path = function if isinstance(function, str) else find_import_path(function, what)
+        return import_function(path, f"{what} {path!r}"), path
 
 
-def same(a: Any, b: Any) -> bool:
+def are_identical(a: Any, b: Any) -> bool:
     """Return whether two values are equal, tensors and arrays bit by bit and NaN like NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return (
@@ -41,23 +41,25 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(are_identical(a[key], b[key]) for key in a)
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(are_identical, a, b))
     if dataclasses.is_dataclass(a) and type(a) is type(b):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+        return all(
+            are_identical(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)
+        )
     return type(a) is type(b) and bool(a == b)
 
 
-def unchanged(function: Callable[[Any], Any], given: Any, what: str) -> Any:
+def check_pure_call(function: Callable[[Any], Any], given: Any, what: str) -> Any:
     """Call a function twice on equal arguments; it leaves them as they are and returns the same."""
     before = copy.deepcopy(given)
     first = function(given)
     for item in dataclasses.fields(before):
-        kept = same(getattr(before, item.name), getattr(given, item.name))
+        kept = are_identical(getattr(before, item.name), getattr(given, item.name))
         assert kept, f"{what} changed its argument {item.name}: copy what you change in place"
     second = function(before)
-    assert same(first, second), (
+    assert are_identical(first, second), (
         f"{what} gave two results for the same arguments: it draws random numbers or remembers something"
     )
     return first

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from coterie.data.build import DataConfig, build_from_sources
-from coterie.data.plan import Client, Clients, Shift, planned
-from coterie.data.shifts import Partition, read_shift, stored_shift
+from coterie.data.plan import Client, Clients, Shift, apply_shift
+from coterie.data.shifts import Partition, parse_shift, shift_to_table
 from coterie.data.source import Source
 from coterie.rng import Rng
-from coterie.testing._promises import found_again, promised, same
+from coterie.testing._promises import are_identical, assert_accepted, import_again
 from coterie.testing.tiny import tiny_source
 
 _EACH, _TRAIN, _VALIDATION = 20, 12, 4
@@ -41,16 +41,16 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     known = getattr(cls, "__dataclass_fields__")  # noqa: B009
     plain = [name for name in inspect.get_annotations(cls) if name not in known]
     assert not plain, f"{plain[0]} is no field: write @dataclass(frozen=True) above the class"
-    with promised("a study file can name it"):
-        table = stored_shift(shift)
-        again = read_shift(table)
+    with assert_accepted("a study file can name it"):
+        table = shift_to_table(shift)
+        again = parse_shift(table)
     assert again == shift, f"read from its own table {table} it is another shift"
     before = copy.deepcopy(source)
-    first, second = (_plan(one, source, num_clients) for one in (shift, again))
-    kept = same((before.train, before.test), (source.train, source.test))
+    first, second = (_plan_clients(one, source, num_clients) for one in (shift, again))
+    kept = are_identical((before.train, before.test), (source.train, source.test))
     assert kept, "apply changed the dataset: copy what you change in place"
     assert first == second, (
-        "apply gave two plans for the same random streams: draw from `streams` alone, and make transforms dataclasses, "
+        "apply gave two plans for the same random streams: draw from `client_stream` alone, and make transforms dataclasses, "
         "which compare by value"
     )
     x = source.train.x[:8]
@@ -65,7 +65,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
         assert torch.equal(out, alone), (
             f"the transform {transform!r} of a sample depends on the others of its batch"
         )
-    with promised("a federation can be built with it"):
+    with assert_accepted("a federation can be built with it"):
         data = DataConfig(
             source.name,
             num_clients=num_clients,
@@ -75,18 +75,18 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
             test="client",
         )
         federation = build_from_sources(data, (source,), Rng(0))
-    assert bool((federation.counts("train") > 0).all()), "a client has no training samples"
+    assert bool((federation.count_samples("train") > 0).all()), "a client has no training samples"
 
 
-def _plan(shift: Shift, source: Source, num_clients: int) -> Clients:
+def _plan_clients(shift: Shift, source: Source, num_clients: int) -> Clients:
     shares = _TRAIN / _EACH, _VALIDATION / _EACH, 1 - (_TRAIN + _VALIDATION) / _EACH
     clients = (Client(_EACH, shares),) * num_clients
 
-    def streams(client: int) -> np.random.Generator:
+    def client_stream(client: int) -> np.random.Generator:
         return Rng(0).generator("testing.shift", client)
 
-    with promised("apply returns the plan of the clients that it is given"):
-        return planned(shift, clients, (source,), streams)
+    with assert_accepted("apply returns the plan of the clients that it is given"):
+        return apply_shift(shift, clients, (source,), client_stream)
 
 
 def check_partition(
@@ -107,16 +107,18 @@ def check_partition(
         AssertionError: naming the broken guarantee.
     """
     source = source or tiny_source()
-    _, path = found_again(function, "the partition")
+    _, path = import_again(function, "the partition")
     shift = Partition(path)
     for number in (num_clients, 2):
         before = copy.deepcopy(source.train)
-        with promised("every client gets samples, every sample one client or none"):
+        with assert_accepted("every client gets samples, every sample one client or none"):
             first, second = (
-                shift.owners(source.train, number, Rng(0).generator("testing.partition"))
+                shift.find_owners(source.train, number, Rng(0).generator("testing.partition"))
                 for _ in range(2)
             )
-        assert same(before, source.train), "the partition changes the samples that it is given"
+        assert are_identical(before, source.train), (
+            "the partition changes the samples that it is given"
+        )
         assert np.array_equal(first, second), (
             "the partition gave two results for equal generators: it draws from another one or remembers something"
         )

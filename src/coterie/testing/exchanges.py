@@ -31,46 +31,48 @@ def check_exchange(
     population = sum(len(group) for group in groups)
     exchanges = make(groups, population)
 
-    def everywhere(action: Callable[[int, Exchange], Any], round: int) -> list[Any]:
-        def one(number: int) -> Any:
-            exchanges[number].begin(Rng(0).at(round))
-            exchanges[number].enter(torch.tensor(groups[number]))
+    def run_on_every_host(action: Callable[[int, Exchange], Any], round: int) -> list[Any]:
+        def run_on_host(number: int) -> Any:
+            exchanges[number].begin_round(Rng(0).at_round(round))
+            exchanges[number].set_active(torch.tensor(groups[number]))
             return action(number, exchanges[number])
 
         with ThreadPoolExecutor(len(groups)) as pool:
-            return list(pool.map(one, range(len(groups))))
+            return list(pool.map(run_on_host, range(len(groups))))
 
-    def message(number: int, step: int) -> Message:
+    def make_message(number: int, step: int) -> Message:
         ids = torch.tensor(groups[number])
         params = ids[:, None].float() * 10 + torch.arange(3.0) + 100 * step
         return Message(
             params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]}
         )
 
-    def peers(number: int) -> Tensor:
+    def peers_to_pull(number: int) -> Tensor:
         return torch.tensor(
             [[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]]
         )
 
-    def pulls(number: int, exchange: Exchange) -> list[Inbox]:
-        return [exchange.pull(message(number, step), peers(number)) for step in range(2)]
+    def pull_twice(number: int, exchange: Exchange) -> list[Inbox]:
+        return [
+            exchange.pull(make_message(number, step), peers_to_pull(number)) for step in range(2)
+        ]
 
-    for number, inboxes in enumerate(everywhere(pulls, 0)):
+    for number, inboxes in enumerate(run_on_every_host(pull_twice, 0)):
         for step, inbox in enumerate(inboxes):
-            _check_inbox(inbox, peers(number), step)
+            _check_inbox(inbox, peers_to_pull(number), step)
 
-    def foolish(number: int, exchange: Exchange) -> None:
+    def ask_for_invalid_ids(number: int, exchange: Exchange) -> None:
         own = torch.tensor([[i] for i in groups[number]])
         for wrong in (own, torch.full_like(own, population)):
             try:
-                exchange.pull(message(number, 0), wrong)
+                exchange.pull(make_message(number, 0), wrong)
             except ExchangeError:
                 continue
             raise AssertionError(f"asking for {wrong.tolist()} was not refused")
 
-    everywhere(foolish, 1)
+    run_on_every_host(ask_for_invalid_ids, 1)
 
-    def serves(number: int, exchange: Exchange) -> tuple[Any, Inbox]:
+    def serve_once(number: int, exchange: Exchange) -> tuple[Any, Inbox]:
         def rule(shared: Tensor, whole: Message) -> tuple[Tensor, Reply]:
             assert whole.ids is not None
             assert whole.ids.tolist() == list(range(population)), (
@@ -80,15 +82,15 @@ def check_exchange(
                 whole.params, whole.ids[:, None], {"twice": whole.fields["samples"] * 2}
             )
 
-        return exchange.serve(message(number, 0), rule, torch.zeros(()))
+        return exchange.ask_server(make_message(number, 0), rule, torch.zeros(()))
 
-    for number, (shared, inbox) in enumerate(everywhere(serves, 2)):
-        assert torch.equal(inbox.table[inbox.index[:, 0]], message(number, 0).params), (
+    for number, (shared, inbox) in enumerate(run_on_every_host(serve_once, 2)):
+        assert torch.equal(inbox.table[inbox.index[:, 0]], make_message(number, 0).params), (
             "a reply went to another client"
         )
-        assert torch.equal(inbox.field("twice")[:, 0], message(number, 0).fields["samples"] * 2), (
-            "a reply lost a field"
-        )
+        assert torch.equal(
+            inbox.field("twice")[:, 0], make_message(number, 0).fields["samples"] * 2
+        ), "a reply lost a field"
         serving = number == 0 or bool(getattr(exchanges[number], "server", False))
         assert float(shared) == serving, "the shared state changes where the server role is, only"
 
@@ -104,7 +106,7 @@ def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
     assert torch.equal(received[arrived], expected[arrived]), (
         "a slot shows another message than its peer's"
     )
-    assert torch.equal(inbox.field("samples")[inbox.mask], peers[inbox.mask].float() + 1), (
+    assert torch.equal(inbox.field_by_slot("samples")[inbox.mask], peers[inbox.mask].float() + 1), (
         "a field is another peer's"
     )
     assert bool((inbox.bytes[inbox.mask] == 3 * 4 + 4 + 2 * 4).all()), (

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from coterie.errors import first_line
-from coterie.functional.losses import Loss, read_loss
-from coterie.functional.metrics import SampleMetric, Undefined, read_metric
+from coterie.functional.losses import Loss, make_loss
+from coterie.functional.metrics import SampleMetric, Undefined, find_metric
 from coterie.rng import Rng
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -48,9 +48,9 @@ def check_loss(
         AssertionError: naming the broken guarantee.
         CoterieError: when a loss does not take these shapes.
     """
-    found = read_loss(loss) if isinstance(loss, str | Loss) else loss
+    found = make_loss(loss) if isinstance(loss, str | Loss) else loss
     if isinstance(found, Loss):
-        found.fits(outputs, targets)
+        found.check_data(outputs, targets)
         whole = found.whole or whole
     number = len(outputs)
     assert number > 1, f"outputs are of {number} samples; expected 2 or more"
@@ -66,7 +66,7 @@ def check_loss(
     _check_gradient(values, leaf)
     if not whole:
         _check_alone(found, outputs.detach(), targets, values.detach())
-    return _engines(found, outputs.detach(), targets, values.detach())
+    return _describe_engines(found, outputs.detach(), targets, values.detach())
 
 
 def _check_values(values: Any, number: int) -> None:
@@ -109,14 +109,14 @@ def _check_alone(
 ) -> None:
     for i in range(len(outputs)):
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
-        same = _alike(alone, values[i : i + 1])
+        same = _are_close(alone, values[i : i + 1])
         assert same, (
             f"the loss of sample {i} is {float(values[i]):.6g} beside the others and {float(alone):.6g} alone: "
             "leave the mean over samples to Coterie, or make it a subclass of Loss with whole = True"
         )
 
 
-def _engines(
+def _describe_engines(
     loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor
 ) -> str:
     many, labels = torch.stack([outputs.flip(0), outputs]), torch.stack([targets.flip(0), targets])
@@ -124,7 +124,7 @@ def _engines(
         found = vmap(loss)(many, labels)
     except Exception as error:  # of whatever kind: the function is not ours
         return f"runs on the loop engine only, one client after another: {first_line(error)}"
-    assert _alike(found[1], values), (
+    assert _are_close(found[1], values), (
         "the loss of many clients at once (torch.func.vmap) is not that of one after another: "
         "it may not keep values from one call to the next"
     )
@@ -154,14 +154,14 @@ def check_metric(
         AssertionError: naming the broken guarantee.
     """
     found = (
-        read_metric(metric)
+        find_metric(metric)
         if isinstance(metric, str | SampleMetric)
         else SampleMetric("own", function=metric)
     )
     number = len(outputs)
     assert number > 1, f"outputs are of {number} samples; expected 2 or more"
     seen, before = outputs.detach().clone(), targets.clone()
-    value = _value(found, seen, before)
+    value = _compute_value(found, seen, before)
     assert torch.equal(seen, outputs), (
         "the metric changes the outputs that it gets: compute with copies"
     )
@@ -170,17 +170,21 @@ def check_metric(
     )
     order = torch.from_numpy(Rng(0).generator("testing.order").permutation(number))
     for other in (order, torch.arange(number).flip(0)):
-        again = _value(found, outputs.detach()[other], targets[other])
+        again = _compute_value(found, outputs.detach()[other], targets[other])
         same = math.isclose(again, value, rel_tol=1e-4, abs_tol=1e-6) or (
             math.isnan(again) and math.isnan(value)
         )
         assert same, f"the metric is {value:.6g}, and {again:.6g} with the samples in another order"
-    _value(found, outputs.detach()[:1], targets[:1], "of a single sample")
-    _value(found, outputs.detach(), targets[:1].expand_as(targets).clone(), "of equal targets")
+    _compute_value(found, outputs.detach()[:1], targets[:1], "of a single sample")
+    _compute_value(
+        found, outputs.detach(), targets[:1].expand_as(targets).clone(), "of equal targets"
+    )
     return value
 
 
-def _value(metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = "") -> float:
+def _compute_value(
+    metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = ""
+) -> float:
     """Return the metric of a set, which is a number in its range, or NaN with a reason."""
     words = f"the metric {which}".strip()
     assert metric.function is not None
@@ -223,11 +227,11 @@ def _value(metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = 
     )
     slack = 1e-6 * max(1.0, abs(value))
     inside = low - slack <= value <= high + slack
-    assert inside, f"{words} is {value:.6g}; expected {_range(metric)}, as it says itself"
+    assert inside, f"{words} is {value:.6g}; expected {_describe_range(metric)}, as it says itself"
     return value
 
 
-def _range(metric: SampleMetric) -> str:
+def _describe_range(metric: SampleMetric) -> str:
     ends = [f"{metric.least:g} or more" if metric.least is not None else "", ""]
     ends[1] = f"at most {metric.most:g}" if metric.most is not None else ""
     return " and ".join(end for end in ends if end)

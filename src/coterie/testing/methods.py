@@ -22,12 +22,12 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod
-from coterie.models.layout import ModelSource, source
+from coterie.models.layout import ModelSource, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.simulation.loop import Loop, Undeclared
 from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, simulate
-from coterie.testing._promises import promised
+from coterie.testing._promises import assert_accepted
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
 
@@ -60,9 +60,9 @@ def check_method(
     """
     federation = federation or tiny_federation()
     settings = settings or tiny_settings()
-    make = _Maker(federation, method, model, settings)
+    make = _RunFactory(federation, method, model, settings)
     _check_description(method)
-    with promised("its functions return what they promise"):
+    with assert_accepted("its functions return what they promise"):
         whole = _check_arguments(make)
     _check_hidden(make, whole)
     _check_repeats(make, whole)
@@ -75,7 +75,7 @@ def check_method(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maker:
+class _RunFactory:
     """Makes runs of one method."""
 
     federation: Federation
@@ -83,20 +83,20 @@ class _Maker:
     model: ModelSource
     settings: Settings
 
-    def task(self, ids: Sequence[int]) -> Task:
+    def make_task(self, ids: Sequence[int]) -> Task:
         federation = self.federation
         truth = federation.truth.cluster[list(ids)] if federation.truth is not None else None
-        pool = self._task(federation.pooled()) if "pool" in self.method.needs else None
-        return self._task(
+        pool = self._task_of(federation.pool_clients()) if "pool" in self.method.needs else None
+        return self._task_of(
             federation.host(list(ids)),
             clusters=truth if "truth" in self.method.needs else None,
             pool=pool,
         )
 
-    def _task(self, federation: Federation, **more: Any) -> Task:
+    def _task_of(self, federation: Federation, **more: Any) -> Task:
         return Task(
             federation,
-            self.method.model(source(self.model, federation.features, federation.outputs)),
+            self.method.model(resolve_model(self.model, federation.features, federation.outputs)),
             init=self.settings.init,
             buffers=self.settings.buffers,
             shared=self.settings.shared,
@@ -105,13 +105,13 @@ class _Maker:
             owner=self.method.kind,
             engine=self.settings.engine,
             dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
-            loss=self.settings.objective,
-            own_optimizer=self.settings.local.own,
+            loss=self.settings.custom_loss,
+            own_optimizer=self.settings.local.custom_optimizer,
             rounds=self.settings.rounds,
             **more,
         )
 
-    def loop(
+    def make_loop(
         self,
         exchange: Exchange | None = None,
         rng: Rng | None = None,
@@ -120,17 +120,19 @@ class _Maker:
         ids = self.federation.ids.tolist() if ids is None else ids
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
         record = Record(torch.full((self.federation.population,), -1))
-        return Loop(self.task(ids), self.method, exchange, self.settings, rng or Rng(3), record)
+        return Loop(
+            self.make_task(ids), self.method, exchange, self.settings, rng or Rng(3), record
+        )
 
-    def run(
+    def run_to_end(
         self, exchange: Exchange | None = None, rng: Rng | None = None
     ) -> Float[Tensor, "clients params"]:
-        return _finish(self.loop(exchange, rng))
+        return _run_to_end(self.make_loop(exchange, rng))
 
 
-def _finish(loop: Loop) -> Float[Tensor, "clients params"]:
-    while not loop.finished:
-        loop.step()
+def _run_to_end(loop: Loop) -> Float[Tensor, "clients params"]:
+    while not loop.is_finished:
+        loop.run_next_round()
     return loop.state.params
 
 
@@ -155,26 +157,26 @@ def run_grouped(
         server: index of the host in the server role.
         seed: the seed of the run.
     """
-    make = _Maker(federation, method, model, settings or tiny_settings())
+    make = _RunFactory(federation, method, model, settings or tiny_settings())
     office = PostOffice(federation.population)
     doors = [
         Mailbox(office, torch.tensor(ids), server=number == server)
         for number, ids in enumerate(groups)
     ]
 
-    def host(number: int) -> Loop:
-        loop = make.loop(doors[number], Rng(seed), groups[number])
-        _finish(loop)
+    def run_host(number: int) -> Loop:
+        loop = make.make_loop(doors[number], Rng(seed), groups[number])
+        _run_to_end(loop)
         return loop
 
     with ThreadPoolExecutor(len(groups)) as pool:
-        loops = list(pool.map(host, range(len(groups))))
+        loops = list(pool.map(run_host, range(len(groups))))
     ids = torch.tensor([i for group in groups for i in group])
     params = torch.cat([loop.state.params for loop in loops])
     return params[torch.argsort(ids)]
 
 
-def follow(
+def run_method(
     method: Method,
     *,
     federation: Federation | None = None,
@@ -191,10 +193,10 @@ def follow(
         settings: the settings of the run.
         seed: the seed of the run.
     """
-    loop = _Maker(federation or tiny_federation(), method, model, settings or tiny_settings()).loop(
-        rng=Rng(seed)
-    )
-    _finish(loop)
+    loop = _RunFactory(
+        federation or tiny_federation(), method, model, settings or tiny_settings()
+    ).make_loop(rng=Rng(seed))
+    _run_to_end(loop)
     return loop
 
 
@@ -211,23 +213,23 @@ def _check_description(method: Method) -> None:
     for name in ("kind", "summary"):
         assert isinstance(getattr(method, name, None), str), f"a method has a {name}"
     assert copy.copy(method) == method, "methods with equal fields are equal"
-    method.recorded()
+    method.report_metrics()
 
 
-def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
+def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
     """`round` never changes its arguments, and memory has a row for each client; return the models in the end."""
-    loop = make.loop()
-    loop.step()
-    while not loop.finished:
+    loop = make.make_loop()
+    loop.run_next_round()
+    while not loop.is_finished:
         state = loop.state
         before = copy.deepcopy(state)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", Undeclared)
-            loop.step()
+            loop.run_next_round()
         vain = [str(one.message) for one in said if issubclass(one.category, Undeclared)]
         assert not vain, vain[0]
         for part in ("params", "memory", "shared"):
-            assert _equal(getattr(state, part), getattr(before, part)), (
+            assert _are_equal(getattr(state, part), getattr(before, part)), (
                 f"round changed its argument state.{part}: return a new State, and copy what you change in place"
             )
         memory = loop.state.memory
@@ -242,19 +244,19 @@ def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
     return loop.state.params
 
 
-def _check_hidden(make: _Maker, whole: Tensor) -> None:
+def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
     """Nothing is kept outside the state: a run is the same while another one goes on."""
-    one, other = make.loop(), make.loop(rng=Rng(4))
-    while not one.finished:
-        one.step()
-        other.step()
+    one, other = make.make_loop(), make.make_loop(rng=Rng(4))
+    while not one.is_finished:
+        one.run_next_round()
+        other.run_next_round()
     assert torch.equal(one.state.params, whole), (
         "a run beside another one gave another result: something is kept outside the State (in the object, its class "
         "or its module), or is drawn from another generator than rnd.rng"
     )
 
 
-def _check_repeats(make: _Maker, whole: Tensor) -> None:
+def _check_repeats(make: _RunFactory, whole: Tensor) -> None:
     """The same seed gives the same bytes, interrupted or not; another seed gives another result."""
     federation, method, settings = make.federation, make.method, make.settings
     half = dataclasses.replace(settings, rounds=settings.rounds // 2)
@@ -279,12 +281,12 @@ def _check_repeats(make: _Maker, whole: Tensor) -> None:
             assert (once / file).read_bytes() == (parts / file).read_bytes(), (
                 f"a resumed run has another {file}: what a later round depends on is not in the State"
             )
-    assert not torch.equal(make.run(rng=Rng(4)), whole), (
+    assert not torch.equal(make.run_to_end(rng=Rng(4)), whole), (
         "another seed gave the same result: no client trains, and nothing is drawn from rnd.rng"
     )
 
 
-def _check_grouping(make: _Maker, whole: Tensor) -> None:
+def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
     """Hosting the clients in any grouping, with the server anywhere, gives the bytes of the simulation."""
     number = make.federation.population
     ids = list(range(number))
@@ -309,11 +311,11 @@ def _check_grouping(make: _Maker, whole: Tensor) -> None:
         )
 
 
-def _check_cohorts(make: _Maker) -> None:
+def _check_cohorts(make: _RunFactory) -> None:
     """With some of the clients in a round, and with one, the state stays finite."""
     for participation in (0.5, 1 / make.federation.population):
         settings = dataclasses.replace(make.settings, participation=participation)
-        params = dataclasses.replace(make, settings=settings).run()
+        params = dataclasses.replace(make, settings=settings).run_to_end()
         assert bool(torch.isfinite(params).all()), (
             f"with participation {participation:.2f} models are not finite"
         )
@@ -327,10 +329,10 @@ def _check_cohorts(make: _Maker) -> None:
             )
 
 
-def _check_silence(make: _Maker) -> None:
+def _check_silence(make: _RunFactory) -> None:
     """A peer that never answers has no influence; when nobody answers, the state stays finite."""
     alone = Faulty(InMemory(make.federation.ids, make.federation.population), drop=1.0)
-    assert bool(torch.isfinite(make.run(alone)).all()), (
+    assert bool(torch.isfinite(make.run_to_end(alone)).all()), (
         "when nothing arrives the models are not finite"
     )
     silent = make.federation.population - 1
@@ -339,7 +341,9 @@ def _check_silence(make: _Maker) -> None:
     changed.x[silent] = other * 3 + 1 if other.is_floating_point() else changed.x.max() - other
     others = torch.arange(silent)
     results = [
-        dataclasses.replace(make, federation=federation).run(_Silent(federation, silent))[others]
+        dataclasses.replace(make, federation=federation).run_to_end(
+            _SilentPeer(federation, silent)
+        )[others]
         for federation in (make.federation, changed)
     ]
     assert torch.equal(*results), (
@@ -348,7 +352,7 @@ def _check_silence(make: _Maker) -> None:
     )
 
 
-def _check_relabeling(make: _Maker, whole: Tensor) -> None:
+def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
     """Relabeling the clients relabels the result."""
     federation = make.federation
     order = torch.from_numpy(Rng(5).generator("testing.relabel").permutation(federation.population))
@@ -363,8 +367,8 @@ def _check_relabeling(make: _Maker, whole: Tensor) -> None:
         if federation.truth is None
         else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
     )
-    rng = _Relabeled(3, -1, tuple(order.tolist()))
-    result = dataclasses.replace(make, federation=moved).run(rng=rng)
+    rng = _RelabeledRng(3, -1, tuple(order.tolist()))
+    result = dataclasses.replace(make, federation=moved).run_to_end(rng=rng)
     gap = float((result - whole[order]).abs().max())
     assert gap < 1e-9, (
         f"relabeling the clients changes the result by {gap:.3g}: something depends on ids or on the order of rows"
@@ -372,7 +376,7 @@ def _check_relabeling(make: _Maker, whole: Tensor) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Relabeled(Rng):
+class _RelabeledRng(Rng):
     """The streams of clients that were given new ids: client i draws what `order[i]` drew."""
 
     order: tuple[int, ...] = ()
@@ -388,7 +392,7 @@ class _Relabeled(Rng):
         return super().pairs(purpose, ids, population)[:, list(self.order)]
 
 
-class _Silent(Faulty):
+class _SilentPeer(Faulty):
     """An exchange in which one client is never heard."""
 
     def __init__(self, federation: Federation, silent: int) -> None:
@@ -404,7 +408,7 @@ class _Silent(Faulty):
         return dataclasses.replace(inbox, table=table, mask=heard, bytes=inbox.bytes * heard)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
     if isinstance(a, Tensor):
@@ -413,4 +417,4 @@ def _equal(a: Any, b: Any) -> bool:
             if a.is_floating_point()
             else torch.equal(a, b)
         )
-    return all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return all(_are_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))

@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.methods.local import Local
-from coterie.models.layout import Layout, ModelSource, initial, source, template
+from coterie.models.layout import (
+    Layout,
+    ModelSource,
+    draw_initial_params,
+    make_template,
+    resolve_model,
+)
 from coterie.rng import Rng
 from coterie.simulation.run import make_task, simulate
 from coterie.simulation.settings import DTYPES, Settings
-from coterie.testing._promises import promised
+from coterie.testing._promises import assert_accepted
 from coterie.testing.methods import run_grouped
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
@@ -48,17 +54,17 @@ def check_model(
     """
     federation = federation or tiny_federation()
     settings = replace(settings or tiny_settings(rounds=2), engine="loop", evaluate="final")
-    with promised("it can be made for the data"):
-        made = source(model, federation.features, federation.outputs)
-        layout = Layout(template(made), DTYPES[settings.dtype])
+    with assert_accepted("it can be made for the data"):
+        made = resolve_model(model, federation.features, federation.outputs)
+        layout = Layout(make_template(made), DTYPES[settings.dtype])
         if not isinstance(made, nn.Module):
-            first, second = (initial(made, layout, Rng(0)) for _ in range(2))
+            first, second = (draw_initial_params(made, layout, Rng(0)) for _ in range(2))
             assert torch.equal(first, second), (
                 "made again from the same random stream it has other weights: draw them from torch's generator alone"
             )
-    with promised("it can be trained on the data"):
-        whole = _trained(model, federation, settings)
-        again = _trained(model, federation, settings)
+    with assert_accepted("it can be trained on the data"):
+        whole = _train_models(model, federation, settings)
+        again = _train_models(model, federation, settings)
     assert torch.equal(whole, again), (
         "trained again with the same seed it is another model: it draws random numbers by itself; draw from torch's "
         "generator alone"
@@ -79,13 +85,13 @@ def check_model(
             engine = make_task(federation, Local(), model, wanted).engine
             said[name] = engine.reason
             if engine.name == name != "loop":
-                gap = float((_trained(model, federation, wanted) - whole).abs().max())
+                gap = float((_train_models(model, federation, wanted) - whole).abs().max())
                 assert gap <= limit, (
                     f"with the {name} engine it ends {gap:.3g} away from the loop engine"
                 )
     return said
 
 
-def _trained(model: ModelSource, federation: Federation, settings: Settings) -> Tensor:
+def _train_models(model: ModelSource, federation: Federation, settings: Settings) -> Tensor:
     """The models of all clients in the end."""
     return simulate(federation, Local(), model=model, settings=settings, seed=3).params

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from coterie.functional import aggregation, selection
-from coterie.functional.aggregation import Received
-from coterie.functional.selection import Known
+from coterie.functional.aggregation import ReceivedModels
+from coterie.functional.selection import PeerKnowledge
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
-from coterie.testing._promises import found_again, promised, unchanged
+from coterie.testing._promises import assert_accepted, check_pure_call, import_again
 from coterie.testing.methods import check_method
 
 
@@ -36,7 +36,7 @@ def check_aggregation(
     Raises:
         AssertionError: naming the broken guarantee.
     """
-    function, path = found_again(rule, "the aggregation rule")
+    function, path = import_again(rule, "the aggregation rule")
     stream = Rng(0).generator("testing.aggregation")
     for count, dtype in (
         (1, torch.float32),
@@ -53,22 +53,22 @@ def check_aggregation(
             else ((None, models[0]), (None, torch.zeros_like(models[0])))
         )
         for known, before in cases:
-            received = Received(
+            received = ReceivedModels(
                 models.clone(),
                 samples.clone(),
                 None if known is None else known.clone(),
                 before.clone(),
             )
-            with promised("it returns the merged model"):
-                merged = unchanged(
-                    lambda r: aggregation.merged_by(function, r, "it"), received, "the rule"
+            with assert_accepted("it returns the merged model"):
+                merged = check_pure_call(
+                    lambda r: aggregation.merge_by_rule(function, r, "it"), received, "the rule"
                 )
             assert bool(torch.isfinite(merged).all()), (
                 f"merged from {count} finite models, the model is not finite"
             )
             order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
             told = None if known is None else known[order]
-            turned = function(Received(models[order], samples[order], told, before))
+            turned = function(ReceivedModels(models[order], samples[order], told, before))
             limit = 1e-5 if dtype == torch.float32 else 1e-10
             close = torch.allclose(turned, merged, rtol=limit, atol=limit)
             assert close or not relabel, (
@@ -97,35 +97,39 @@ def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> 
     Raises:
         AssertionError: naming the broken guarantee.
     """
-    function, path = found_again(rule, "the selection rule")
+    function, path = import_again(rule, "the selection rule")
     stream = Rng(0).generator("testing.selection")
     population = 7
     for round in (0, 4):
         for client in (0, population - 1):
-            known = _known(stream, round, client, population)
-            with promised("it returns a number for each member"):
-                unchanged(lambda k: selection.ranked_by(function, k, 3, "it"), known, "the rule")
-            assert not relabel or _renamed(function, known, stream), (
+            known = _make_known(stream, round, client, population)
+            with assert_accepted("it returns a number for each member"):
+                check_pure_call(
+                    lambda k: selection.select_by_rule(function, k, 3, "it"), known, "the rule"
+                )
+            assert not relabel or _ignores_ids(function, known, stream), (
                 "renaming the members changes the choice: ids mean nothing; use what is known of a member"
             )
     check_method(Random(num_peers=2, selection=path), relabel=relabel)
     check_method(Dac(num_peers=2, selection=path), relabel=relabel)
 
 
-def _known(stream: np.random.Generator, round: int, client: int, population: int) -> Known:
+def _make_known(
+    stream: np.random.Generator, round: int, client: int, population: int
+) -> PeerKnowledge:
     """What a client may know in a round: nothing at the start."""
     count = torch.from_numpy(stream.integers(0, round + 1, size=population))
     candidates = torch.arange(population) != client
     measured = (count > 0) & candidates
     told = ~measured & candidates & torch.from_numpy(stream.random(population) < 0.5) & (round > 0)
     value = torch.from_numpy(stream.random(population))
-    return Known(
+    return PeerKnowledge(
         client=client,
         round=round,
         candidates=candidates,
         similarity=torch.where(measured | told, value, 0.0),
         measured=measured,
-        told=told,
+        reported=told,
         count=count * candidates,
         age=torch.where(
             measured, 1 + torch.from_numpy(stream.integers(0, max(1, round), size=population)), -1
@@ -134,7 +138,9 @@ def _known(stream: np.random.Generator, round: int, client: int, population: int
     )
 
 
-def _renamed(function: Callable[..., Any], known: Known, stream: np.random.Generator) -> bool:
+def _ignores_ids(
+    function: Callable[..., Any], known: PeerKnowledge, stream: np.random.Generator
+) -> bool:
     """Whether the members that a client chooses are the same under other ids, but for ties."""
     order = torch.from_numpy(stream.permutation(len(known.candidates)))
     place = torch.argsort(order)
@@ -143,7 +149,7 @@ def _renamed(function: Callable[..., Any], known: Known, stream: np.random.Gener
         for name in ("candidates", "similarity", "measured", "told", "count", "age", "noise")
     }
     scores = function(known)
-    turned = function(Known(int(place[known.client]), known.round, **tensors))
+    turned = function(PeerKnowledge(int(place[known.client]), known.round, **tensors))
     return bool(
         torch.isclose(
             turned.double(), scores[order].double(), rtol=1e-9, atol=1e-9, equal_nan=True

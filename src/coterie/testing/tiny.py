@@ -50,7 +50,7 @@ def tiny_federation(
     rules = stream.normal(size=(clusters, size, classes))
     samples = train + validation
 
-    def draw(cluster: int, number: int) -> tuple[Tensor, Tensor]:
+    def draw_samples(cluster: int, number: int) -> tuple[Tensor, Tensor]:
         if kind == "tokens":
             tokens = torch.from_numpy(stream.integers(classes, size=(number, *features)))
             return tokens.int(), (tokens + 1 + cluster) % classes
@@ -60,7 +60,7 @@ def tiny_federation(
         return torch.from_numpy(x).reshape(number, *features), torch.from_numpy(y)
 
     cluster = torch.arange(num_clients) % clusters
-    parts = [draw(int(c), samples) for c in cluster]
+    parts = [draw_samples(int(c), samples) for c in cluster]
     split = torch.zeros(num_clients, samples, dtype=torch.int64)
     split[:, train:] = 1
     names = tuple(f"rule {c}" for c in range(clusters))
@@ -68,7 +68,7 @@ def tiny_federation(
         x=torch.stack([x for x, _ in parts]),
         y=torch.stack([y for _, y in parts]),
         split=split,
-        tests=tuple(TestSet(*draw(c, 30), names[c]) for c in range(clusters)),
+        tests=tuple(TestSet(*draw_samples(c, 30), names[c]) for c in range(clusters)),
         test_of=cluster,
         ids=torch.arange(num_clients),
         population=num_clients,
@@ -104,14 +104,14 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
     """Make a small dataset of gray images, with a column "writer" of 12 values; the test set is half as large."""
     stream = Rng(seed).generator("testing.source")
 
-    def draw(number: int) -> Samples:
+    def draw_samples(number: int) -> Samples:
         x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
         y, writer = (
             torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12)
         )
         return Samples(x, y, {"writer": writer})
 
-    return Source("tiny", draw(samples), draw(samples // 2), classes)
+    return Source("tiny", draw_samples(samples), draw_samples(samples // 2), classes)
 
 
 def tiny_settings(**changes: Any) -> Settings:

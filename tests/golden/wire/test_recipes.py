@@ -21,7 +21,7 @@ from coterie.net import roster as rosters
 from coterie.net.head import Head
 from coterie.net.payload import Refused
 from coterie.net.roster import Member, Roster
-from coterie.net.wire import canonical
+from coterie.net.wire import canonical_json
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "recipes.json"
@@ -48,7 +48,7 @@ def write() -> None:
     """Make the file anew; signatures differ every time, because ECDSA draws a number for each."""
     layout, public = Layout(network()), KEY.public_key()
     member = Member(
-        "north", "192.0.2.7:7447", (0, 2), identity.public_text(public), "ab" * 32, "2026-12-31T00:00:00+00:00",
+        "north", "192.0.2.7:7447", (0, 2), identity.encode_public_key(public), "ab" * 32, "2026-12-31T00:00:00+00:00",
         identity.key_fingerprint(public),
     )  # fmt: skip
     roster = Roster(
@@ -62,10 +62,10 @@ def write() -> None:
     ).seal(lambda data: identity.sign(KEY, data))  # fmt: skip
     FILE.write_text(json.dumps({
         "about": "keys, canonical JSON, hashes, a head of north, and a roster, signed by the organizer",
-        "key": {"private": 20240917, "public": identity.public_text(public),
+        "key": {"private": 20240917, "public": identity.encode_public_key(public),
                 "fingerprint": identity.key_fingerprint(public)},
-        "organizer": {"private": 20250101, "public": identity.public_text(ORGANIZER.public_key())},
-        "canonical": {"document": DOCUMENT, "bytes": canonical(DOCUMENT).decode()},
+        "organizer": {"private": 20250101, "public": identity.encode_public_key(ORGANIZER.public_key())},
+        "canonical": {"document": DOCUMENT, "bytes": canonical_json(DOCUMENT).decode()},
         "study": {"settings": SETTINGS, "sha256": head.study_hash(SETTINGS)},
         "schema": {
             "slots": [[slot.name, list(slot.shape)] for slot in layout.slots], "dtype": "torch.float32",
@@ -175,7 +175,9 @@ def test_canonical_json_is_what_the_page_says_by_hand():
         r'{"a":{"Z":null,"_":[true,false],"quote":"\"\\/\n\t\u0001","\u00e9":"\u00e4\ud83d\ude00\u007f"},'
         r'"b":[1,1.0,0.1,0.0001,1e-05,1.5e-05,1000000000000000.0,1e+16,1e+22,-0.0,123456789.125]}'
     )
-    assert canonical(RECIPES["canonical"]["document"]).decode() == RECIPES["canonical"]["bytes"]
+    assert (
+        canonical_json(RECIPES["canonical"]["document"]).decode() == RECIPES["canonical"]["bytes"]
+    )
 
 
 def test_a_stranger_finds_the_stored_hashes():
@@ -265,7 +267,7 @@ def test_a_head_says_its_time_as_a_float():
     assert b'"time":1763856123.0' in sealed[64:]
 
     def read(data: bytes) -> Head:
-        return head.read(
+        return head.parse_head(
             data, lambda *_: True, run="three-hospitals", peer="north", nonce="0011223344556677"
         )
 

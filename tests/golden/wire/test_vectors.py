@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie.net import identity
 from coterie.net.payload import Refused, Template
-from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical, seal
+from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical_json, seal_parcel
 
 FILE = Path(__file__).with_name("vectors.json")
 KEY = ec.derive_private_key(20240917, ec.SECP256R1())
@@ -29,7 +29,7 @@ def sign(data: bytes) -> bytes:
 def parts(parcel: Parcel) -> list[dict]:
     return [
         {"attachment": attachment.hex(), "payload": bytes(chunk).hex()}
-        for attachment, chunk in parcel.chunks()
+        for attachment, chunk in parcel.iterate_chunks()
     ]
 
 
@@ -47,10 +47,10 @@ def write() -> None:
         "address": Address(4, 0, 2),
         "schema": "5" * 64,
     }
-    plain = seal(tensors, sign=sign, **options)
-    half = seal(tensors, sign=sign, half=frozenset({"params"}), **options)
+    plain = seal_parcel(tensors, sign=sign, **options)
+    half = seal_parcel(tensors, sign=sign, half=frozenset({"params"}), **options)
     long = {**tensors, "params": torch.arange(600.0)}
-    chunked = seal(long, sign=sign, chunk=1024, **options)
+    chunked = seal_parcel(long, sign=sign, chunk=1024, **options)
     accepted = [
         ("float32", plain, tensors),
         ("float16 on the wire", half, tensors),
@@ -58,7 +58,7 @@ def write() -> None:
     ]
 
     def damaged(change) -> Parcel:
-        text = canonical({**json.loads(plain.manifest), **change})
+        text = canonical_json({**json.loads(plain.manifest), **change})
         return Parcel(text, sign(b"coterie manifest 1\n" + text), plain.payload)
 
     refused = [
@@ -76,7 +76,7 @@ def write() -> None:
     ]
     document = {
         "about": "messages of run three-hospitals, from north (client 2) to any member, round 4, exchange 0",
-        "public_key": identity.public_text(KEY.public_key()),
+        "public_key": identity.encode_public_key(KEY.public_key()),
         "accepted": [
             {"name": name, "parts": parts(parcel),
              "tensors": {n: {"dtype": TYPES[t.dtype], "shape": list(t.shape), "values": t.flatten().tolist()}
@@ -96,7 +96,7 @@ assert VECTORS["refused"]
 
 
 def opened(case: dict) -> dict[str, torch.Tensor]:
-    key = identity.public_key(VECTORS["public_key"])
+    key = identity.decode_public_key(VECTORS["public_key"])
     shapes = dict(SHAPES)
     if "tensors" in case:
         shapes["params"] = torch.zeros(case["tensors"]["params"]["shape"])

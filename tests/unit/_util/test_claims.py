@@ -10,7 +10,7 @@ import threading
 import pytest
 from filelock import FileLock
 
-from coterie._util.claims import claimed, in_use
+from coterie._util.claims import claim_folder, find_owner
 from coterie.errors import FolderInUse
 
 HOLDER = """
@@ -38,19 +38,19 @@ def holder(tmp_path):
 def test_a_folder_is_claimed_by_one_process(tmp_path, holder):
     """The second is told which process has it, and since when."""
     text = rf"is in use by process {holder.pid} on \S+ since \d{{4}}-"
-    with pytest.raises(FolderInUse, match=text) as told, claimed(tmp_path, wait=0):
+    with pytest.raises(FolderInUse, match=text) as told, claim_folder(tmp_path, wait=0):
         pass
     assert "\n" not in str(told.value)
-    assert f"process {holder.pid} " in in_use(tmp_path)
+    assert f"process {holder.pid} " in find_owner(tmp_path)
 
 
 def test_the_claim_of_a_killed_process_is_free(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    assert in_use(tmp_path) == ""
-    with claimed(tmp_path, wait=0):
-        assert f"process {os.getpid()} " in in_use(tmp_path)
-    assert in_use(tmp_path) == ""
+    assert find_owner(tmp_path) == ""
+    with claim_folder(tmp_path, wait=0):
+        assert f"process {os.getpid()} " in find_owner(tmp_path)
+    assert find_owner(tmp_path) == ""
 
 
 def test_a_thread_may_claim_again_and_another_may_not(tmp_path):
@@ -58,7 +58,7 @@ def test_a_thread_may_claim_again_and_another_may_not(tmp_path):
 
     def other():
         try:
-            with claimed(tmp_path, wait=0):
+            with claim_folder(tmp_path, wait=0):
                 found.append("claimed")
         except FolderInUse:
             found.append("refused")
@@ -68,8 +68,8 @@ def test_a_thread_may_claim_again_and_another_may_not(tmp_path):
         thread.start()
         thread.join()
 
-    with claimed(tmp_path):
-        with claimed(tmp_path, wait=0):
+    with claim_folder(tmp_path):
+        with claim_folder(tmp_path, wait=0):
             ask()
         ask()
     ask()
@@ -79,9 +79,9 @@ def test_a_thread_may_claim_again_and_another_may_not(tmp_path):
 def test_a_claim_ends_with_its_block(tmp_path):
     """A second one of the same thread holds as the first did."""
     for _ in range(2):
-        with claimed(tmp_path):
-            assert f"process {os.getpid()} " in in_use(tmp_path)
-        assert in_use(tmp_path) == ""
+        with claim_folder(tmp_path):
+            assert f"process {os.getpid()} " in find_owner(tmp_path)
+        assert find_owner(tmp_path) == ""
 
 
 def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
@@ -91,12 +91,12 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     monkeypatch.setattr(FileLock, "_acquire", none)
     with (
         pytest.warns(UserWarning, match="has no locks; start one process at a time"),
-        claimed(tmp_path),
+        claim_folder(tmp_path),
     ):
         pass
 
 
 def test_a_claim_makes_the_folder(tmp_path):
-    with claimed(tmp_path / "a" / "b"):
+    with claim_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
-    assert in_use(tmp_path / "never") == ""
+    assert find_owner(tmp_path / "never") == ""

@@ -28,9 +28,12 @@ def stated(monkeypatch):
 
 @pytest.mark.usefixtures("stated")
 def test_the_packages_of_an_extra_are_named_as_a_shell_takes_them():
-    assert extras.install("vision") == "pip install 'torchvision>=0.21'"
-    assert extras.install("net") == "pip install 'cryptography>=43' 'eclipse-zenoh<1.11,>=1.10'"
-    assert extras.install("docs") == "pip install 'mkdocstrings[python]>=0.26'"
+    assert extras.install_command("vision") == "pip install 'torchvision>=0.21'"
+    assert (
+        extras.install_command("net")
+        == "pip install 'cryptography>=43' 'eclipse-zenoh<1.11,>=1.10'"
+    )
+    assert extras.install_command("docs") == "pip install 'mkdocstrings[python]>=0.26'"
 
 
 def test_where_coterie_is_not_installed_the_command_names_its_folder(monkeypatch):
@@ -42,7 +45,7 @@ def test_where_coterie_is_not_installed_the_command_names_its_folder(monkeypatch
     for answer in (nothing, {"coterie": STATED}.get, {}.get):
         monkeypatch.setattr(extras, "requires", answer)
         assert (
-            extras.install("wandb")
+            extras.install_command("wandb")
             == "pip install '.[wandb]' in the folder of Coterie's pyproject.toml"
         )
 

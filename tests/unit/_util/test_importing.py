@@ -4,7 +4,13 @@ import re
 
 import pytest
 
-from coterie._util.importing import imported, imported_class, imported_function, kind_of, path_of
+from coterie._util.importing import (
+    find_import_path,
+    import_class,
+    import_function,
+    import_object,
+    parse_kind,
+)
 from coterie.errors import ConfigError
 from coterie.methods.base import Method
 
@@ -17,9 +23,9 @@ class Outer:
 
 
 def test_what_a_path_names_is_named_by_it_again():
-    for found in (Outer, Outer.Inner, imported):
-        assert imported(path_of(found, "it"), "it") is found
-    assert path_of(Outer.Inner, "it") == f"{__name__}:Outer.Inner"
+    for found in (Outer, Outer.Inner, import_object):
+        assert import_object(find_import_path(found, "it"), "it") is found
+    assert find_import_path(Outer.Inner, "it") == f"{__name__}:Outer.Inner"
 
 
 @pytest.mark.parametrize(
@@ -39,26 +45,29 @@ def test_what_a_path_names_is_named_by_it_again():
 )
 def test_what_is_not_there_is_said_in_a_line(path, said):
     with pytest.raises(ConfigError) as raised:
-        imported(path, "it")
+        import_object(path, "it")
     assert said in str(raised.value)
 
 
 def test_what_to_install_is_said_where_it_is_known():
     with pytest.raises(ConfigError, match=r"install ring==1\.0, or add its folder to PYTHONPATH"):
-        imported("nowhere:thing", "it", "ring==1.0")
+        import_object("nowhere:thing", "it", "ring==1.0")
 
 
 def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
     known = {"near": 1}
     table = {"kind": "near", "by": 2}
-    assert kind_of("near", known, "place", "at") == ("near", {})
-    assert kind_of(table, known, "place", "at") == ("near", {"by": 2})
+    assert parse_kind("near", known, "place", "at") == ("near", {})
+    assert parse_kind(table, known, "place", "at") == ("near", {"by": 2})
     assert table == {"kind": "near", "by": 2}, "what is given stays as it is"
-    assert kind_of({"kind": "no.module:there", "by": 2}, known, "place", "at") == (
+    assert parse_kind({"kind": "no.module:there", "by": 2}, known, "place", "at") == (
         "no.module:there",
         {"by": 2},
     )
-    assert kind_of(imported, known, "place", "at") == ("coterie._util.importing:imported", {})
+    assert parse_kind(import_object, known, "place", "at") == (
+        "coterie._util.importing:imported",
+        {},
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,7 @@ def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
 )
 def test_what_is_no_kind_is_said_in_the_same_words_everywhere(given, said):
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
-        kind_of(given, {"near": 1, "far": 2}, "place", "at")
+        parse_kind(given, {"near": 1, "far": 2}, "place", "at")
 
 
 def test_what_has_no_path_is_refused():
@@ -86,7 +95,7 @@ def test_what_has_no_path_is_refused():
         with pytest.raises(
             ConfigError, match="expected one that is defined at the top of a module, with a name"
         ):
-            path_of(found, "it")
+            find_import_path(found, "it")
 
 
 @pytest.mark.parametrize(
@@ -99,13 +108,13 @@ def test_what_has_no_path_is_refused():
 )
 def test_a_class_is_of_its_kind_and_whole(path, said):
     with pytest.raises(ConfigError) as raised:
-        imported_class(path, "it", Method, "coterie.Method")
+        import_class(path, "it", Method, "coterie.Method")
     assert said in str(raised.value)
-    assert imported_class("coterie:Local", "it", Method, "coterie.Method").kind == "local"
+    assert import_class("coterie:Local", "it", Method, "coterie.Method").kind == "local"
 
 
 @pytest.mark.parametrize("path", ["math:pi", "coterie:Local"])
 def test_a_function_is_one(path):
     with pytest.raises(ConfigError, match="expected a function"):
-        imported_function(path, "it")
-    assert imported_function("math:sqrt", "it")(9) == 3
+        import_function(path, "it")
+    assert import_function("math:sqrt", "it")(9) == 3

@@ -3,12 +3,12 @@ import os
 
 import pytest
 
-from coterie._util.lines import Lines
+from coterie._util.lines import LineFile
 
 
 @pytest.fixture
 def lines(tmp_path):
-    found = Lines(tmp_path / "some.log")
+    found = LineFile(tmp_path / "some.log")
     yield found
     found.close()
 

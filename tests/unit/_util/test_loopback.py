@@ -1,6 +1,6 @@
 import pytest
 
-from coterie._util.loopback import ours
+from coterie._util.loopback import is_local_request
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from coterie._util.loopback import ours
     ],
 )
 def test_a_request_is_ours_if_it_names_this_machine_and_the_port(host, expected):
-    assert ours(host, 80) is expected
+    assert is_local_request(host, 80) is expected

@@ -27,16 +27,21 @@ def test_a_line_is_that_of_b2sum(folder):
 
 
 def test_what_is_wrong_with_a_file_is_said(folder):
-    assert [manifest.fault(folder, name) for name in ("a.txt", "b.txt")] == ["", ""]
+    assert [manifest.describe_fault(folder, name) for name in ("a.txt", "b.txt")] == ["", ""]
     (folder / "a.txt").write_bytes(b"old A")
     (folder / "b.txt").unlink()
     (folder / "c.txt").write_bytes(b"new")
-    assert manifest.fault(folder, "a.txt") == "a.txt is damaged: it is not what B2SUMS lists"
-    assert manifest.fault(folder, "b.txt") == "b.txt is missing"
-    assert manifest.fault(folder, "c.txt") == "c.txt is damaged: it is not what B2SUMS lists"
+    assert (
+        manifest.describe_fault(folder, "a.txt") == "a.txt is damaged: it is not what B2SUMS lists"
+    )
+    assert manifest.describe_fault(folder, "b.txt") == "b.txt is missing"
+    assert (
+        manifest.describe_fault(folder, "c.txt") == "c.txt is damaged: it is not what B2SUMS lists"
+    )
     (folder / "B2SUMS").unlink()
     assert (
-        manifest.fault(folder, "a.txt") == "B2SUMS is missing, which tells whether a.txt is whole"
+        manifest.describe_fault(folder, "a.txt")
+        == "B2SUMS is missing, which tells whether a.txt is whole"
     )
 
 
@@ -45,21 +50,23 @@ def test_what_is_wrong_with_a_file_is_said(folder):
 )
 def test_a_damaged_manifest_lists_nothing_that_it_should_not(folder, damage):
     (folder / "B2SUMS").write_bytes(damage)
-    assert "damaged" in manifest.fault(folder, "a.txt")
+    assert "damaged" in manifest.describe_fault(folder, "a.txt")
 
 
 def test_files_that_changed_places_are_not_whole(folder):
     (folder / "a.txt").rename(folder / "x")
     (folder / "b.txt").rename(folder / "a.txt")
     (folder / "x").rename(folder / "b.txt")
-    assert all("damaged" in manifest.fault(folder, name) for name in ("a.txt", "b.txt"))
+    assert all("damaged" in manifest.describe_fault(folder, name) for name in ("a.txt", "b.txt"))
 
 
 def test_an_earlier_file_is_kept_under_its_other_name(folder):
     manifest.replace_files(folder, {"a.txt": b"new a"}, rotate={"a.txt": "a-before.txt"})
     assert (folder / "a.txt").read_bytes() == b"new a"
     assert (folder / "a-before.txt").read_bytes() == b"old a"
-    assert not any(manifest.fault(folder, name) for name in ("a.txt", "a-before.txt", "b.txt"))
+    assert not any(
+        manifest.describe_fault(folder, name) for name in ("a.txt", "a-before.txt", "b.txt")
+    )
 
 
 def test_a_damaged_file_does_not_take_the_place_of_a_whole_one(folder):
@@ -92,4 +99,4 @@ def test_a_folder_is_whole_whenever_its_writer_stops(folder, number, monkeypatch
     assert found.get("a.txt", b"old a") == (b"new a" if number >= 3 else b"old a")
     assert found["b.txt"] == (b"new b" if number >= 4 else b"old b")
     assert b"old a" in (found.get("a.txt"), found.get("a-before.txt"))
-    assert not any(manifest.fault(folder, name) for name in found)
+    assert not any(manifest.describe_fault(folder, name) for name in found)

@@ -1,21 +1,27 @@
-from coterie._util.names import called, few, one_line, short
+from coterie._util.names import format_client, format_clients, shorten_text, to_one_line
 
 NAMES = {0: "Oslo", 1: "مستشفى الملك", 3: "🏥 " + "very " * 20}
 
 
 def test_clients_are_called_by_name_where_they_have_one():
-    assert [called(NAMES, client) for client in (0, 1, 2)] == ["Oslo", "مستشفى الملك", "client 2"]
+    assert [format_client(NAMES, client) for client in (0, 1, 2)] == [
+        "Oslo",
+        "مستشفى الملك",
+        "client 2",
+    ]
 
 
 def test_the_first_of_many_are_told_and_long_names_are_cut():
-    assert few(NAMES, [0, 2, 3, 1], 3) == "Oslo, 2, 🏥 " + "very " * 7 + "ve…, ..."  # 40 signs
-    assert few({}, [4, 7]) == "4, 7"
+    assert (
+        format_clients(NAMES, [0, 2, 3, 1], 3) == "Oslo, 2, 🏥 " + "very " * 7 + "ve…, ..."
+    )  # 40 signs
+    assert format_clients({}, [4, 7]) == "4, 7"
 
 
 def test_a_text_is_cut_to_its_length_with_the_ellipsis():
-    assert short("a" * 24) == "a" * 24
-    assert short("a" * 25) == "a" * 23 + "…"
+    assert shorten_text("a" * 24) == "a" * 24
+    assert shorten_text("a" * 25) == "a" * 23 + "…"
 
 
 def test_what_a_terminal_would_obey_is_gone():
-    assert one_line("Oslo\nLima\x1b[31m\tQuito ") == "Oslo Lima [31m Quito"
+    assert to_one_line("Oslo\nLima\x1b[31m\tQuito ") == "Oslo Lima [31m Quito"

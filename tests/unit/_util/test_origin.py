@@ -31,13 +31,16 @@ def repository(tmp_path, monkeypatch):
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     monkeypatch.setattr(origin, "PACKAGE", package)
-    origin.code.cache_clear()
+    origin.describe_code.cache_clear()
     yield tmp_path
-    origin.code.cache_clear()
+    origin.describe_code.cache_clear()
 
 
 def test_the_commit_is_that_of_the_package(repository):
-    assert origin.code() == {"commit": git(repository, "rev-parse", "HEAD").strip(), "dirty": False}
+    assert origin.describe_code() == {
+        "commit": git(repository, "rev-parse", "HEAD").strip(),
+        "dirty": False,
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_the_commit_is_that_of_the_package(repository):
 def test_changed_and_new_files_of_the_code_make_it_dirty_and_others_do_not(repository, file, dirty):
     (repository / file).parent.mkdir(exist_ok=True)
     (repository / file).write_text("two\n")
-    assert origin.code()["dirty"] is dirty
+    assert origin.describe_code()["dirty"] is dirty
 
 
 def test_the_repository_is_left_as_it_is(repository):
@@ -60,7 +63,7 @@ def test_the_repository_is_left_as_it_is(repository):
     index = repository / ".git/index"
     os.utime(repository / "src/coterie/__init__.py", (1, 1))
     before = index.read_bytes()
-    assert origin.code()["dirty"] is False
+    assert origin.describe_code()["dirty"] is False
     assert index.read_bytes() == before
 
 
@@ -70,15 +73,15 @@ def test_the_repository_around_an_installed_package_is_not_its_own(repository, m
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("one\n")
     monkeypatch.setattr(origin, "PACKAGE", installed)
-    assert origin.code() == {"commit": None, "dirty": None}
+    assert origin.describe_code() == {"commit": None, "dirty": None}
 
 
 def test_without_git_there_is_no_commit(repository, monkeypatch):
     monkeypatch.setenv("PATH", str(repository))
-    assert origin.code() == {"commit": None, "dirty": None}
+    assert origin.describe_code() == {"commit": None, "dirty": None}
 
 
-SAY = "from coterie._util import origin; print(origin.command())\n"
+SAY = "from coterie._util import origin; print(origin.format_command())\n"
 
 
 def test_the_command_is_the_one_that_was_given(tmp_path):
@@ -107,12 +110,15 @@ def test_the_command_is_the_one_that_was_given(tmp_path):
 def test_a_worker_process_tells_the_command_of_the_one_that_started_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(origin.PACKAGE / "__main__.py"), "run", "--workers", "2"])
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(origin.command) == "coterie run --workers 2"
+        assert pool.apply(origin.format_command) == "coterie run --workers 2"
 
 
 def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
-    found = origin.head(
-        ["net", "engine"], config={"rounds": 3}, seeds=[0, 1], where=origin.machine("pandas")
+    found = origin.make_origin(
+        ["net", "engine"],
+        config={"rounds": 3},
+        seeds=[0, 1],
+        where=origin.describe_machine("pandas"),
     )
     assert list(found) == [
         "commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of",
@@ -129,4 +135,4 @@ def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
 
 
 def test_a_package_that_is_not_installed_has_no_version():
-    assert origin.packages("no-such-package") == {"no-such-package": "unknown"}
+    assert origin.get_versions("no-such-package") == {"no-such-package": "unknown"}

@@ -20,8 +20,8 @@ MANY = pages._LEAST // 8
 def fresh(monkeypatch):
     """The sizes of blocks asked of the system."""
     asked: list[int] = []
-    real = pages._fresh
-    monkeypatch.setattr(pages, "_fresh", lambda size: asked.append(size) or real(size))
+    real = pages._map_block
+    monkeypatch.setattr(pages, "_map_block", lambda size: asked.append(size) or real(size))
     return asked
 
 
@@ -42,7 +42,7 @@ def test_a_copy_has_the_same_values_and_lies_apart():
 
 @needs_pages
 def test_memory_of_a_dead_tensor_serves_the_next_of_its_size(fresh):
-    with pages.kept():
+    with pages.reuse_pages():
         first = pages.empty(MANY, dtype=torch.float64)
         row = first[3:5]
         place = first.data_ptr()
@@ -60,8 +60,8 @@ def test_memory_of_a_dead_tensor_serves_the_next_of_its_size(fresh):
 @needs_pages
 def test_nothing_is_kept_after_the_last_run(fresh):
     """Of two at a time the first to end leaves the other its memory."""
-    with pages.kept():
-        with pages.kept():
+    with pages.reuse_pages():
+        with pages.reuse_pages():
             pages.empty(MANY, dtype=torch.float64)
         pages.empty(MANY, dtype=torch.float64)
         assert len(fresh) == 1
@@ -73,16 +73,16 @@ def test_nothing_is_kept_after_the_last_run(fresh):
 @needs_pages
 def test_where_memory_ends_what_waits_is_given_back(monkeypatch):
     """A block of another size that nobody uses makes room."""
-    real = pages._fresh
+    real = pages._map_block
 
     def scarce(size: int) -> mmap.mmap:
         if any(pages._STORE.free.values()):
             raise OSError("no memory")
         return real(size)
 
-    with pages.kept():
+    with pages.reuse_pages():
         pages.empty(MANY, dtype=torch.float64)
-        monkeypatch.setattr(pages, "_fresh", scarce)
+        monkeypatch.setattr(pages, "_map_block", scarce)
         assert pages.empty(2 * MANY, dtype=torch.float64).shape == (2 * MANY,)
 
 

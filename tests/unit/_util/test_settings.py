@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie._util.settings import Configurable, WithPresets, dumps, parse, plain
+from coterie._util.settings import Configurable, WithPresets, parse_settings, to_plain, to_toml
 from coterie.errors import ConfigError
 
 
@@ -24,7 +24,9 @@ class Example(Configurable):
 
 
 def test_lists_become_tuples_and_whole_numbers_become_floats_where_floats_are_expected():
-    made = parse(Example, {"size": 3, "rate": 1, "levels": [1, 2.5], "groups": [[1, 2], []]}, "x")
+    made = parse_settings(
+        Example, {"size": 3, "rate": 1, "levels": [1, 2.5], "groups": [[1, 2], []]}, "x"
+    )
     assert made == Example(3, 1.0, levels=(1.0, 2.5), groups=((1, 2), ()))
     assert isinstance(made.rate, float)
     assert isinstance(made.levels, tuple)
@@ -49,7 +51,7 @@ def test_lists_become_tuples_and_whole_numbers_become_floats_where_floats_are_ex
 )
 def test_a_value_that_does_not_fit_is_refused_in_words(table, message):
     with pytest.raises(ConfigError) as caught:
-        parse(Example, table, "x")
+        parse_settings(Example, table, "x")
     assert message in str(caught.value)
 
 
@@ -74,16 +76,16 @@ plain_values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), plain_values, max_size=4))
 def test_what_is_written_as_toml_is_read_back(content):
     """Any table of plain values, whatever its keys and texts, survives the way through a file."""
-    assert tomllib.loads(dumps(content)) == content
+    assert tomllib.loads(to_toml(content)) == content
 
 
 def test_a_dataclass_comes_back_from_its_table():
     made = Plain(3, seen=(0.25, 1.0), limit=4)
-    assert parse(Plain, plain(made), "x") == made
+    assert parse_settings(Plain, to_plain(made), "x") == made
 
 
 def test_what_may_be_unset_is_unset_by_none():
-    assert parse(Plain, {"number": 1, "limit": "none"}, "x").limit is None
+    assert parse_settings(Plain, {"number": 1, "limit": "none"}, "x").limit is None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def small(monkeypatch):
     """Small images, few samples."""
     monkeypatch.setattr(cells, "SHAPES", {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)})
     monkeypatch.setattr(device, "SAMPLES", 9)
-    monkeypatch.setattr(_graphs, "Capture", Recorder)
+    monkeypatch.setattr(_graphs, "GraphCapture", Recorder)
 
 
 def command(monkeypatch, *words):

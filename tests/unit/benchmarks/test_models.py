@@ -142,7 +142,7 @@ def test_the_command_stores_each_cell_and_goes_on_after_a_stop(tmp_path, monkeyp
     monkeypatch.setattr(models, "SHORT", 0.0)
     monkeypatch.setattr(models, "keep_freed_memory", lambda: None)
     code = {"commit": "a" * 40, "dirty": False}
-    monkeypatch.setattr(origin, "code", lambda: code)
+    monkeypatch.setattr(origin, "describe_code", lambda: code)
     before = torch.get_num_threads()
     out = tmp_path / "models.json"
     command = [

@@ -32,7 +32,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_takes_its_own_inputs(name: str):
     entry = ZOO[name]
-    with Rng(0).torch_globals("test"):
+    with Rng(0).temporary_torch_seed("test"):
         module = entry.make()
     x, y = entry.data(3, torch.Generator().manual_seed(0))
     assert x.dtype == torch.get_default_dtype()
@@ -68,7 +68,7 @@ def trained(
         task = Task(federation, entry.make, engine=engine, dtype=dtype, batch_size=12, **settings)
         if task.engine.name != engine:
             return None
-        params, info = task.train(task.init(Rng(0)).clone(), Rng(0).at(0), local)
+        params, info = task.train(task.init(Rng(0)).clone(), Rng(0).at_round(0), local)
     return params, info["losses"]
 
 

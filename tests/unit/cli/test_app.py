@@ -20,7 +20,7 @@ from coterie import __version__
 from coterie._util import manifest
 from coterie.cli import _catalog, app
 from coterie.methods import METHODS, registry
-from coterie.results.coverage import Incomplete
+from coterie.results.coverage import IncompleteStudyWarning
 from coterie.studies import config
 from coterie.studies.run import run_study
 
@@ -205,13 +205,13 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(coterie, tmp_path
 def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeypatch, tmp_path):
     from coterie.simulation import run as runs
 
-    true_progress = runs._progress
-    monkeypatch.setattr(runs, "_progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    true_progress = runs._make_progress
+    monkeypatch.setattr(runs, "_make_progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     status, _, err = run(coterie, "--quiet")
     assert status == 130
     command = err.strip().splitlines()[-1].removeprefix("stopped; continue with: ")
     assert command == "coterie resume runs/tiny"
-    monkeypatch.setattr(runs, "_progress", true_progress)
+    monkeypatch.setattr(runs, "_make_progress", true_progress)
     assert coterie(*command.split()[1:], "--workers", "1", "--quiet")[0] == 0
     assert (tmp_path / "runs/tiny/summary.json").exists()
 
@@ -239,7 +239,7 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
 @pytest.fixture(scope="module")
 def three_seeds(tmp_path_factory):
     """The study with three seeds and every round tested; tests copy it."""
-    study = config.loads(STUDY.replace("seeds = [0]", "seeds = 3\neval_every = 1"))
+    study = config.parse_study_text(STUDY.replace("seeds = [0]", "seeds = 3\neval_every = 1"))
     return run_study(study, out=tmp_path_factory.mktemp("runs")).folder
 
 
@@ -285,7 +285,7 @@ def test_commands_say_which_runs_are_missing_or_damaged_and_which_seeds_are_comp
     """On one screen of 80 columns, with status 0: the rest of the study is shown."""
     # outside of tests they are notes on standard error
     with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", Incomplete)
+        warnings.simplefilter("always", IncompleteStudyWarning)
         status, out, err = coterie(command[0], str(lacking), *command[1:])
     said = " ".join((out + err).split()) + " ".join(str(one.message) for one in warned)
     assert status == 0
@@ -457,22 +457,22 @@ def test_every_parameter_of_every_method_is_explained(coterie, kind):
     """What the docstring says of each field is what `coterie methods NAME` shows."""
     status, out, _ = coterie("methods", kind)
     assert status == 0
-    for parameter in _catalog.parameters(METHODS[kind]):
+    for parameter in _catalog.list_parameters(METHODS[kind]):
         assert parameter.text, f"{kind}.{parameter.name} has no text in the Args of its class"
         assert parameter.name in out
 
 
 def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say():
     listed, entries = (
-        _catalog.methods(),
-        {kind: _catalog.entry(kind, cls) for kind, cls in METHODS.items()},
+        _catalog.load_methods(),
+        {kind: _catalog.describe_method(kind, cls) for kind, cls in METHODS.items()},
     )
     assert listed == entries, "python scripts/reference.py writes cli/catalog.json"
     sizes = {
         name: (len(one.methods), len(one.seeds), one.settings.rounds)
         for name, one in loaded().items()
     }
-    assert _catalog.studies() == {
+    assert _catalog.load_studies() == {
         name: (f"{methods} methods x {seeds} seeds, {rounds} rounds", loaded()[name].description)
         for name, (methods, seeds, rounds) in sizes.items()
     }, "python scripts/reference.py writes cli/catalog.json"
@@ -481,7 +481,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
 @functools.cache
 def loaded():
     """The built-in studies."""
-    return {name: config.load(name) for name in config.builtin()}
+    return {name: config.load(name) for name in config.find_builtin_studies()}
 
 
 def test_methods_of_other_packages_are_listed_too(coterie, monkeypatch):
@@ -573,7 +573,7 @@ def test_studies_prints_what_a_study_extends_and_all_that_runs(coterie):
     assert 'label = "PENS"' in coterie("studies", "dac/_base")[1]
     _, out, _ = coterie("studies", "dac/tau", "--resolved")
     assert "extends" not in out
-    assert config.loads(out) == config.load("dac/tau")
+    assert config.parse_study_text(out) == config.load("dac/tau")
 
 
 @pytest.mark.parametrize("command", ["run", "resume", "methods", "list", "show", "studies"])

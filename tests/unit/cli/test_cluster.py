@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli import _cluster
-from coterie.cli._cluster import MANY, Where
+from coterie.cli._cluster import MANY, RunLocation
 from coterie.cli.app import app
 from coterie.cluster import doctor, runs
 from coterie.cluster.doctor import NAMES, Machine
@@ -48,9 +48,9 @@ def test_what_is_asked_for_wrongly_is_one_line(words, said, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        (Where("local", 1, None), []),
-        (Where("ray:auto", 1, None), ["--on", "ray:auto"]),
-        (Where("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--gpus", "1", "--cpus", "4"]),
+        (RunLocation("local", 1, None), []),
+        (RunLocation("ray:auto", 1, None), ["--on", "ray:auto"]),
+        (RunLocation("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--gpus", "1", "--cpus", "4"]),
     ],
 )
 def test_the_command_that_goes_on_names_the_same_place(where, words):
@@ -71,7 +71,7 @@ def test_a_study_on_a_gpu_takes_one_if_nothing_is_said(device, given, gpus, monk
         yield "over"
 
     monkeypatch.setattr(runs, "runs_on", runs_on)
-    with Where("ray:auto", 2, given).fan_out(device, None) as found:
+    with RunLocation("ray:auto", 2, given).open_executor(device, None) as found:
         assert found == ("over", MANY)
     assert asked == [{"cpus": 2, "gpus": gpus}]
 
@@ -92,7 +92,7 @@ def test_doctor_says_what_differs_a_line_each(changed, status, last, monkeypatch
     own = Machine("here", dict.fromkeys(NAMES, "same"))
     far = [Machine("a", own.facts), Machine("b", {**own.facts, **changed})]
     monkeypatch.setattr(doctor, "here", lambda: own)
-    monkeypatch.setattr(_cluster, "_machines", lambda on: far)
+    monkeypatch.setattr(_cluster, "_examine_machines", lambda on: far)
     done = CliRunner().invoke(app, ["doctor", "--on", "ray:auto"])
     assert done.exit_code == status
     first, *_ = lines = done.output.splitlines()

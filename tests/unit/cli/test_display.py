@@ -30,7 +30,7 @@ def lines(text):
 def test_in_a_pipe_a_run_takes_one_line(clock):
     """Three quick runs of forty rounds: three lines, each at the end of a run."""
     text = io.StringIO()
-    with _display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.show_progress([], Console(file=text), quiet=False) as observe:
         for seed in range(3):
             for number in range(-1, 40):
                 observe(Progress("DAC", seed, number, 40, 0.5, 0.875, 0.1))
@@ -45,7 +45,7 @@ def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
         io.StringIO(),
         {"Local": "compiled, a native program", "SosicFL": "loop: " + 20 * "a reason "},
     )
-    with _display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.show_progress([], Console(file=text), quiet=False) as observe:
         for seed in range(2):
             for label, why in reasons.items():
                 for number in range(2):
@@ -69,8 +69,8 @@ def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     """In a pipe, and above the live lines of a terminal; the engine is told after it, once."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=lively, width=80)
-    monkeypatch.setattr(_display, "lively", lambda _: lively)
-    with _display.progress([config.load("rotated-digits")], console, quiet=False) as observe:
+    monkeypatch.setattr(_display, "is_live_terminal", lambda _: lively)
+    with _display.show_progress([config.load("rotated-digits")], console, quiet=False) as observe:
         observe(Note("DAC", 0, "compiling the model (once for this machine)"))
         for number in (18, 19):
             observe(
@@ -88,16 +88,16 @@ def test_further_metrics_are_those_beside_the_main_one():
         {"label": "Local", "cluster": "all", "metric": name, "mean": 0.5, "seeds": 2}
         for name in ("iou", "pixel_accuracy", "loss")
     ]
-    _display.further(rows, Console(file=text, width=80))
+    _display.print_further_metrics(rows, Console(file=text, width=80))
     head = next(line for line in lines(text) if "pixel" in line)
     assert head.split() == ["n", "pixel", "accuracy,", "%"]
-    _display.further([], Console(file=text, width=80))
+    _display.print_further_metrics([], Console(file=text, width=80))
 
 
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     """Ten rounds of four seconds each: at 12, 24 and 36 s, and at the end."""
     text = io.StringIO()
-    with _display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.show_progress([], Console(file=text), quiet=False) as observe:
         for number in range(10):
             clock[0] += 4
             observe(Progress("Local", 0, number, 10, 0.25, float("nan"), 4.0))
@@ -110,7 +110,7 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
 def test_a_round_without_validation_tells_its_number_only(clock):
     """Clients may have no validation set, or be validated every few rounds."""
     text = io.StringIO()
-    with _display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.show_progress([], Console(file=text), quiet=False) as observe:
         observe(Progress("Local", 0, 9, 10, float("nan"), float("nan"), 4.0))
     assert lines(text) == ["Local, seed 0: round 10/10 (0 s)"]
 
@@ -134,7 +134,7 @@ def test_where_a_terminal_is_plain_there_are_lines_without_codes(
     for name, value in ({"TERM": "xterm"} | environment).items():
         monkeypatch.setenv(name, value)
     text = io.StringIO()
-    with _display.progress(
+    with _display.show_progress(
         [], Console(file=text, **{"force_terminal": True, "width": 80, **options}), False
     ) as observe:
         observe(Progress("DAC", 0, 0, 1, 0.5, 0.875, 0.1))
@@ -147,13 +147,15 @@ def test_a_terminal_with_colors_is_lively(monkeypatch):
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert _display.lively(Console(file=io.StringIO(), force_terminal=True, legacy_windows=False))
+    assert _display.is_live_terminal(
+        Console(file=io.StringIO(), force_terminal=True, legacy_windows=False)
+    )
 
 
 def test_quiet_says_nothing(clock):
     """Not even the end of a run."""
     text = io.StringIO()
-    with _display.progress([], Console(file=text), quiet=True) as observe:
+    with _display.show_progress([], Console(file=text), quiet=True) as observe:
         observe(Progress("Local", 0, 0, 1, 0.25, 0.5, 4.0))
     assert lines(text) == []
 
@@ -186,7 +188,7 @@ def column(metric, established, seeds=5):
     )
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, color_system="standard", width=80)
-    console.print(_display._table_of(rows, metric, list(means), 80, [found]))
+    console.print(_display._build_results_table(rows, metric, list(means), 80, [found]))
     return {
         line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in "ABO"
     }, text.getvalue()
@@ -227,7 +229,9 @@ def test_a_gain_has_its_interval():
     row |= {"worst_tenth": -0.05, "worst_tenth_low": -0.1, "worst_tenth_high": 0.0}
     text = io.StringIO()
     gains = {"baseline": "Local", "metric": "accuracy", "confidence": 0.95, "rows": [row]}
-    Console(file=text, width=80).print(_display._gain_table(gains, ACCURACY, ["Local", "DAC"]))
+    Console(file=text, width=80).print(
+        _display._build_gain_table(gains, ACCURACY, ["Local", "DAC"])
+    )
     assert "+12.5 (10.0 to 15.0)  -5.0 (-10.0 to 0.0)" in text.getvalue()
 
 
@@ -235,7 +239,9 @@ def test_the_share_of_clients_that_lost_is_in_percent():
     row = {"label": "DAC", "mean": 0.125, "worst_tenth": -0.05, "lost": 0.25, "seeds": 3}
     text = io.StringIO()
     gains = {"baseline": "Local", "metric": "accuracy", "rows": [row]}
-    Console(file=text, width=80).print(_display._gain_table(gains, ACCURACY, ["Local", "DAC"]))
+    Console(file=text, width=80).print(
+        _display._build_gain_table(gains, ACCURACY, ["Local", "DAC"])
+    )
     (shown,) = [line for line in lines(text) if line.startswith("DAC")]
     assert shown.endswith(" 25 %")
 
@@ -243,19 +249,19 @@ def test_the_share_of_clients_that_lost_is_in_percent():
 def test_total_participation_is_that_of_a_run_not_of_all_seeds():
     rows = [("A", 300), ("A", 100), ("B", 50)]
     assert (
-        _display._participation([{"label": a, "client_rounds": n} for a, n in rows])
+        _display._format_participation([{"label": a, "client_rounds": n} for a, n in rows])
         == "A 200, B 50"
     )
 
 
 def test_clients_that_diverged_are_called_by_their_names(tmp_path):
-    study = config.loads(
+    study = config.parse_study_text(
         'name = "lost"\nrounds = 1\nseeds = [0]\nlocal = { lr = 1e308, optimizer = "sgd" }\n'
         'model = { kind = "linear" }\ndata = { dataset = "own" }\n[[methods]]\nkind = "local"\n'
     )
     named = replace(tiny_federation(num_clients=2), client_names=("Oslo [bold]", "مستشفى"))
     done, text = run_study(study, out=tmp_path, federation=named), io.StringIO()
-    _display.results(done, Console(file=text, width=200))
+    _display.print_results(done, Console(file=text, width=200))
     expected = (
         "local, seed 0: 2 clients diverged (their loss became NaN or infinite): Oslo [bold], مستشفى"
     )

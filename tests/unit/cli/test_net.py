@@ -43,7 +43,7 @@ def test_members_get_their_clients_in_the_order_in_which_they_were_signed(organi
         ("north", "127.0.0.1:21990", (0,)),
         ("south", "127.0.0.1:21991", (1,)),
     ]
-    assert (made.run, made.server, setup.run_of(organizer)) == ("two", "", "two")
+    assert (made.run, made.server, setup.load_run_id(organizer)) == ("two", "", "two")
 
 
 def test_every_roster_has_a_higher_version_and_the_hash_of_its_study(organizer):

@@ -13,8 +13,8 @@ import torch
 from benchmarks import kills
 from benchmarks.kills import Killing, Nodes, losses
 from coterie.cluster import actors
-from coterie.cluster.actors import Actors, packed, share, unpacked
-from coterie.cluster.blocks import BlockDied, Given, simulate_in_blocks
+from coterie.cluster.actors import BlockActors, decode_part, divide_resource, encode_part
+from coterie.cluster.blocks import BlockDied, BlockSpec, simulate_in_blocks
 from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.base import Message
 from coterie.methods import METHODS
@@ -108,7 +108,7 @@ def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Nodes):
             settings=tiny_settings(),
             seed=3,
             blocks=2,
-            start=actors.start,
+            start=actors.start_actors,
         )
 
 
@@ -116,7 +116,7 @@ def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Nodes):
 def test_blocks_that_always_die_are_given_up(three: Nodes):
     class Always(Killing):
         @contextmanager
-        def start(self, given: Iterable[Given]) -> Iterator[Actors]:
+        def start(self, given: Iterable[BlockSpec]) -> Iterator[BlockActors]:
             """With the same round again."""
             self.left = {0: "actor"}
             with super().start(given) as crew:
@@ -157,16 +157,16 @@ def test_a_block_that_cannot_be_made_is_no_death(
 
 def test_what_a_block_tells_is_packed_without_a_loss():
     message = Message(torch.rand(2, 3), {"samples": torch.tensor([1, 2])}, torch.tensor([4, 7]))
-    found = unpacked(packed(message))
+    found = decode_part(encode_part(message))
     assert isinstance(found, Message)
     assert torch.equal(found.params, message.params)
     assert torch.equal(found.fields["samples"], message.fields["samples"])
     assert found.ids is not None
     assert found.ids.tolist() == [4, 7]
-    ids = unpacked(packed(torch.tensor([3, 1])))
+    ids = decode_part(encode_part(torch.tensor([3, 1])))
     assert isinstance(ids, torch.Tensor)
     assert ids.tolist() == [3, 1]
-    assert unpacked(packed(None)) is None
+    assert decode_part(encode_part(None)) is None
 
 
 @pytest.mark.parametrize(
@@ -183,4 +183,4 @@ def test_what_a_block_tells_is_packed_without_a_loss():
 def test_each_block_gets_what_all_can_have_at_once(
     machines: list[float], blocks: int, most: float, expected: float
 ):
-    assert share(machines, blocks, most) == pytest.approx(expected)
+    assert divide_resource(machines, blocks, most) == pytest.approx(expected)

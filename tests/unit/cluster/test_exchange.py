@@ -8,11 +8,11 @@ import torch
 
 from coterie.cluster.exchange import (
     BlockExchange,
-    Interrupted,
-    Links,
+    BlockInterrupted,
+    BlockLinks,
     Postbox,
-    chosen,
-    merged_snapshots,
+    merge_snapshots,
+    select_messages,
 )
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
@@ -24,7 +24,7 @@ OWNER = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32)
 def two() -> list[BlockExchange]:
     """Blocks of clients 0, 1, 2 and of 3, 4."""
     boxes = [Postbox(2), Postbox(2)]
-    links = [Links(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
+    links = [BlockLinks(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
     return [
         BlockExchange(links[n], (n == OWNER).nonzero().flatten(), OWNER, server=False)
         for n in range(2)
@@ -43,8 +43,8 @@ def test_a_block_is_told_what_it_reads_and_no_more():
 
     def pull(number: int) -> torch.Tensor:
         one = blocks[number]
-        one.begin(Rng(0).at(0))
-        one.enter(one.own.ids)
+        one.begin_round(Rng(0).at_round(0))
+        one.set_active(one.own.ids)
         inbox = one.pull(published(one.own.ids), wanted[number])
         return inbox.table
 
@@ -57,14 +57,14 @@ def test_a_block_is_told_what_it_reads_and_no_more():
 
 def test_messages_of_clients_that_are_not_there_are_left_out():
     board = Message(torch.arange(3.0)[:, None], {}, torch.tensor([7, 2, 5]))
-    found = chosen(board, torch.tensor([1, 2, 7, 9]))
+    found = select_messages(board, torch.tensor([1, 2, 7, 9]))
     assert found is not None
     assert found.ids is not None
     assert found.ids.tolist() == [2, 7]
     assert found.params.flatten().tolist() == [1, 0]
-    assert chosen(board, torch.tensor([4])) is None
-    assert chosen(board, torch.tensor([], dtype=torch.int64)) is None
-    assert chosen(None, torch.tensor([2])) is None
+    assert select_messages(board, torch.tensor([4])) is None
+    assert select_messages(board, torch.tensor([], dtype=torch.int64)) is None
+    assert select_messages(None, torch.tensor([2])) is None
 
 
 def test_who_waits_for_a_block_that_has_ended_is_released():
@@ -73,7 +73,7 @@ def test_who_waits_for_a_block_that_has_ended_is_released():
     def wait() -> None:
         try:
             box.collect((0, 0, "wanted"))
-        except Interrupted as error:
+        except BlockInterrupted as error:
             raised.append(str(error))
 
     thread = threading.Thread(target=wait)
@@ -98,8 +98,8 @@ def test_snapshots_of_blocks_are_that_of_one_process_and_are_parted_again():
     whole, blocks = InMemory(torch.arange(5), 5), two()
     nobody = torch.full((1, 1), -1)
     for index, active in enumerate(([0, 1, 2, 3, 4], [0])):
-        whole.begin(Rng(0).at(index))
-        whole.enter(torch.tensor(active))
+        whole.begin_round(Rng(0).at_round(index))
+        whole.set_active(torch.tensor(active))
         whole.pull(published(torch.tensor(active)), nobody.expand(len(active), 1))
 
         def act(number: int, index: int = index, active: list[int] = active) -> None:
@@ -107,41 +107,41 @@ def test_snapshots_of_blocks_are_that_of_one_process_and_are_parted_again():
                 blocks[number],
                 torch.tensor([i for i in active if OWNER[i] == number], dtype=torch.int64),
             )
-            one.begin(Rng(0).at(index))
+            one.begin_round(Rng(0).at_round(index))
             if len(mine):
-                one.enter(mine)
+                one.set_active(mine)
                 one.pull(published(mine), nobody.expand(len(mine), 1))
             else:
-                one.idle(1)
+                one.skip_round(1)
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(act, range(2)))
         if index == 0:
             for client in (1, 3):
                 for one in (whole, blocks[int(OWNER[client])]):
-                    one.retire(torch.tensor([client]), torch.full((1, 4), 50.0 + client))
+                    one.retire_clients(torch.tensor([client]), torch.full((1, 4), 50.0 + client))
     expected = whole.snapshot()
-    found = merged_snapshots([one.snapshot() for one in blocks])
+    found = merge_snapshots([one.snapshot() for one in blocks])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert expected["last.0.ids"].tolist() == [0, 1, 3]
     again = two()
     for one in again:
         one.restore(expected)
-    parted = merged_snapshots([one.snapshot() for one in again])
+    parted = merge_snapshots([one.snapshot() for one in again])
     assert all(torch.equal(parted[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 3)])
 def test_parts_are_told_in_the_order_of_the_blocks(sizes):
     boxes = [Postbox(2), Postbox(2)]
-    links = [Links(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
+    links = [BlockLinks(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
 
     def swap(number: int) -> list[int]:
         parts = [torch.full((size,), number) for size in sizes]
         return [
             int(part.sum())
-            for part in links[number].swap((0, 0, "x"), parts)
+            for part in links[number].all_to_all((0, 0, "x"), parts)
             if isinstance(part, torch.Tensor)
         ]
 
@@ -155,10 +155,10 @@ def test_rows_of_the_cohort_are_gathered_in_the_order_of_its_ids():
 
     def gathered(number: int) -> list[list[float]]:
         one, found = blocks[number], list[list[float]]()
-        one.begin(Rng(0).at(0))
+        one.begin_round(Rng(0).at_round(0))
         for active in ([[2, 0], [4]], [[], [3]], [[], []]):
             ids = torch.tensor(active[number], dtype=torch.int64)
-            one.enter(ids)
+            one.set_active(ids)
             rows = (
                 ids[:, None].double().expand(-1, 2)
                 if len(ids)

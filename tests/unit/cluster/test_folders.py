@@ -4,7 +4,7 @@ import pytest
 
 from coterie._util import manifest
 from coterie.cluster import folders
-from coterie.cluster.folders import everything, lay_out, news, put_away
+from coterie.cluster.folders import apply_update, collect_update, load_files, write_files
 
 
 def write(folder, rotate=None, **files):
@@ -28,21 +28,21 @@ def test_only_what_is_new_travels_and_the_checkpoint_before_is_kept_there(tmp_pa
     home.mkdir()
     rotate = {"checkpoint.safetensors": "checkpoint-before.safetensors"}
     write(away, config="same")
-    first, known = news(away, {})
-    put_away(first, home)
+    first, known = collect_update(away, {})
+    apply_update(first, home)
     write(away, rotate, checkpoint="one", metrics="m1", provenance="p1")
-    second, known = news(away, known)
-    put_away(second, home)
+    second, known = collect_update(away, known)
+    apply_update(second, home)
     assert list(second.files) == ["checkpoint.safetensors", "metrics.parquet", "provenance.json"]
     write(away, rotate, checkpoint="two", metrics="m1", provenance="p2")
-    third, known = news(away, known)
-    put_away(third, home)
+    third, known = collect_update(away, known)
+    apply_update(third, home)
     assert list(third.files) == ["checkpoint.safetensors", "provenance.json"]
     assert third.kept == rotate
     assert same(away, home)
-    fourth, _ = news(away, known)
+    fourth, _ = collect_update(away, known)
     assert not fourth.files
-    put_away(fourth, home)
+    apply_update(fourth, home)
     assert same(away, home)
 
 
@@ -50,21 +50,21 @@ def test_a_folder_is_laid_out_as_it_is_without_what_belongs_to_this_machine(tmp_
     here, there = tmp_path / "here", tmp_path / "deep" / "there"
     write(here, checkpoint="one")
     (here / ".lock").touch()
-    lay_out(everything(here), there)
+    write_files(load_files(here), there)
     (here / ".lock").unlink()
     assert same(here, there)
-    assert everything(tmp_path / "none") == {}
+    assert load_files(tmp_path / "none") == {}
 
 
 def test_a_file_that_is_not_what_was_written_does_not_count_as_known(tmp_path):
     """A manifest that lists two digests of a file was left by a process that was killed on the way."""
     write(tmp_path / "run", checkpoint="one")
-    line = manifest.digests(tmp_path / "run")["checkpoint.safetensors"]
+    line = manifest.load_digests(tmp_path / "run")["checkpoint.safetensors"]
     listed = (tmp_path / "run" / "B2SUMS").read_text()
     (tmp_path / "run" / "B2SUMS").write_text(listed + listed.replace(line, "0" * 64))
-    assert manifest.digests(tmp_path / "run") == {}
+    assert manifest.load_digests(tmp_path / "run") == {}
     with pytest.raises(KeyError):
-        folders.news(tmp_path / "run", {})[1]["checkpoint.safetensors"]
+        folders.collect_update(tmp_path / "run", {})[1]["checkpoint.safetensors"]
 
 
 def test_what_a_killed_worker_left_is_removed_and_what_is_in_use_is_not(tmp_path, monkeypatch):
@@ -74,9 +74,9 @@ def test_what_a_killed_worker_left_is_removed_and_what_is_in_use_is_not(tmp_path
     left = tmp_path / "coterie-worker-left"
     left.mkdir()
     (left / "model.bin").write_bytes(b"much")
-    with folders.temporary() as one:
+    with folders.temporary_folder() as one:
         assert not left.exists()
-        with folders.temporary() as other:
+        with folders.temporary_folder() as other:
             assert one.exists()
             assert one != other
         assert not other.exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.cluster import packing
-from coterie.cluster.packing import modules, pack, unfold, unpack
+from coterie.cluster.packing import install_modules, modules, pack, unpack
 from coterie.errors import ConfigError
 
 pytest.importorskip("ray")
@@ -65,7 +65,7 @@ def test_modules_beside_a_study_travel_with_those_they_import(tmp_path, monkeypa
         for name in ("lab_rules", "lab_words"):
             sys.modules.pop(name, None)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(tmp_path)])
-    unfold(found, tmp_path / "away")
+    install_modules(found, tmp_path / "away")
     import lab_words  # pyright: ignore[reportMissingImports]
 
     assert lab_words.WORD == "found"
@@ -75,5 +75,5 @@ def test_modules_beside_a_study_travel_with_those_they_import(tmp_path, monkeypa
 
 def test_a_module_stays_inside_its_folder(tmp_path):
     with pytest.raises(ConfigError, match="expected a path inside its folder"):
-        unfold({"../evil.py": b""}, tmp_path / "in")
+        install_modules({"../evil.py": b""}, tmp_path / "in")
     assert not (tmp_path / "evil.py").exists()

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from coterie.cluster import place
-from coterie.cluster.place import LOCAL, Place, connect, read
+from coterie.cluster.place import LOCAL, Place, connect_ray, parse_place
 from coterie.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ from coterie.errors import ConfigError
     ],
 )
 def test_a_place_is_read_and_written_as_it_was_given(text, expected):
-    found = read(text)
+    found = parse_place(text)
     assert found == expected
     assert str(found) == text
 
@@ -49,7 +49,7 @@ def test_a_place_is_read_and_written_as_it_was_given(text, expected):
 )
 def test_what_is_no_place_is_refused_with_those_that_are(text):
     with pytest.raises(ConfigError, match=r"^--on is .*; expected local, ray:auto, ") as told:
-        read(text)
+        parse_place(text)
     assert "\n" not in str(told.value)
 
 
@@ -59,15 +59,15 @@ def test_without_the_extra_one_line_says_what_to_install(text, package, monkeypa
     with pytest.raises(
         ConfigError, match=f"--on {text} needs {package}, which is not installed; pip install"
     ) as told:
-        read(text)
+        parse_place(text)
     assert "\n" not in str(told.value)
-    assert read("local") == LOCAL
+    assert parse_place("local") == LOCAL
 
 
 def test_only_ray_is_connected_to():
     with (
         pytest.raises(ConfigError, match="--on is slurm:cpu; expected a place of Ray"),
-        connect(Place("slurm", "cpu")),
+        connect_ray(Place("slurm", "cpu")),
     ):
         pass
 
@@ -82,7 +82,7 @@ def test_where_nobody_listens_one_line_says_so_at_once(text):
             pytest.raises(
                 ConfigError, match=f"no Ray answers at .*127.0.0.1:{port} .*refused"
             ) as told,
-            connect(read(text.format(port))),
+            connect_ray(parse_place(text.format(port))),
         ):
             pass
     assert "\n" not in str(told.value)
@@ -110,7 +110,7 @@ def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, s
     with pytest.raises(
         ConfigError, match=f"no Ray answers there .*InvalidAuthToken.*{said}"
     ) as told:
-        _enter(connect(read("ray:127.0.0.1:6379")))
+        _enter(connect_ray(parse_place("ray:127.0.0.1:6379")))
     assert "\n" not in str(told.value)
 
 
@@ -124,7 +124,7 @@ def test_the_token_that_ray_makes_here_is_for_its_user_alone(tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("ray.init", start)
     with pytest.raises(ConfigError, match="enough"):
-        _enter(connect(read("ray:local")))
+        _enter(connect_ray(parse_place("ray:local")))
     assert (tmp_path / ".ray").stat().st_mode & 0o777 == 0o700
 
 
@@ -140,7 +140,7 @@ def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
     with pytest.raises(
         ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"
     ):
-        place._reach(read("ray:auto"))
+        place._reach(parse_place("ray:auto"))
 
 
 def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
@@ -150,9 +150,9 @@ def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {address})
-        place._reach(read("ray:auto"))
+        place._reach(parse_place("ray:auto"))
     with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):
-        place._reach(read("ray:auto"))
+        place._reach(parse_place("ray:auto"))
 
 
 def test_the_places_of_the_message_are_those_of_the_page_of_the_module():

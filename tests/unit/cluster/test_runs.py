@@ -13,7 +13,7 @@ import pytest
 
 from coterie.cluster import actors, doctor, runs
 from coterie.cluster.blocks import simulate_in_blocks
-from coterie.cluster.place import connect, read
+from coterie.cluster.place import connect_ray, parse_place
 from coterie.cluster.runs import RayRuns, runs_on
 from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError
@@ -23,7 +23,7 @@ from coterie.simulation.workers import WorkerDied
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.studies.sweep import run_sweep
-from coterie.studies.tune import tune
+from coterie.studies.tune import tune_study
 from coterie.testing import tiny_federation, tiny_settings
 
 ray = pytest.importorskip("ray")
@@ -84,7 +84,9 @@ class Mortal(Local):
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of this machine, with two processors and a GPU that is only said to be there."""
-    with connect(read("ray:local"), num_cpus=2, num_gpus=1, object_store_memory=80 * 2**20):
+    with connect_ray(
+        parse_place("ray:local"), num_cpus=2, num_gpus=1, object_store_memory=80 * 2**20
+    ):
         yield
 
 
@@ -113,7 +115,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     """Each run in another process, which shares no folder; the data of a seed are put into the store once."""
-    study = config.loads(STUDY)
+    study = config.parse_study_text(STUDY)
     over, heard = RayRuns(), []
     run_study(study, out=tmp_path / "here")
     done = run_study(study, out=tmp_path / "there", over=over, workers=4, observer=heard.append)
@@ -155,7 +157,7 @@ def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(
     )
     mark = tmp_path / "mark"
     mark.touch()
-    study = config.loads(text.replace("MARK", str(mark)))
+    study = config.parse_study_text(text.replace("MARK", str(mark)))
     run_study(study, out=tmp_path / "here")
     mark.unlink()
     heard: list[Progress] = []
@@ -224,7 +226,7 @@ def test_two_blocks_share_the_gpu_that_is_asked_for(cluster):
 
     @contextmanager
     def start(given):
-        with actors.start(given, gpus=0.5) as crew:
+        with actors.start_actors(given, gpus=0.5) as crew:
             end = time.monotonic() + 30  # Ray's count of what is left comes late
             while (free := ray.available_resources().get("GPU", 0.0)) and time.monotonic() < end:
                 time.sleep(0.1)
@@ -262,7 +264,7 @@ def test_data_that_ray_has_no_room_for_in_memory_change_nothing(cluster, tmp_pat
         )
 
     assert federation(0).nbytes > 100 * 2**20
-    study = config.loads(LARGE)
+    study = config.parse_study_text(LARGE)
     more = {"federation": federation, "model": "linear"}
     run_study(study, out=tmp_path / "here", **more)
     run_study(study, out=tmp_path / "there", over=RayRuns(), workers=2, **more)
@@ -273,12 +275,12 @@ def test_data_that_ray_has_no_room_for_in_memory_change_nothing(cluster, tmp_pat
 
 @pytest.mark.slow
 def test_tuning_chooses_what_this_machine_would(cluster):
-    study = config.loads(
+    study = config.parse_study_text(
         STUDY.replace("rounds = 3", "rounds = 1").replace("seeds = [0, 1]", "seeds = [0]")
     )
     grid = {"lr": [0.01, 0.1]}
-    here = tune(study, grid, widenings=0)
-    there = tune(study, grid, widenings=0, over=RayRuns(), workers=4)
+    here = tune_study(study, grid, widenings=0)
+    there = tune_study(study, grid, widenings=0, over=RayRuns(), workers=4)
     assert sorted(map(str, here.trials)) == sorted(map(str, there.trials))
     assert here.choices == there.choices
 
@@ -288,7 +290,7 @@ def test_a_sweep_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     text = STUDY.replace("rounds = 3", "rounds = 1").replace(
         "seeds = [0, 1]", "seeds = [0]\nsweep = { lr = [0.1, 0.2] }"
     )
-    study = config.loads(text)
+    study = config.parse_study_text(text)
     run_sweep(study, out=tmp_path / "here")
     run_sweep(study, out=tmp_path / "there", over=RayRuns(), workers=4)
     here, there = files(tmp_path / "here"), files(tmp_path / "there")
@@ -312,7 +314,7 @@ def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
 def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     """Each answers for itself; what is equal is not spoken of, other software is refused."""
     own = doctor.here()
-    assert doctor.differences(doctor.look_at_all(), own) == []
+    assert doctor.describe_differences(doctor.look_at_machines(), own) == []
     with runs_on("ray:local", check=True) as over:
         assert over.far
     old = doctor.Machine("here", {**own.facts, "torch": "1.0"})

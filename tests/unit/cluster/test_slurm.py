@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.cluster import slurm, status
-from coterie.cluster.place import Place, read
+from coterie.cluster.place import Place, parse_place
 from coterie.cluster.slurm import ASKED, FOLDER, SlurmRuns
-from coterie.cluster.status import Stand, look
+from coterie.cluster.status import JobStatus, load_statuses
 from coterie.errors import ConfigError, CoterieError
 from coterie.simulation import checkpoint
 from coterie.studies import config
-from coterie.studies.run import FAILURE, Job, run_folder, run_study
+from coterie.studies.run import FAILURE_FILE, Job, run_folder, run_study
 
 from .pretend_slurm import COMMANDS
 
@@ -88,24 +88,24 @@ def tables(folder):
 
 
 def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
-    study = config.loads(STUDY)
+    study = config.parse_study_text(STUDY)
     run_study(study, out=tmp_path / "here")
-    over = SlurmRuns(read("slurm:local"))
+    over = SlurmRuns(parse_place("slurm:local"))
     done = run_study(study, out=tmp_path / "there", over=over, workers=2)
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
     assert len(done.summary["timing"]) == 2
     asked = json.loads((tmp_path / "there/tiny" / FOLDER / ASKED).read_text())
     assert set(asked["jobs"]) == {"local/seed-0", "Gossip/seed-0"}
-    assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
+    assert [one.state for one in load_statuses(tmp_path / "there/tiny")] == ["done", "done"]
 
 
 def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path):
     """One array for all runs, with what the place says; a method in a file beside the study, in another folder."""
-    study = config.loads(STUDY)
+    study = config.parse_study_text(STUDY)
     run_study(study, out=tmp_path / "here")
     heard = []
     run_study(
-        study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu:time=7,mem=2GB"), cpus=2), workers=2,
+        study, out=tmp_path / "there", over=SlurmRuns(parse_place("slurm:cpu:time=7,mem=2GB"), cpus=2), workers=2,
         observer=heard.append,
     )  # fmt: skip
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
@@ -125,7 +125,7 @@ def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path)
         "cpus-per-task": "2",
     }
     assert {step.label for step in heard} == {"local", "Gossip"}
-    assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
+    assert [one.state for one in load_statuses(tmp_path / "there/tiny")] == ["done", "done"]
 
 
 @contextlib.contextmanager
@@ -135,7 +135,12 @@ def handed_in(folder, text=STUDY):
 
     def wait():
         try:
-            run_study(config.loads(text), out=folder, over=SlurmRuns(read("slurm:cpu")), workers=2)
+            run_study(
+                config.parse_study_text(text),
+                out=folder,
+                over=SlurmRuns(parse_place("slurm:cpu")),
+                workers=2,
+            )
         except CoterieError as error:
             told["error"] = str(error)
 
@@ -165,20 +170,24 @@ def test_a_job_that_was_queued_and_cancelled_is_told_and_handed_in_again(partiti
     (partition / "hold").touch()
     with handed_in(tmp_path / "there") as told:
         folder = tmp_path / "there/tiny"
-        assert [one.state for one in look(folder)] == ["queued", "queued"]
+        assert [one.state for one in load_statuses(folder)] == ["queued", "queued"]
         subprocess.run([partition / "scancel", "1_1"], check=True)
         (partition / "hold").unlink()
     assert (
         told["error"] == "job 1_1 ended without a result: Slurm says CANCELLED by 0; resume goes on"
     )
-    found = {one.job.label: (one.state, one.reason) for one in look(folder)}
+    found = {one.job.label: (one.state, one.reason) for one in load_statuses(folder)}
     assert found == {"local": ("done", ""), "Gossip": ("failed", "Slurm says CANCELLED by 0")}
-    study = config.loads(STUDY)
+    study = config.parse_study_text(STUDY)
     run_study(study, out=tmp_path / "here")
     run_study(
-        study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu")), workers=2, resume=True
+        study,
+        out=tmp_path / "there",
+        over=SlurmRuns(parse_place("slurm:cpu")),
+        workers=2,
+        resume=True,
     )
-    assert [one.state for one in look(folder)] == ["done", "done"]
+    assert [one.state for one in load_statuses(folder)] == ["done", "done"]
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
 
 
@@ -187,18 +196,18 @@ def test_a_job_that_runs_out_of_time_goes_on_to_the_bytes_of_this_machine(partit
     """Slurm tells it so by a signal; it hands itself in again, under its number, and begins at its checkpoint."""
     text = STUDY.replace("rounds = 1", "rounds = 300\ncheckpoint_seconds = 0")
     text = text.partition('[[methods]]\nkind = "random"')[0]
-    run_study(config.loads(text), out=tmp_path / "here")
+    run_study(config.parse_study_text(text), out=tmp_path / "here")
     with handed_in(tmp_path / "there", text) as told:
         run = tmp_path / "there/tiny/local/seed-0"
-        until(lambda: (checkpoint.rounds_done(run) or 0) > 5)
+        until(lambda: (checkpoint.count_stored_rounds(run) or 0) > 5)
         subprocess.run([partition / "scancel", "1", "--signal", "USR2"], check=True)
         until(lambda: json.loads((partition / "1.json").read_text())["State"] == "PENDING")
-        before = checkpoint.rounds_done(run)
+        before = checkpoint.count_stored_rounds(run)
         assert 5 < before < 300
     assert told == {}
     assert tables(tmp_path / "here") == tables(tmp_path / "there")
     log = "".join(path.read_text() for path in (tmp_path / "there/tiny" / FOLDER).glob("*.out"))
-    assert f"Requeued job 1 ({slurm.HAND_INS} remaining timeouts)" in log
+    assert f"Requeued job 1 ({slurm.MAX_RESUBMISSIONS} remaining timeouts)" in log
 
 
 def test_a_job_that_is_no_longer_asked_for_does_nothing(tmp_path):
@@ -214,8 +223,11 @@ def test_a_job_that_is_no_longer_asked_for_does_nothing(tmp_path):
         def __call__(self, job, emit):
             raise AssertionError
 
-    assert slurm._Turn(Work(), "DAC", "mine", list(sys.argv), {}, 1)() == ("done", False)
-    assert slurm._Turn(Work(), "DAC", "mine", list(sys.argv), {"torch": "1.0"}, 1)()[0] == "failed"
+    assert slurm._SlurmTask(Work(), "DAC", "mine", list(sys.argv), {}, 1)() == ("done", False)
+    assert (
+        slurm._SlurmTask(Work(), "DAC", "mine", list(sys.argv), {"torch": "1.0"}, 1)()[0]
+        == "failed"
+    )
 
 
 def test_only_studies_run_on_slurm_and_gpus_are_whole():
@@ -229,7 +241,7 @@ def test_where_there_is_no_slurm_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
         pytest.raises(ConfigError, match=r"--on slurm:cpu: .*srun") as told,
-        slurm._executor(Place("slurm", "cpu"), tmp_path / FOLDER, 1, 0, 1, Path("study")),
+        slurm._make_executor(Place("slurm", "cpu"), tmp_path / FOLDER, 1, 0, 1, Path("study")),
     ):
         pass
     assert "\n" not in str(told.value)
@@ -237,15 +249,15 @@ def test_where_there_is_no_slurm_one_line_says_so(tmp_path, monkeypatch):
 
 def test_a_process_of_this_machine_is_over_when_it_has_ended():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert not slurm.over(f"local:{process.pid}")
+    assert not slurm.is_over(f"local:{process.pid}")
     process.communicate(b"\n")
-    assert slurm.over(f"local:{process.pid}")
-    assert not slurm.over("local:nobody")
+    assert slurm.is_over(f"local:{process.pid}")
+    assert not slurm.is_over("local:nobody")
 
 
 def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
-    study = config.loads(STUDY.replace("seeds = [0]", "seeds = [0, 1, 2]"))
-    run_study(config.loads(STUDY), out=tmp_path)
+    study = config.parse_study_text(STUDY.replace("seeds = [0]", "seeds = [0, 1, 2]"))
+    run_study(config.parse_study_text(STUDY), out=tmp_path)
     folder = tmp_path / "tiny"
     run_study(study, out=tmp_path, resume=True)
     waits, fails, stops, queues = (
@@ -257,11 +269,11 @@ def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
     for job in (waits, fails, queues):
         for path in run_folder(folder, job).iterdir():
             path.unlink()
-    (run_folder(folder, fails) / FAILURE).write_text("the disk is full")
+    (run_folder(folder, fails) / FAILURE_FILE).write_text("the disk is full")
     told = run_folder(folder, stops) / "provenance.json"
     told.write_text(told.read_text().replace('"done": true', '"done": false'))
     monkeypatch.setattr(slurm, "states", lambda place: {"Gossip/seed-2": ("PENDING", "")})
-    found = {one.job: (one.state, one.reason) for one in look(folder)}
+    found = {one.job: (one.state, one.reason) for one in load_statuses(folder)}
     assert found[Job("local", 0)] == ("done", "")
     assert found[waits] == ("waiting", "")
     assert found[fails] == ("failed", "the disk is full")
@@ -277,6 +289,6 @@ def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
 
 def test_the_exit_status_says_whether_there_is_more_to_do():
     one, two = Job("DAC", 0), Job("DAC", 1)
-    assert status.exit_status([Stand(one, "done"), Stand(two, "done")]) == 0
-    assert status.exit_status([Stand(one, "done"), Stand(two, "queued")]) == 3
-    assert status.exit_status([Stand(one, "running"), Stand(two, "failed")]) == 1
+    assert status.exit_status([JobStatus(one, "done"), JobStatus(two, "done")]) == 0
+    assert status.exit_status([JobStatus(one, "done"), JobStatus(two, "queued")]) == 3
+    assert status.exit_status([JobStatus(one, "running"), JobStatus(two, "failed")]) == 1

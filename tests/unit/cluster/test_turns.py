@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from coterie.cluster import turns
-from coterie.cluster.turns import holder, turn
+from coterie.cluster.turns import claim_turn, find_holder
 from coterie.errors import FolderInUse
 
 
@@ -15,18 +15,18 @@ def never(job):
 
 
 def test_a_job_has_a_run_until_it_is_done(tmp_path):
-    with turn(tmp_path / "run", "17_0", never):
-        number, owner = holder(tmp_path / "run")
+    with claim_turn(tmp_path / "run", "17_0", never):
+        number, owner = find_holder(tmp_path / "run")
         assert (number, owner["job"]) == (1, "17_0")
         with (
             pytest.raises(FolderInUse, match=r"is in use by job 17_0 on .* since ") as told,
-            turn(tmp_path / "run", "18", never),
+            claim_turn(tmp_path / "run", "18", never),
         ):
             pass
         assert "\n" not in str(told.value)
-    assert holder(tmp_path / "run") == (0, {})
+    assert find_holder(tmp_path / "run") == (0, {})
     assert list((tmp_path / "run").iterdir()) == []
-    with turn(tmp_path / "run", "18", never):
+    with claim_turn(tmp_path / "run", "18", never):
         pass
 
 
@@ -35,8 +35,8 @@ def test_the_turn_of_a_job_that_is_over_is_taken_over(tmp_path):
         json.dumps({"job": "17_0", "host": "a", "since": "today"})
     )
     asked = []
-    with turn(tmp_path, "18", lambda job: not asked.append(job)):
-        assert (holder(tmp_path)[0], holder(tmp_path)[1]["job"]) == (2, "18")
+    with claim_turn(tmp_path, "18", lambda job: not asked.append(job)):
+        assert (find_holder(tmp_path)[0], find_holder(tmp_path)[1]["job"]) == (2, "18")
     assert asked == ["17_0"]
     assert list(tmp_path.iterdir()) == []
 
@@ -46,8 +46,8 @@ def test_a_job_that_was_handed_in_again_goes_on(tmp_path):
     (tmp_path / ".turn-3.json").write_text(
         json.dumps({"job": "17_0", "host": "a", "since": "today"})
     )
-    with turn(tmp_path, "17_0", never):
-        assert holder(tmp_path)[0] == 4
+    with claim_turn(tmp_path, "17_0", never):
+        assert find_holder(tmp_path)[0] == 4
 
 
 def test_of_many_that_take_over_at_once_one_gets_the_run(tmp_path):
@@ -63,7 +63,7 @@ def test_of_many_that_take_over_at_once_one_gets_the_run(tmp_path):
 
     def try_it(name):
         try:
-            with turn(tmp_path, name, over):
+            with claim_turn(tmp_path, name, over):
                 got.append(name)
                 done.wait()
         except FolderInUse as error:
@@ -82,7 +82,7 @@ def test_of_many_that_take_over_at_once_one_gets_the_run(tmp_path):
 def test_what_no_job_wrote_belongs_to_nobody(tmp_path):
     (tmp_path / ".turn-2.json").write_text("not JSON")
     (tmp_path / ".turn-x.json").write_text("{}")
-    assert holder(tmp_path) == (2, {})
-    assert turns.said({}) == "another job"
-    with turn(tmp_path, "17", never):
-        assert holder(tmp_path)[0] == 3
+    assert find_holder(tmp_path) == (2, {})
+    assert turns.describe_owner({}) == "another job"
+    with claim_turn(tmp_path, "17", never):
+        assert find_holder(tmp_path)[0] == 3

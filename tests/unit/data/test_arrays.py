@@ -7,7 +7,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from coterie import Federation, from_arrays, from_dataset, from_datasets
-from coterie.data.source import Part
+from coterie.data.source import InputPart
 from coterie.errors import ConfigError, DataError
 
 
@@ -44,8 +44,8 @@ def test_arrays_with_client_ids_keep_every_sample_at_its_client():
     assert held(federation, 1) == set(range(10))
     assert held(federation, 2) == set(range(35, 40))
     # 25: 5 tests, 4 validation; 10: 2 and 2; 5: 1 and 1
-    assert federation.counts("train").tolist() == [16, 6, 3]
-    assert federation.counts("validation").tolist() == [4, 2, 1]
+    assert federation.count_samples("train").tolist() == [16, 6, 3]
+    assert federation.count_samples("validation").tolist() == [4, 2, 1]
     assert [len(test.x) for test in federation.tests] == [5, 2, 1]
     assert federation.classes == 10
     assert federation.truth is None
@@ -74,7 +74,7 @@ def test_known_clusters_become_the_truth():
     assert by_value.truth is not None
     assert by_value.truth.cluster.tolist() == [1, 0, 1, 2]  # clients 3, 5, 7, 9
     by_order = from_arrays(x, y, clients=owner, clusters=[1, 0, 1, 2])
-    assert by_order.fingerprint() == by_value.fingerprint()
+    assert by_order.compute_fingerprint() == by_value.compute_fingerprint()
     with pytest.raises(DataError, match="clusters has nothing for client 9"):
         from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1})
     with pytest.raises(
@@ -244,14 +244,14 @@ def test_items_may_be_several_tensors_by_place_or_by_name():
         ((torch.tensor([place / 2]), torch.tensor([place, 1])), place % 2) for place in range(10)
     ]
     federation = from_datasets([Pairs(pairs)])
-    assert federation.parts == (Part("", (1,)), Part("", (2,), whole=True))
+    assert federation.parts == (InputPart("", (1,)), InputPart("", (2,), whole=True))
     assert sorted(held(federation, 0)) == sorted(
         int(place / 2) for place in range(10) if place % 2 == 0
     )
     named = [({"age": x[0], "words": x[1]}, y) for x, y in pairs]
     assert from_datasets([Pairs(named)]).parts == (
-        Part("age", (1,)),
-        Part("words", (2,), whole=True),
+        InputPart("age", (1,)),
+        InputPart("words", (2,), whole=True),
     )
     with pytest.raises(
         DataError, match="dataset 0: the input of item 1 has other parts than the first"
@@ -310,10 +310,10 @@ def test_names_reach_the_test_sets_and_the_planted_clusters():
 def test_three_rows_are_one_for_each_set_and_two_are_too_few():
     x, y = arrays(43)
     federation = from_arrays(x, y, clients=["large"] * 40 + ["tiny"] * 3)
-    assert (federation.counts("train").tolist(), federation.counts("validation").tolist()) == (
-        [26, 1],
-        [6, 1],
-    )
+    assert (
+        federation.count_samples("train").tolist(),
+        federation.count_samples("validation").tolist(),
+    ) == ([26, 1], [6, 1])
     assert [len(test.x) for test in federation.tests] == [8, 1]
     with pytest.raises(
         DataError, match=r"client 'tiny' has 2 samples, .*give it more samples, leave it out, or"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie._util.settings import parse
+from coterie._util.settings import parse_settings
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.shifts import Rotation
 from coterie.data.source import Samples, Source
@@ -19,12 +19,12 @@ DIGITS = {"dataset": "digits", "num_clients": 8, "train": 20, "validation": 5}
 
 
 def build(seed: int = 0, **change: object):
-    return build_federation(parse(DataConfig, DIGITS | change, "data"), seed)
+    return build_federation(parse_settings(DataConfig, DIGITS | change, "data"), seed)
 
 
 def test_the_table_of_a_study_file_is_read_as_it_stands():
     table = DIGITS | {"shift": [{"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4]}]}
-    config = parse(DataConfig, table, "data")
+    config = parse_settings(DataConfig, table, "data")
     assert config == DataConfig("digits", 8, 20, 5, [Rotation([0, 90], sizes=[4, 4])])
     assert config.shift == (
         {"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4], "assign": "blocks", "fill": 128},
@@ -38,10 +38,12 @@ def test_every_setting_is_explained():
 
 
 def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
-    assert build(0).fingerprint() == build(0).fingerprint()
-    assert build(0).fingerprint() != build(1).fingerprint()
-    assert build(0, fixed_seed=7).fingerprint() == build(1, fixed_seed=7).fingerprint()
-    assert build(1, fixed_seed=0).fingerprint() == build(0).fingerprint()
+    assert build(0).compute_fingerprint() == build(0).compute_fingerprint()
+    assert build(0).compute_fingerprint() != build(1).compute_fingerprint()
+    assert (
+        build(0, fixed_seed=7).compute_fingerprint() == build(1, fixed_seed=7).compute_fingerprint()
+    )
+    assert build(1, fixed_seed=0).compute_fingerprint() == build(0).compute_fingerprint()
 
 
 def test_the_fingerprint_is_the_same_in_another_process():
@@ -61,20 +63,26 @@ def test_the_fingerprint_is_the_same_in_another_process():
         f"print(build_federation(DataConfig(**{table!r}), 3).fingerprint())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == build_federation(parse(DataConfig, table, "data"), 3).fingerprint()
+    assert (
+        out.stdout.strip()
+        == build_federation(parse_settings(DataConfig, table, "data"), 3).compute_fingerprint()
+    )
 
 
 def test_without_sizes_the_pool_is_shared_evenly():
     """1,500 digits over 20 clients: 75 each, a fifth of them for validation."""
     federation = build_federation(DataConfig("digits"), 0)
-    assert federation.counts("train").tolist() == [60] * 20
-    assert federation.counts("validation").tolist() == [15] * 20
+    assert federation.count_samples("train").tolist() == [60] * 20
+    assert federation.count_samples("validation").tolist() == [15] * 20
 
 
 def test_validation_may_be_nothing_or_a_part():
-    assert build(validation=0).counts("validation").tolist() == [0] * 8
+    assert build(validation=0).count_samples("validation").tolist() == [0] * 8
     # 30 x 0.2 / 0.8
-    assert build_federation(DataConfig("digits", 8, 30), 0).counts("validation").tolist() == [8] * 8
+    assert (
+        build_federation(DataConfig("digits", 8, 30), 0).count_samples("validation").tolist()
+        == [8] * 8
+    )
 
 
 def test_normalization_can_be_chosen():
@@ -89,7 +97,7 @@ def test_each_client_may_have_a_test_set_of_its_own_samples():
     federation = build(test="client", test_samples=6)
     assert [len(test.x) for test in federation.tests] == [6] * 8
     assert federation.test_of.tolist() == list(range(8))
-    assert federation.counts("train").tolist() == [20] * 8
+    assert federation.count_samples("train").tolist() == [20] * 8
     own = torch.cat([federation.x[c][federation.split[c] >= 0] for c in range(8)]).flatten(1)
     tests = torch.cat([test.x for test in federation.tests]).flatten(1)
     assert float(torch.cdist(tests.float(), own.float()).min()) > 0  # no sample is in both
@@ -112,7 +120,7 @@ def test_the_test_fraction_is_one_of_all_samples_of_a_client(source):
     """25 samples for training and validation are half of 50, and 80 % of 31."""
     half = build(test="client", test_source=source, test_fraction=0.5)
     assert [len(test.x) for test in half.tests] == [25] * 8
-    assert half.counts("train").tolist() == [20] * 8
+    assert half.count_samples("train").tolist() == [20] * 8
     fifth = build(test="client", test_source=source, test_fraction=0.2)
     assert [len(test.x) for test in fifth.tests] == [6] * 8
 
@@ -236,33 +244,38 @@ def test_the_synthetic_problem_of_the_papers():
 )
 def test_fractions_are_of_what_they_say(given, total, parts):
     """Testing takes a part of all samples of a client, validation a part of the others."""
-    found, shares = DataConfig("digits", test="client", **given).shares()
+    found, shares = DataConfig("digits", test="client", **given).split_shares()
     assert found == total
     assert shares == pytest.approx(parts)
 
 
 def made_whole(seed: int = 0):
-    return build_federation(parse(DataConfig, DIGITS, "data"), seed)
+    return build_federation(parse_settings(DataConfig, DIGITS, "data"), seed)
 
 
 def made_source():
     """Forty rows of five clients with names, the third of which has one class."""
     x = np.arange(80.0).reshape(40, 2)
-    return Source.of(
+    return Source.from_arrays(
         x, np.arange(40) % 2 * (np.arange(40) % 5 != 2), clients=[f"né {i % 5}" for i in range(40)]
     )
 
 
 def own(name: str, **change: object):
     return build_federation(
-        parse(DataConfig, {"dataset": f"{__name__}:{name}", **change}, "data"), 1
+        parse_settings(DataConfig, {"dataset": f"{__name__}:{name}", **change}, "data"), 1
     )
 
 
 def test_a_federation_that_a_function_returns_is_used_as_it_is():
-    assert own("made_whole").fingerprint() == made_whole(1).fingerprint()
-    assert own("made_whole", fixed_seed=4).fingerprint() == made_whole(4).fingerprint()
-    assert own("made_whole", options={"seed": 5}).fingerprint() == made_whole(5).fingerprint()
+    assert own("made_whole").compute_fingerprint() == made_whole(1).compute_fingerprint()
+    assert (
+        own("made_whole", fixed_seed=4).compute_fingerprint() == made_whole(4).compute_fingerprint()
+    )
+    assert (
+        own("made_whole", options={"seed": 5}).compute_fingerprint()
+        == made_whole(5).compute_fingerprint()
+    )
     with pytest.raises(
         ConfigError, match=r"data.num_clients is set, but .*used as it is; return a coterie.Source"
     ):
@@ -313,7 +326,7 @@ def test_natural_groups_are_called_by_their_values():
 
 def test_several_datasets_have_targets_of_one_shape():
     def of(y):
-        return Source.of(np.zeros((40, 2)), y, test=(np.zeros((2, 2)), y[:2]))
+        return Source.from_arrays(np.zeros((40, 2)), y, test=(np.zeros((2, 2)), y[:2]))
 
     with pytest.raises(DataError, match="have other targets or columns; make them alike"):
         build_from_sources(
@@ -324,13 +337,18 @@ def test_several_datasets_have_targets_of_one_shape():
 def told_apart():
     """Thirty-eight rows of three clients, each known by its one value; the last has four of one class, ten more."""
     clients = ["a"] * 17 + ["b"] * 7 + ["c"] * 14
-    return Source.of(np.arange(38.0)[:, None], [0, 1] * 12 + [0] * 4 + [1] * 10, clients=clients)
+    return Source.from_arrays(
+        np.arange(38.0)[:, None], [0, 1] * 12 + [0] * 4 + [1] * 10, clients=clients
+    )
 
 
 def in_folds(seed: int, **change: object):
     """The values that a client of `told_apart` trains with, validates with, and tests."""
     data = build_federation(
-        parse(DataConfig, {"dataset": f"{__name__}:told_apart", "folds": 4, **change}, "data"), seed
+        parse_settings(
+            DataConfig, {"dataset": f"{__name__}:told_apart", "folds": 4, **change}, "data"
+        ),
+        seed,
     )
     parts = [[sorted(x[split == part][:, 0].int().tolist()) for part in (0, 1)]
              for x, split in zip(data.x, data.split, strict=True)]  # fmt: skip
@@ -373,9 +391,9 @@ def test_a_client_is_divided_alike_whoever_is_beside_it():
     whole = build_federation(DataConfig(f"{__name__}:told_apart", folds=4), 2)
     source = told_apart()
     rows = np.arange(24, 38)
-    alone = Source.of(source.train.x[rows], source.train.y[rows], clients=["c"] * 14)
+    alone = Source.from_arrays(source.train.x[rows], source.train.y[rows], clients=["c"] * 14)
     config = DataConfig("alone", folds=4)
-    seed, fold = config.drawn_from(2)
+    seed, fold = config.data_seed_and_fold(2)
     found = build_from_sources(config, (alone,), Rng(seed), fold, [2])
     assert torch.equal(found.tests[0].x, whole.tests[2].x)
     other = build_from_sources(config, (alone,), Rng(seed), fold, [1])
@@ -434,7 +452,9 @@ def test_each_dataset_is_normalized_its_own_way():
         "shift": shift,
     }
     made = build_from_sources(
-        parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, Rng(0)
+        parse_settings(DataConfig, data | {"normalize": ["standard", "half"]}, "data"),
+        sources,
+        Rng(0),
     )
     assert made.x.dtype == torch.float16
     assert made.mean == (), "images are held normalized"
@@ -447,17 +467,19 @@ def test_each_dataset_is_normalized_its_own_way():
         -0.6,
     ]
     same = build_from_sources(
-        parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0)
+        parse_settings(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0)
     )
     plain = build_from_sources(
-        parse(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0)
+        parse_settings(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0)
     )
-    assert same.fingerprint() == plain.fingerprint(), "where constants agree, images stay bytes"
+    assert same.compute_fingerprint() == plain.compute_fingerprint(), (
+        "where constants agree, images stay bytes"
+    )
     with pytest.raises(
         ConfigError, match="normalize has 1 entries for 2 datasets; give one for each"
     ):
         build_from_sources(
-            parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0)
+            parse_settings(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0)
         )
     with pytest.raises(ConfigError, match="normalize"):
-        parse(DataConfig, data | {"normalize": ["half", "own"]}, "data")
+        parse_settings(DataConfig, data | {"normalize": ["half", "own"]}, "data")

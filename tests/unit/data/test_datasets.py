@@ -4,19 +4,24 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data.datasets import GATHERED, digits, load, synthetic_regression
-from coterie.data.source import Samples, Source, as_samples
+from coterie.data.datasets import (
+    GATHERED,
+    load_dataset,
+    load_digits_source,
+    make_synthetic_regression,
+)
+from coterie.data.source import Samples, Source, make_samples
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 
 
 def test_digits_are_split_once_and_for_all():
-    source = digits()
+    source = load_digits_source()
     assert (len(source.train), len(source.test)) == (1500, 297)
     assert source.train.x.shape[1:] == (1, 8, 8)
     assert source.is_images
     assert source.train.x.max() == 255
-    assert torch.equal(digits().test.x, source.test.x)
+    assert torch.equal(load_digits_source().test.x, source.test.x)
     assert torch.bincount(torch.cat([source.train.y, source.test.y])).tolist() == [
         178, 182, 177, 183, 181, 182, 181, 179, 174, 180,
     ]  # fmt: skip
@@ -24,7 +29,7 @@ def test_digits_are_split_once_and_for_all():
 
 def test_digits_can_be_learned():
     """Nearest class mean on the pool is right on most of the test set: pixels and labels belong together."""
-    source = digits()
+    source = load_digits_source()
     means = torch.stack(
         [source.train.x[source.train.y == label].float().mean(0).flatten() for label in range(10)]
     )
@@ -34,7 +39,7 @@ def test_digits_can_be_learned():
 
 def test_synthetic_regression_has_the_noise_asked_for():
     """Residuals of least squares on 4,000 samples have deviation 3; inputs fill -10 to 10."""
-    source = synthetic_regression(Rng(2), 4000, test=50)
+    source = make_synthetic_regression(Rng(2), 4000, test=50)
     x, y = source.train.x.double(), source.train.y.double()
     theta = torch.linalg.lstsq(x, y[:, None]).solution
     assert abs(float((x @ theta - y[:, None]).std()) - 3) < 5 * 3 / 8000**0.5
@@ -47,10 +52,10 @@ def test_synthetic_regression_has_the_noise_asked_for():
 
 def test_synthetic_regression_is_drawn_from_the_seed():
     assert torch.equal(
-        synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(2), 9).train.y
+        make_synthetic_regression(Rng(2), 9).train.y, make_synthetic_regression(Rng(2), 9).train.y
     )
     assert not torch.equal(
-        synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(3), 9).train.y
+        make_synthetic_regression(Rng(2), 9).train.y, make_synthetic_regression(Rng(3), 9).train.y
     )
 
 
@@ -58,28 +63,28 @@ def test_constants_of_images():
     """Half the pixels black and half white: mean 0.5, standard deviation 0.5; three quarters: 0.75 and 0.433."""
     x = torch.tensor([0, 255, 255, 255], dtype=torch.uint8).reshape(2, 1, 1, 2)
     source = Source("toy", Samples(x, torch.zeros(2).long()), Samples(x, torch.zeros(2).long()), 1)
-    assert source.constants("half") == ((0.5,), (0.5,))
-    assert source.constants("standard") == ((0.75,), (0.433,))
-    assert source.constants("none") == ((), ())
+    assert source.channel_constants("half") == ((0.5,), (0.5,))
+    assert source.channel_constants("standard") == ((0.75,), (0.433,))
+    assert source.channel_constants("none") == ((), ())
     with pytest.raises(ConfigError, match="'half', 'standard' or 'none'"):
-        source.constants("full")
+        source.channel_constants("full")
 
 
 def test_float_inputs_are_not_normalized():
-    assert synthetic_regression(Rng(0), 5).constants("half") == ((), ())
+    assert make_synthetic_regression(Rng(0), 5).channel_constants("half") == ((), ())
 
 
 def test_arrays_take_their_form_from_their_types():
-    gray = as_samples(np.zeros((5, 8, 8), np.uint8), np.arange(5) % 2, None)
+    gray = make_samples(np.zeros((5, 8, 8), np.uint8), np.arange(5) % 2, None)
     assert gray.x.shape == (5, 1, 8, 8)
     assert gray.y.dtype == torch.int64
-    vectors = as_samples(np.zeros((5, 3)), np.ones((5, 1), np.int32), None)
+    vectors = make_samples(np.zeros((5, 3)), np.ones((5, 1), np.int32), None)
     assert vectors.x.dtype == torch.float32
     assert vectors.y.shape == (5,)
-    regression = as_samples(np.zeros((5, 3), np.float16), np.zeros((5, 2)), None)
+    regression = make_samples(np.zeros((5, 3), np.float16), np.zeros((5, 2)), None)
     assert regression.x.dtype == torch.float16
     assert regression.y.dtype == torch.float32
-    whole = as_samples(torch.zeros(2, 3), torch.tensor([0.0, 1.0]), 2)
+    whole = make_samples(torch.zeros(2, 3), torch.tensor([0.0, 1.0]), 2)
     assert whole.y.dtype == torch.int64
 
 
@@ -106,7 +111,7 @@ def test_arrays_take_their_form_from_their_types():
 )
 def test_arrays_that_cannot_be_used_are_refused(x, y, classes, message):
     with pytest.raises(DataError, match=message):
-        as_samples(x, y, classes)
+        make_samples(x, y, classes)
 
 
 def toy(
@@ -136,22 +141,22 @@ def test_bad_values_are_found_at_the_door():
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     with pytest.raises(ConfigError, match="unknown dataset 'digts'; did you mean 'digits'"):
-        load("digts")
+        load_dataset("digts")
     (tmp_path / "flowers").mkdir()
     with pytest.raises(ConfigError, match="did you mean 'flowers'"):
-        load("flower", data_dir=tmp_path)
+        load_dataset("flower", data_dir=tmp_path)
 
 
 def test_a_known_dataset_that_is_not_here_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     expected = r"there is no data folder; give --data-dir .*mnist/train-\*.parquet, or pip install 'datasets>="
     with pytest.raises(DataError, match=expected):
-        load("mnist")
+        load_dataset("mnist")
     with pytest.raises(DataError, match="has no folder mnist"):
-        load("mnist", data_dir=tmp_path)
+        load_dataset("mnist", data_dir=tmp_path)
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"the data folder .*nowhere does not exist"):
-        load("mnist")
+        load_dataset("mnist")
 
 
 @pytest.mark.parametrize("name", sorted(GATHERED))
@@ -163,24 +168,23 @@ def test_a_dataset_that_users_bring_says_what_to_get_and_where_to_put_it(
     expected = rf"dataset '{name}' is not here; get .*; put it as {name}/train-\*.parquet"
     for options in ({}, {"data_dir": tmp_path}, {"data_dir": tmp_path, "download": True}):
         with pytest.raises(DataError, match=expected):
-            load(name, **options)
+            load_dataset(name, **options)
 
 
 def test_options_are_for_the_datasets_that_have_them():
-    assert load("synthetic-regression", samples=7, options={"dim": 2, "test": 3}).train.x.shape == (
-        7,
-        2,
-    )
+    assert load_dataset(
+        "synthetic-regression", samples=7, options={"dim": 2, "test": 3}
+    ).train.x.shape == (7, 2)
     with pytest.raises(ConfigError, match="unknown key 'dims'; did you mean 'dim'"):
-        load("synthetic-regression", samples=7, options={"dims": 2})
+        load_dataset("synthetic-regression", samples=7, options={"dims": 2})
     with pytest.raises(ConfigError, match="digits has no options"):
-        load("digits", options={"dim": 2})
+        load_dataset("digits", options={"dim": 2})
 
 
 def hospitals(beds: int = 12, seed: int = 7):
     """Own data, as a study file names them: the seed is that of the data, unless an option gives another."""
     x = torch.full((beds, 2), float(seed))
-    return Source.of(
+    return Source.from_arrays(
         x, torch.arange(beds) % 3, clients=["north", "south"] * (beds // 2), name="hospitals"
     )
 
@@ -206,16 +210,16 @@ def own_path(name: str) -> str:
 
 
 def test_a_function_by_import_path_is_a_dataset():
-    found = load(own_path("hospitals"), rng=Rng(3), options={"beds": 6})
+    found = load_dataset(own_path("hospitals"), rng=Rng(3), options={"beds": 6})
     assert (len(found.train), found.client_names, found.train.x.unique().tolist()) == (
         6,
         ("north", "south"),
         [3],
     )
-    assert load(own_path("hospitals"), options={"seed": 5}).train.x.unique().tolist() == [5]
-    assert len(load(own_path("pair")).test) == 0
-    assert load(own_path("with_test")).test.x.unique().tolist() == [1]
-    assert len(load(own_path("two_tensors")).parts) == 2
+    assert load_dataset(own_path("hospitals"), options={"seed": 5}).train.x.unique().tolist() == [5]
+    assert len(load_dataset(own_path("pair")).test) == 0
+    assert load_dataset(own_path("with_test")).test.x.unique().tolist() == [1]
+    assert len(load_dataset(own_path("two_tensors")).parts) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,9 +243,9 @@ def test_a_function_by_import_path_is_a_dataset():
 )
 def test_a_function_that_makes_no_data_is_refused(name, options, error, message):
     with pytest.raises(error, match=message):
-        load(own_path(name), options=options)
+        load_dataset(own_path(name), options=options)
     with pytest.raises(ConfigError, match=r"there is no module 'nowhere'.*PYTHONPATH"):
-        load("nowhere:data")
+        load_dataset("nowhere:data")
 
 
 def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, monkeypatch):
@@ -250,12 +254,12 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
     with pytest.raises(
         DataError, match=r"data.options.path: there is no t.csv in .*; give a path that leads to it"
     ):
-        load("table", options=options)
+        load_dataset("table", options=options)
     (tmp_path / "t.csv").write_text("a,y,c\n1,0,x\n2,1,x\n3,0,y\n")
-    assert load("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
+    assert load_dataset("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
     monkeypatch.chdir(tmp_path)
-    assert load("table", options=options).name == "t"
-    assert len(load("table", options={**options, "test": "t.csv"}).test) == 3
+    assert load_dataset("table", options=options).name == "t"
+    assert len(load_dataset("table", options={**options, "test": "t.csv"}).test) == 3
 
 
 @pytest.mark.parametrize(
@@ -280,4 +284,4 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
 )
 def test_options_of_own_data_are_checked(name, options, message):
     with pytest.raises(ConfigError, match=message):
-        load(name, options=options)
+        load_dataset(name, options=options)

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.data.federation import Federation, checksum
-from coterie.data.source import Part
+from coterie.data.federation import Federation, compute_checksum
+from coterie.data.source import InputPart
 from coterie.errors import DataError
 from coterie.testing import tiny_federation
 
@@ -41,7 +41,7 @@ def test_save_and_load_give_back_every_part(tmp_path):
     assert loaded.truth is not None
     assert loaded.truth.names == federation.truth.names
     assert torch.equal(loaded.tests[1].y, federation.tests[1].y)
-    assert loaded.fingerprint() == federation.fingerprint()
+    assert loaded.compute_fingerprint() == federation.compute_fingerprint()
     assert not list((tmp_path / "sub").glob("*.tmp"))
 
 
@@ -55,7 +55,7 @@ def test_save_and_load_give_back_the_noise_of_clients_and_of_test_sets(tmp_path)
     loaded = Federation.load(tmp_path / "data.safetensors")
     assert torch.equal(loaded.noise, noise)
     assert [test.noise for test in loaded.tests] == [0.0, 0.5]
-    assert loaded.fingerprint() == federation.fingerprint()
+    assert loaded.compute_fingerprint() == federation.compute_fingerprint()
 
 
 def test_a_file_that_is_no_federation_is_refused(tmp_path):
@@ -69,7 +69,8 @@ def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
     other_split = replace(federation, split=federation.split.flip(1))
     other_shift = replace(federation, truth=replace(federation.truth, shift=("x",) * 6))
     prints = {
-        f.fingerprint() for f in (federation, other_split, other_shift, tiny_federation(seed=1))
+        f.compute_fingerprint()
+        for f in (federation, other_split, other_shift, tiny_federation(seed=1))
     }
     assert len(prints) == 4
 
@@ -111,16 +112,16 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(part):
         other = replace(federation, truth=replace(federation.truth, cluster=changed))
     else:
         other = replace(federation, **{part: changed})
-    assert other.fingerprint() != federation.fingerprint()
+    assert other.compute_fingerprint() != federation.compute_fingerprint()
 
 
 def test_every_piece_of_large_inputs_counts():
     """Inputs of some megabytes: a bit in the first, in the last and in a middle one."""
     values = torch.zeros(3 << 20, dtype=torch.uint8)
-    seen = {checksum(values)}
+    seen = {compute_checksum(values)}
     for place in (0, 3 << 19, (3 << 20) - 1):
         values[place] ^= 1
-        seen.add(checksum(values))
+        seen.add(compute_checksum(values))
     assert len(seen) == 4
 
 
@@ -166,7 +167,7 @@ def test_an_error_about_a_client_calls_it_by_its_name():
 
 def test_a_hosted_client_keeps_its_name_and_prints_show_it():
     federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
-    assert federation.host([2, 0]).names == {2: "<script>", 0: "Oslo"}
+    assert federation.host([2, 0]).names_by_id == {2: "<script>", 0: "Oslo"}
     assert "clients              3 (Oslo, مستشفى الملك, <script>)" in str(federation)
     assert "&lt;script&gt;" in federation._repr_html_()
 
@@ -214,23 +215,26 @@ def test_names_are_as_many_as_what_they_name():
 def test_how_inputs_are_several_tensors_is_part_of_the_fingerprint_and_names_are_not():
     federation = tiny_federation()
     prints = {
-        replace(federation, parts=parts).fingerprint()
+        replace(federation, parts=parts).compute_fingerprint()
         for parts in (
             (),
-            (Part("", (4,)),),
-            (Part("", (3,)), Part("", (1,))),
-            (Part("", (3,)), Part("", (1,), True)),
+            (InputPart("", (4,)),),
+            (InputPart("", (3,)), InputPart("", (1,))),
+            (InputPart("", (3,)), InputPart("", (1,), True)),
         )
     }
     assert len(prints) == 4
     assert (
-        replace(federation, client_names=tuple("abcdef")).fingerprint() == federation.fingerprint()
+        replace(federation, client_names=tuple("abcdef")).compute_fingerprint()
+        == federation.compute_fingerprint()
     )
 
 
 def test_print_tells_of_several_tensors_and_of_whole_numbers():
     federation = replace(
-        tiny_federation(), parts=(Part("age", (3,)), Part("", (1,), whole=True)), classes=0
+        tiny_federation(),
+        parts=(InputPart("age", (3,)), InputPart("", (1,), whole=True)),
+        classes=0,
     )
     assert "age: 3 numbers + 1 whole numbers" in str(federation)
     assert "1 whole numbers\n" in str(federation)

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from coterie import from_table
 from coterie.data import heart_disease
 from coterie.data.build import DataConfig, build_federation
-from coterie.data.datasets import load
+from coterie.data.datasets import load_dataset
 from coterie.errors import ConfigError
 
 HOSPITALS = ("cleveland", "hungary", "long-beach-va", "switzerland")
@@ -41,7 +41,7 @@ def test_the_file_comes_with_its_credit():
 
 def test_hospitals_have_their_patients_and_their_share_of_disease():
     """UCI's counts of patients and of those who are ill: 46, 36, 75 and 93 %."""
-    rows = heart_disease.table()
+    rows = heart_disease.load_table()
     assert rows.groupby("hospital").size().to_dict() == dict(
         zip(HOSPITALS, (303, 294, 200, 123), strict=True)
     )
@@ -51,7 +51,7 @@ def test_hospitals_have_their_patients_and_their_share_of_disease():
 
 
 def test_a_cholesterol_or_pressure_of_zero_was_not_measured():
-    rows = heart_disease.table()
+    rows = heart_disease.load_table()
     zero = sum(row["chol"] == "0" for row in raw())
     empty = sum(row["chol"] == "" for row in raw())
     assert rows["chol"].isna().sum() == zero + empty == 172 + 30
@@ -63,14 +63,14 @@ def test_a_cholesterol_or_pressure_of_zero_was_not_measured():
 def test_the_dataset_is_a_table_like_ones_own():
     """`from_table` with the same options makes the same federation; clients are called by their hospitals."""
     bundled = build_federation(DataConfig("heart-disease"), 3)
-    own = from_table(heart_disease.table(), **heart_disease.OPTIONS, seed=3)
+    own = from_table(heart_disease.load_table(), **heart_disease.OPTIONS, seed=3)
     assert torch.equal(bundled.x, own.x)
     assert bundled.client_names == HOSPITALS
     assert bundled.class_names == ("no", "yes")
     assert bundled.truth is None
     assert bundled.features == (32,)
     with pytest.raises(ConfigError, match="heart-disease has no options"):
-        load("heart-disease", options={"path": "x"})
+        load_dataset("heart-disease", options={"path": "x"})
 
 
 @pytest.mark.parametrize("fold", range(5))
@@ -83,7 +83,7 @@ def test_filling_and_scaling_know_the_own_training_rows_only(fold):
     data = build_federation(DataConfig("heart-disease", folds=5), fold)
     place = data.feature_names.index
     for row, name in enumerate(HOSPITALS):
-        own = heart_disease.table().query("hospital == @name").reset_index(drop=True)
+        own = heart_disease.load_table().query("hospital == @name").reset_index(drop=True)
         chosen = data.origin[row][data.split[row] == 0].numpy() - sum(
             (303, 294, 123, 200)[: order(name)]
         )
@@ -130,9 +130,9 @@ def test_flambys_split_has_its_counts():
     """Its README: train and test 199/104, 172/89, 30/16 and 85/45; 13 entries, scaled by the own training rows."""
     data = heart_disease.flamby()
     assert data.client_names == HOSPITALS
-    assert data.counts("train").tolist() == [199, 172, 85, 30]
+    assert data.count_samples("train").tolist() == [199, 172, 85, 30]
     assert [len(test.y) for test in data.tests] == [104, 89, 45, 16]
-    assert data.counts("validation").sum() == 0
+    assert data.count_samples("validation").sum() == 0
     assert data.features == (13,)
     for row in range(4):
         x = data.x[row][data.split[row] == 0]

@@ -16,7 +16,7 @@ from PIL import Image
 
 from coterie.data import hub
 from coterie.data.build import DataConfig, build_federation
-from coterie.data.datasets import load
+from coterie.data.datasets import load_dataset
 from coterie.errors import ConfigError, DataError
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path, cache: Path) -> Path:
 
 
 def test_a_folder_is_read_with_its_shards_columns_and_names(folder):
-    source = load("flowers", data_dir=folder.parent)
+    source = load_dataset("flowers", data_dir=folder.parent)
     assert source.train.x.shape == (4, 1, 3, 3)
     assert source.train.x[:, 0, 0, 0].tolist() == [0, 10, 21, 30]
     assert source.train.y.tolist() == [0, 0, 1, 0]
@@ -69,33 +69,33 @@ def test_a_folder_is_read_with_its_shards_columns_and_names(folder):
 
 
 def test_images_are_decoded_once_and_again_when_a_file_changes(folder, cache, monkeypatch):
-    first = load("flowers", data_dir=folder.parent)
+    first = load_dataset("flowers", data_dir=folder.parent)
     assert len(list(cache.rglob("*.safetensors"))) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(hub, "_decode", lambda *_: pytest.fail("decoded again"))
-        second = load("flowers", data_dir=folder.parent)
+        patched.setattr(hub, "_decode_images", lambda *_: pytest.fail("decoded again"))
+        second = load_dataset("flowers", data_dir=folder.parent)
     assert torch.equal(first.train.x, second.train.x)
     assert second.class_names == first.class_names
     assert second.train.columns["writer"].tolist() == [5, 6, 7, 8]
     pq.write_table(table([99, 99], writer=[1, 1]), folder / "test-00000-of-00001.parquet")
-    assert load("flowers", data_dir=folder.parent).test.x[:, 0, 0, 0].tolist() == [99, 99]
+    assert load_dataset("flowers", data_dir=folder.parent).test.x[:, 0, 0, 0].tolist() == [99, 99]
     assert len(list(cache.rglob("*"))) == 2  # the folder and one file: the older one is gone
 
 
 def test_a_damaged_cache_is_decoded_again(folder, cache):
-    load("flowers", data_dir=folder.parent)
+    load_dataset("flowers", data_dir=folder.parent)
     file = next(cache.rglob("*.safetensors"))
     whole = file.read_bytes()
     for damage in (whole[:100], b"", whole[:-1]):
         file.write_bytes(damage)
-        assert load("flowers", data_dir=folder.parent).train.x[1, 0, 0, 0] == 10
+        assert load_dataset("flowers", data_dir=folder.parent).train.x[1, 0, 0, 0] == 10
         assert file.read_bytes() == whole
 
 
 def test_without_a_cache_folder_it_works_and_says_so(folder, cache):
     cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="decoded images are not kept.*COTERIE_CACHE"):
-        source = load("flowers", data_dir=folder.parent)
+        source = load_dataset("flowers", data_dir=folder.parent)
     assert len(source.train) == 4
 
 
@@ -118,22 +118,27 @@ def test_gray_images_among_colored_ones_become_colored(folder):
     pq.write_table(
         table([1], images=[picture(3, "RGB")], writer=[1]), folder / "train-00000-of-00001.parquet"
     )
-    source = load("flowers", data_dir=folder.parent)
+    source = load_dataset("flowers", data_dir=folder.parent)
     assert source.test.x[:, :, 0, 0].tolist() == [[41, 41, 41], [7, 0, 9]]
 
 
 def test_another_column_can_be_the_label(folder):
-    assert load("flowers", data_dir=folder.parent, label="writer").train.y.tolist() == [5, 6, 7, 8]
-    assert load("flowers", data_dir=folder.parent, label="writer").classes == 10
+    assert load_dataset("flowers", data_dir=folder.parent, label="writer").train.y.tolist() == [
+        5,
+        6,
+        7,
+        8,
+    ]
+    assert load_dataset("flowers", data_dir=folder.parent, label="writer").classes == 10
     with pytest.raises(ConfigError, match="unknown label column 'writr'; did you mean 'writer'"):
-        load("flowers", data_dir=folder.parent, label="writr")
+        load_dataset("flowers", data_dir=folder.parent, label="writr")
 
 
 def test_validation_files_serve_when_there_are_no_test_files(folder):
     (folder / "test-00000-of-00001.parquet").rename(folder / "validation-00000-of-00001.parquet")
-    assert len(load("flowers", data_dir=folder.parent).test) == 1
+    assert len(load_dataset("flowers", data_dir=folder.parent).test) == 1
     (folder / "validation-00000-of-00001.parquet").unlink()
-    assert len(load("flowers", data_dir=folder.parent).test) == 0
+    assert len(load_dataset("flowers", data_dir=folder.parent).test) == 0
 
 
 def damage(folder: Path, what: str) -> None:
@@ -179,7 +184,7 @@ def damage(folder: Path, what: str) -> None:
 def test_files_that_cannot_be_used_are_refused(folder, what, message):
     damage(folder, what)
     with pytest.raises(DataError, match=message):
-        load("flowers", data_dir=folder.parent)
+        load_dataset("flowers", data_dir=folder.parent)
 
 
 class FakeHub(types.ModuleType):
@@ -223,14 +228,14 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, cache, monkeypatch):
     fake = FakeHub(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     with pytest.raises(DataError, match="dataset 'mnist' is not here"):
-        load("mnist")
+        load_dataset("mnist")
     assert fake.asked == []
-    source = load("mnist", download=True)
+    source = load_dataset("mnist", download=True)
     assert fake.asked == ["ylecun/mnist"]
     assert source.train.x[:, 0, 0, 0].tolist() == [1, 2]
     assert source.class_names == ("a", "b")
     assert source.standard == ((0.1307,), (0.3081,))
-    assert load("someone/flowers", download=True).test.y.tolist() == [1]
+    assert load_dataset("someone/flowers", download=True).test.y.tolist() == [1]
     assert fake.asked[-1] == "someone/flowers"
 
 
@@ -253,14 +258,14 @@ def test_a_study_allows_the_hub_or_does_not(tmp_path, cache, monkeypatch):
 
 def test_a_folder_comes_before_the_hub(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeHub(tmp_path))
-    assert len(load("flowers", data_dir=folder.parent, download=True).train) == 4
+    assert len(load_dataset("flowers", data_dir=folder.parent, download=True).train) == 4
 
 
 def test_without_the_extra_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs: pip install 'datasets>=.*'; or give --data-dir"):
-        load("mnist", download=True)
+        load_dataset("mnist", download=True)
 
 
 @pytest.mark.skipif(
@@ -279,8 +284,8 @@ def test_the_real_library_reads_the_same_as_the_folder(folder, cache, monkeypatc
         lambda _: original("parquet", data_files=files, cache_dir=str(cache / "hub")),
     )
     expected, found = (
-        load("flowers", data_dir=folder.parent),
-        hub.download("someone/flowers", "flowers"),
+        load_dataset("flowers", data_dir=folder.parent),
+        hub.download_dataset("someone/flowers", "flowers"),
     )
     assert torch.equal(found.train.x, expected.train.x)
     assert torch.equal(found.test.y, expected.test.y)
@@ -299,7 +304,7 @@ def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_d
     federation = build_federation(
         DataConfig("omniglot8", shift=[shift]), 0, real(data_dir, "omniglot8")
     )
-    source = load("omniglot8", data_dir=data_dir)
+    source = load_dataset("omniglot8", data_dir=data_dir)
     assert federation.truth is not None
     assert federation.origin is not None
     assert sorted(set(federation.truth.cluster.tolist())) == list(range(8))
@@ -319,10 +324,10 @@ def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_d
 
 
 def test_tiny_imagenet_is_colored_and_mnist_is_gray(data_dir):
-    tiny = load("tiny_imagenet10", data_dir=real(data_dir, "tiny_imagenet10"))
+    tiny = load_dataset("tiny_imagenet10", data_dir=real(data_dir, "tiny_imagenet10"))
     assert tiny.train.x.shape == (5000, 3, 64, 64)
     assert tiny.class_names[0] == "goldfish"
-    mnist = load("mnist", data_dir=real(data_dir, "mnist"))
+    mnist = load_dataset("mnist", data_dir=real(data_dir, "mnist"))
     assert mnist.train.x.shape == (60000, 1, 28, 28)
     mean, std = mnist.train.x.float().mean() / 255, mnist.train.x.float().std() / 255
     assert abs(float(mean) - 0.1307) < 1e-4  # the published constants: every pixel is right
@@ -331,7 +336,7 @@ def test_tiny_imagenet_is_colored_and_mnist_is_gray(data_dir):
 
 
 def test_cifar100_has_its_coarse_labels_as_a_column(data_dir):
-    source = load("cifar100", data_dir=real(data_dir, "cifar100"))
+    source = load_dataset("cifar100", data_dir=real(data_dir, "cifar100"))
     assert source.classes == 100
     assert int(source.train.columns["coarse_label"].max()) == 19
     pairs = np.unique(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from coterie._util.settings import parse, plain
+from coterie._util.settings import parse_settings, to_plain
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
-from coterie.data.plan import Client, Shift, members, spread
+from coterie.data.plan import Client, Shift, assign_clusters, spread_evenly
 from coterie.data.shifts import (
     SHIFTS,
     DirichletPerClient,
@@ -22,8 +22,8 @@ from coterie.data.shifts import (
     RegressionTargets,
     Rotation,
     Visual,
-    dirichlet,
-    read_shift,
+    draw_dirichlet,
+    parse_shift,
 )
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ def build(
         "shift": shifts,
         **settings,
     }
-    config = parse(DataConfig, given, "data")
+    config = parse_settings(DataConfig, given, "data")
     return build_from_sources(config, sources, Rng(seed))
 
 
@@ -77,8 +77,8 @@ def test_without_a_shift_there_is_one_cluster_and_one_test_set():
     assert federation.truth.names == ("all clients",)
     assert federation.truth.shift == ("none",) * 8
     assert [len(test.x) for test in federation.tests] == [60]
-    assert federation.counts("train").tolist() == [12] * 8
-    assert federation.counts("validation").tolist() == [3] * 8
+    assert federation.count_samples("train").tolist() == [12] * 8
+    assert federation.count_samples("validation").tolist() == [3] * 8
 
 
 def test_rotation_turns_training_and_test_data_of_each_cluster():
@@ -213,12 +213,15 @@ def test_visual_domains_blur_and_disturb_normalized_float16_images_where_noise_i
     ],
 )
 def test_the_fingerprint_tells_strengths_apart(first, second):
-    assert build(first).fingerprint() != build(second).fingerprint()
+    assert build(first).compute_fingerprint() != build(second).compute_fingerprint()
 
 
 def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalized():
     shift = {"kind": "visual", "noise": "fixed"}
-    assert build(shift).fingerprint() != build(shift, normalize="standard").fingerprint()
+    assert (
+        build(shift).compute_fingerprint()
+        != build(shift, normalize="standard").compute_fingerprint()
+    )
 
 
 def test_fixed_noise_is_drawn_for_every_client():
@@ -284,7 +287,7 @@ def test_dirichlet_moments_are_those_of_the_distribution():
     """Dirichlet(2, 1, 1): means 1/2, 1/4, 1/4; variance of the first (1/2 x 1/2) / 5 = 0.05."""
     generator = np.random.Generator(np.random.Philox(0))
     draws = np.stack(
-        [dirichlet(np.array([2.0, 1, 1]), np.ones(3) / 3, generator) for _ in range(4000)]
+        [draw_dirichlet(np.array([2.0, 1, 1]), np.ones(3) / 3, generator) for _ in range(4000)]
     )
     np.testing.assert_allclose(draws.mean(0), [0.5, 0.25, 0.25], atol=5 * (0.05 / 4000) ** 0.5)
     assert abs(draws[:, 0].var() - 0.05) < 0.005
@@ -294,7 +297,7 @@ def test_concentrations_too_small_to_draw_with_give_one_class_by_the_prior():
     generator = np.random.Generator(np.random.Philox(0))
     draws = np.stack(
         [
-            dirichlet(np.array([3e-320, 1e-320]), np.array([0.75, 0.25]), generator)
+            draw_dirichlet(np.array([3e-320, 1e-320]), np.array([0.75, 0.25]), generator)
             for _ in range(2000)
         ]
     )
@@ -310,7 +313,7 @@ def test_dirichlet_per_class_gives_everyone_the_minimum_and_uses_as_many_samples
     assert int(sizes.sum()) == 8 * 15
     assert int(sizes.min()) >= 5
     assert int(sizes.max()) > 15
-    assert int(federation.counts("validation").min()) >= 1
+    assert int(federation.count_samples("validation").min()) >= 1
     with pytest.raises(DataError, match="8 clients x a minimum of 16 = 128 samples; there are 120"):
         build({"kind": "dirichlet-per-class", "concentration_per_client": 0.1, "minimum": 16})
 
@@ -401,7 +404,7 @@ def test_natural_groups_are_whole_and_have_test_samples_of_their_cluster():
     assert cluster(federation) == [0, 0, 0, 1, 1, 1]
     assert federation.origin is not None
     assert (federation.origin // 10).unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert federation.counts("validation").tolist() == [2] * 6
+    assert federation.count_samples("validation").tolist() == [2] * 6
     assert federation.tests[1].x.flatten().tolist() == [61, 63, 65, 67]
     # 10 samples each
     all_of_them = build_from_sources(DataConfig("toy", 6, 8, 2, shift=[shift]), (own,), Rng(0))
@@ -438,19 +441,19 @@ def test_two_shifts_cross_when_one_is_interleaved():
 
 def test_members_by_blocks_in_turn_and_shuffled():
     stream = np.random.Generator(np.random.Philox(0))
-    assert members(3, 7, None, "blocks", stream) == [0, 0, 0, 1, 1, 2, 2]
-    assert members(2, 4, [3, 1], "interleaved", stream) == [0, 1, 0, 0]
-    assert sorted(members(2, 4, [3, 1], "shuffled", stream)) == [0, 0, 0, 1]
+    assert assign_clusters(3, 7, None, "blocks", stream) == [0, 0, 0, 1, 1, 2, 2]
+    assert assign_clusters(2, 4, [3, 1], "interleaved", stream) == [0, 1, 0, 0]
+    assert sorted(assign_clusters(2, 4, [3, 1], "shuffled", stream)) == [0, 0, 0, 1]
     with pytest.raises(
         ConfigError, match=r"sizes \(3, 2\) add to 5; expected the number of clients, 4"
     ):
-        members(2, 4, [3, 2], "blocks", stream)
+        assign_clusters(2, 4, [3, 2], "blocks", stream)
     with pytest.raises(ConfigError, match="one size for each of the 2 clusters"):
-        members(2, 4, [4], "blocks", stream)
+        assign_clusters(2, 4, [4], "blocks", stream)
 
 
 def test_what_is_left_over_goes_around_the_end():
-    assert spread(7, slots=5, start=4).tolist() == [2, 1, 1, 1, 2]
+    assert spread_evenly(7, slots=5, start=4).tolist() == [2, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -564,8 +567,8 @@ def test_a_shift_becomes_its_table_and_back():
         Rotation([0, 45], sizes=[1, 2]),
         DirichletPerClient(concentration_total=[0.5, 3]),
     ):
-        table = plain(shift)
-        assert read_shift(table) == shift
+        table = to_plain(shift)
+        assert parse_shift(table) == shift
         assert table["kind"] == shift.kind
         assert "concentration_per_class" not in table
 
@@ -627,8 +630,8 @@ def test_clusters_are_dealt_in_blocks_in_turn_or_by_chance(make, sources):
         ("shuffled", [blocks[place] for place in order]),
     ):
         plan = applied(make(sizes=(3, 5), assign=assign), 8, *pools)
-        assert [client.places for client in plan] == [(place,) for place in expected]
-    assert [client.places for client in applied(make(sizes=(3, 5)), 8, *pools)] == [
+        assert [client.cluster_places for client in plan] == [(place,) for place in expected]
+    assert [client.cluster_places for client in applied(make(sizes=(3, 5)), 8, *pools)] == [
         (place,) for place in blocks
     ]
 
@@ -787,7 +790,7 @@ def test_a_partition_gives_each_client_the_samples_that_the_function_says():
     for client in range(5):
         own = federation.origin[client][federation.split[client] >= 0]
         assert sorted(own.tolist()) == list(range(client, 400, 8))
-    assert federation.counts("train").tolist() == [40] * 5
+    assert federation.count_samples("train").tolist() == [40] * 5
     assert federation.truth is None
 
 
@@ -828,15 +831,17 @@ class Inverted(Shift):
     scale: int = 1
 
     def apply(self, clients, sources, streams):
-        return tuple(c.plant(0, "negative", transforms=(torch.bitwise_not,)) for c in clients)
+        return tuple(
+            c.plant_cluster(0, "negative", transforms=(torch.bitwise_not,)) for c in clients
+        )
 
 
 def test_a_shift_keeps_its_import_path_when_it_is_stored_and_a_function_too():
     given = DataConfig("digits", shift=[Inverted(), Partition(parts), Rotation()])  # type: ignore[arg-type]
     kinds = [one["kind"] for one in given.shift]  # type: ignore[index]
     assert kinds == [f"{__name__}:Inverted", "partition", "rotation"]
-    assert [type(one) for one in given.shifts()] == [Partition, Inverted, Rotation]
-    assert given.shifts()[0].function == f"{__name__}:parts"  # type: ignore[attr-defined]
+    assert [type(one) for one in given.build_shifts()] == [Partition, Inverted, Rotation]
+    assert given.build_shifts()[0].function == f"{__name__}:parts"  # type: ignore[attr-defined]
 
 
 def test_an_own_transform_is_applied_to_training_and_test_data():

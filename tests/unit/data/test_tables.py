@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from coterie import from_table
-from coterie._util.settings import parse
-from coterie.data.federation import read_columns
-from coterie.data.source import Part
-from coterie.data.tables import Columns, read_inputs, read_table
+from coterie._util.settings import parse_settings
+from coterie.data.federation import parse_columns
+from coterie.data.source import InputPart
+from coterie.data.tables import TableOptions, read_inputs, read_table
 from coterie.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -66,7 +66,10 @@ def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
     assert made.class_names == ("no", "yes")
     assert made.feature_names == ("age", "color=blue", "color=red", "smokes")
     assert [test.name for test in made.tests] == list(made.client_names)
-    assert made.fingerprint() == from_table(table, target="ill", client="site").fingerprint()
+    assert (
+        made.compute_fingerprint()
+        == from_table(table, target="ill", client="site").compute_fingerprint()
+    )
     assert sorted(age for own in ages(made, 1).values() for age in own) == [1, 4, 7, 10]
     for row in made.x[made.split >= 0].tolist():
         age = int(row[0])
@@ -75,7 +78,7 @@ def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
 
 def test_codes_beside_numbers_are_an_input_of_two_tensors():
     made = from_table(patients(), target="ill", client="site", encode="codes")
-    assert made.parts == (Part("", (2,)), Part("", (1,), whole=True))
+    assert made.parts == (InputPart("", (2,)), InputPart("", (1,), whole=True))
     assert made.feature_names == ("age", "smokes", "color")
     # blue is 0, red 1
     assert all(int(row[2]) == 1 - int(row[0]) % 2 for row in made.x[made.split >= 0].tolist())
@@ -216,8 +219,8 @@ def test_from_three_to_thousands_of_rows_a_client():
     table.loc[(draw.random(len(site)) < 0.1) & (site == "large"), ["age", "color"]] = None
     made = from_table(table, target="ill", client="site", impute="median", scale="standard")
     assert made.client_names == ("large", "one class", "tiny")
-    assert made.counts("train").tolist() == [3200, 6, 1]
-    assert made.counts("validation").tolist() == [800, 1, 1]
+    assert made.count_samples("train").tolist() == [3200, 6, 1]
+    assert made.count_samples("validation").tolist() == [800, 1, 1]
     assert [len(test.x) for test in made.tests] == [1000, 2, 1]
     assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
     two = table.groupby("site").head(2)
@@ -299,7 +302,7 @@ def test_tables_that_cannot_be_used_are_refused_in_one_line(table, change, error
 )
 def test_options_of_a_study_file_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
-        parse(Columns, {"target": "ill", **options}, "data.options")
+        parse_settings(TableOptions, {"target": "ill", **options}, "data.options")
 
 
 def test_codes_that_are_written_as_numbers_are_categories():
@@ -343,13 +346,13 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
 def test_machines_that_read_tables_of_their_own_must_name_what_text_means(columns, message):
     table = patients().assign(n=1)
     with pytest.raises(ConfigError, match=message):
-        read_table(table, Columns(**columns), shared=True)
+        read_table(table, TableOptions(**columns), shared=True)
     said = {
         "class_names": ["no", "yes"],
         "categories": {"color": ["red", "blue"]},
         "features": ["age", "color"],
     }
-    assert read_table(table, Columns("ill", **said), shared=True).classes == 2
+    assert read_table(table, TableOptions("ill", **said), shared=True).classes == 2
 
 
 def test_known_clusters_of_clients_become_the_truth():
@@ -386,7 +389,7 @@ def test_an_entry_says_where_a_column_is_empty():
     read = read_inputs(table[["age", "color", "smokes"]], made.table)
     assert read[:, 4].tolist() == table["age"].isna().tolist(), "of rows that come later too"
     assert np.isnan(read[:, 0]).tolist() == table["age"].isna().tolist()
-    assert read_columns([astuple(column) for column in made.table]) == made.table
+    assert parse_columns([astuple(column) for column in made.table]) == made.table
     with pytest.warns(UserWarning, match="1 of 3 clients have columns without any value"):
         from_table(table, target="ill", client="site", impute="median")
 

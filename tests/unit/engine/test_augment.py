@@ -11,7 +11,7 @@ from coterie.engine.task import Task
 from coterie.errors import ModelError
 from coterie.methods.fedavg import FedAvg
 from coterie.rng import Rng
-from coterie.testing import follow, run_grouped, tiny_federation, tiny_settings
+from coterie.testing import run_grouped, run_method, tiny_federation, tiny_settings
 
 
 def candidates(image: Tensor, padding: int, fill: Tensor) -> list[Tensor]:
@@ -53,7 +53,7 @@ def test_training_with_augmentation_is_the_same_everywhere():
     federation = tiny_federation(4, features=(1, 4, 4))
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment="crop-flip", padding=1)
     results = [
-        follow(
+        run_method(
             FedAvg(), federation=federation, settings=tiny_settings(local=local, engine=engine)
         ).state.params
         for engine in ("loop", "vmap", "compiled")
@@ -64,7 +64,7 @@ def test_training_with_augmentation_is_the_same_everywhere():
         federation, FedAvg(), [[0, 2], [1], [3]], settings=tiny_settings(local=local)
     )
     torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
-    plain = follow(FedAvg(), federation=federation, settings=tiny_settings()).state.params
+    plain = run_method(FedAvg(), federation=federation, settings=tiny_settings()).state.params
     assert float((plain - results[0]).abs().max()) > 1e-3
 
 
@@ -72,9 +72,9 @@ def test_the_added_pixels_are_black_as_the_model_takes_it():
     """A pixel of 0, less the mean and over the deviation: (0 - 0.5) / 0.5 and (0 - 0.25) / 0.125; else plain 0."""
     x, y = torch.zeros(1, 2, 3, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     samples = RawSamples(x, y, torch.float64, mean=(0.5, 0.25), std=(0.5, 0.125))
-    assert samples.black().tolist() == [-1.0, -2.0]
-    assert torch.equal(samples.inputs(torch.tensor([0]))[0, :, 1, 1], samples.black())
-    assert RawSamples(x, y, torch.float64).black().tolist() == [0.0, 0.0]
+    assert samples.black_pixel().tolist() == [-1.0, -2.0]
+    assert torch.equal(samples.prepare_inputs(torch.tensor([0]))[0, :, 1, 1], samples.black_pixel())
+    assert RawSamples(x, y, torch.float64).black_pixel().tolist() == [0.0, 0.0]
 
 
 def test_only_images_are_cropped():
@@ -83,7 +83,7 @@ def test_only_images_are_cropped():
     with pytest.raises(
         ModelError, match=r"local.augment is 'crop-flip'; it takes images, found shape \(4,\)"
     ):
-        follow(FedAvg(), settings=tiny_settings(local=local))
+        run_method(FedAvg(), settings=tiny_settings(local=local))
 
 
 @pytest.mark.option("LocalTraining.augment", "none", "crop-flip")
@@ -97,11 +97,11 @@ def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
         )
         task = Task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
         after, _ = task.train(
-            torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at(0), local
+            torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at_round(0), local
         )
         moved, kinds = 0, set()
         for client in range(20):
-            place = int(Rng(0).at(0).generator("batches", client).permutation(12)[0])
+            place = int(Rng(0).at_round(0).generator("batches", client).permutation(12)[0])
             image, label = federation.x[client, place], int(federation.y[client, place])
             seen = after[client, :48].reshape(3, 1, 4, 4)[label] / (0.3 * 2 / 3)
             crops = candidates(image, 1, torch.zeros(1, dtype=torch.float64))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie.engine._batches import BatchPlan, last_epoch_mean, plan
+from coterie.engine._batches import BatchPlan, draw_batches, last_epoch_mean
 from coterie.engine.optim import LocalTraining
 from coterie.rng import Rng
 
@@ -11,13 +11,13 @@ from coterie.rng import Rng
 def test_batches_use_every_sample_once_an_epoch_and_are_keyed_by_client():
     local = LocalTraining(epochs=2, batch_size=5)
     counts, ids = torch.tensor([12, 3]), torch.tensor([4, 9])
-    schedule = plan(local, counts, ids, Rng(0), "batches")
-    assert schedule.length.tolist() == [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]
+    schedule = draw_batches(local, counts, ids, Rng(0), "batches")
+    assert schedule.batch_sizes.tolist() == [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]
     assert schedule.last_epoch.tolist() == [3, 1]
-    for half in (schedule.order[0, :3], schedule.order[0, 3:]):
+    for half in (schedule.sample_order[0, :3], schedule.sample_order[0, 3:]):
         assert sorted(half[half >= 0].tolist()) == list(range(12))
-    alone = plan(local, counts[1:], ids[1:], Rng(0), "batches")
-    assert torch.equal(alone.order[0, :2, :3], schedule.order[1, :2, :3])
+    alone = draw_batches(local, counts[1:], ids[1:], Rng(0), "batches")
+    assert torch.equal(alone.sample_order[0, :2, :3], schedule.sample_order[1, :2, :3])
 
 
 @pytest.mark.option("LocalTraining.drop_last", False, True)
@@ -28,8 +28,10 @@ def test_a_smaller_last_batch_is_used_or_left_out():
         (True, [[5, 5, 5, 5], [3, 3, 0, 0]]),
     ):
         local = LocalTraining(epochs=2, batch_size=5, drop_last=drop_last)
-        schedule = plan(local, torch.tensor([12, 3]), torch.tensor([4, 9]), Rng(0), "batches")
-        assert schedule.length.tolist() == lengths
+        schedule = draw_batches(
+            local, torch.tensor([12, 3]), torch.tensor([4, 9]), Rng(0), "batches"
+        )
+        assert schedule.batch_sizes.tolist() == lengths
 
 
 def test_no_two_clients_and_no_two_rounds_share_an_order():
@@ -37,7 +39,7 @@ def test_no_two_clients_and_no_two_rounds_share_an_order():
     counts, ids = torch.full((8,), 12), torch.arange(8)
     local = LocalTraining(batch_size=12)
     orders = [
-        plan(local, counts, ids, Rng(0).at(index), purpose).order[:, 0]
+        draw_batches(local, counts, ids, Rng(0).at_round(index), purpose).sample_order[:, 0]
         for index in range(3)
         for purpose in ("batches", "batches.personal")
     ]
@@ -45,29 +47,31 @@ def test_no_two_clients_and_no_two_rounds_share_an_order():
 
 
 def test_every_epoch_draws_another_order():
-    schedule = plan(
+    schedule = draw_batches(
         LocalTraining(epochs=3, batch_size=20),
         torch.tensor([20]),
         torch.tensor([0]),
         Rng(0),
         "batches",
     )
-    orders = {tuple(order.tolist()) for order in schedule.order[0]}
+    orders = {tuple(order.tolist()) for order in schedule.sample_order[0]}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(20)) for order in orders)
 
 
 def test_a_number_of_steps_ends_in_the_middle_of_an_epoch():
     """Twelve samples in batches of five: an epoch has three steps, the fourth begins the next."""
-    schedule = plan(
+    schedule = draw_batches(
         LocalTraining(steps=4, batch_size=5),
         torch.tensor([12]),
         torch.tensor([0]),
         Rng(0),
         "batches",
     )
-    assert schedule.length.tolist() == [[5, 5, 2, 5]]
-    assert sorted(schedule.order[0, :3][schedule.order[0, :3] >= 0].tolist()) == list(range(12))
+    assert schedule.batch_sizes.tolist() == [[5, 5, 2, 5]]
+    assert sorted(schedule.sample_order[0, :3][schedule.sample_order[0, :3] >= 0].tolist()) == list(
+        range(12)
+    )
 
 
 def test_the_training_loss_is_the_mean_over_the_batches_of_the_last_epoch():

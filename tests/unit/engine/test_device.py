@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from coterie.engine.device import check, here
+from coterie.engine.device import check_device, describe_devices
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.methods import FedAvg
@@ -59,18 +59,18 @@ def machine(monkeypatch):
 def test_what_is_not_here_is_refused_in_a_line(machine, number, device, line):
     machine(number)
     with pytest.raises(ConfigError, match=line) as caught:
-        check(device)
+        check_device(device)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_here_is_taken(machine):
     machine(2)
     for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
-        check(device)
-    assert here() == "CUDA: NVIDIA A0, NVIDIA A1"
+        check_device(device)
+    assert describe_devices() == "CUDA: NVIDIA A0, NVIDIA A1"
     machine(None)
-    check("cpu")
-    assert here().startswith("no CUDA: PyTorch ")
+    check_device("cpu")
+    assert describe_devices().startswith("no CUDA: PyTorch ")
 
 
 def test_tasks_and_simulations_refuse_it_before_they_begin(machine, tmp_path):

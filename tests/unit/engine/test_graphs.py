@@ -7,7 +7,7 @@ import torch
 from tests.contract.test_device import Net, images
 from torch import Tensor
 
-from coterie.engine._graphs import _FIRST, _MOST, Replayed
+from coterie.engine._graphs import _FIRST, _MOST, ReplayedFunction
 from coterie.engine.task import LocalTraining, Task
 from coterie.rng import Rng
 
@@ -36,7 +36,7 @@ def squares(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 def test_a_shape_is_captured_once_it_has_come_often_and_results_have_memory_of_their_own():
     recorder = Recorder()
-    replayed = Replayed(squares, recorder)
+    replayed = ReplayedFunction(squares, recorder)
     given = [(torch.full((2, 3), float(k)), torch.ones(2, 1)) for k in range(2 * _FIRST)]
     found = [replayed(*each) for each in given]
     assert recorder.captured == [(2, 3)]
@@ -48,7 +48,7 @@ def test_a_shape_is_captured_once_it_has_come_often_and_results_have_memory_of_t
 
 def test_each_shape_and_type_has_a_graph_up_to_a_number():
     recorder = Recorder()
-    replayed = Replayed(squares, recorder)
+    replayed = ReplayedFunction(squares, recorder)
     for width in range(1, _MOST + 3):
         for dtype in (torch.float32, torch.float64):
             for _ in range(_FIRST + 2):
@@ -61,7 +61,7 @@ def test_what_cannot_be_captured_runs_one_by_one_and_one_line_says_so():
     def refuse(function, tensors):
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
-    replayed, x = Replayed(squares, refuse), torch.rand(2, 3)
+    replayed, x = ReplayedFunction(squares, refuse), torch.rand(2, 3)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert all(torch.equal(replayed(x, x)[0], (x * x).sum(1)) for _ in range(_FIRST + 3))
@@ -79,7 +79,11 @@ def test_memory_that_is_too_small_is_told_to_the_engine_which_takes_smaller_bloc
             raise torch.OutOfMemoryError("no memory")
         return recorder(function, tensors)
 
-    replayed, small, large = Replayed(squares, fail_at_three), torch.rand(2, 3), torch.rand(3, 3)
+    replayed, small, large = (
+        ReplayedFunction(squares, fail_at_three),
+        torch.rand(2, 3),
+        torch.rand(3, 3),
+    )
     for x in [*[small] * (_FIRST + 1), *[large] * _FIRST]:
         replayed(x, x)
     assert len(replayed._captured) == 1
@@ -99,7 +103,7 @@ def test_a_training_that_is_replayed_is_that_which_is_not():
         rows = task.init(Rng(0)).clone()
         for number in range(4):
             rows, _ = task.train(
-                rows, Rng(0).at(number), LocalTraining(epochs=4, batch_size=4, lr=0.01)
+                rows, Rng(0).at_round(number), LocalTraining(epochs=4, batch_size=4, lr=0.01)
             )
         trained.append(rows)
         replayed = task.engine._replayed

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coterie.engine import LocalTraining, LoopEngine, VmapEngine, make
+from coterie.engine import LocalTraining, LoopEngine, VmapEngine, make_engine
 from coterie.engine._base import cross_entropy, squared_error
-from coterie.engine._work import RawSamples, Training
+from coterie.engine._work import RawSamples, TrainingWork
 from coterie.models.layout import Layout
 
 CLASSES = 3
@@ -155,11 +155,11 @@ def case(name):
     x = torch.randn(60, *features, generator=stream, dtype=torch.float64)
     samples = RawSamples(x, torch.randint(0, CLASSES, (60,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    row = layout.flatten(module)
+    row = layout.flatten_module(module)
     rows = row + 0.01 * torch.randn(3, len(row), generator=stream, dtype=torch.float64)
     rows[:, layout.trainable :] = row[layout.trainable :]
     places = torch.randint(0, 60, (3, 4, 7), generator=stream)
-    return module, layout, rows, Training(samples, places, LENGTHS, LOCAL["sgd"])
+    return module, layout, rows, TrainingWork(samples, places, LENGTHS, LOCAL["sgd"])
 
 
 def plain(module, layout, row, work, client, loss=functional.cross_entropy, before=0):
@@ -245,9 +245,9 @@ def test_moments_that_are_kept_are_those_of_the_optimizer_and_training_goes_on_f
     of others.
     """
     module, layout, rows, work = case("group norm")
-    work = replace(work.part(slice(1, 2)), local=LOCAL[kind])
+    work = replace(work.select_clients(slice(1, 2)), local=LOCAL[kind])
     engine = LoopEngine(layout, cross_entropy, channels_last=channels_last)
-    moments = rows.new_zeros(1, work.local.moments, layout.trainable)
+    moments = rows.new_zeros(1, work.local.num_moments, layout.trainable)
     there = rows[1:2].clone()
     for number, steps in enumerate((slice(0, 2), slice(2, 4))):
         taken = torch.tensor([2 * number])
@@ -298,10 +298,10 @@ def test_no_bit_depends_on_who_is_hosted_or_where_a_row_lies(name, dtype):
     losses = engine.train(together, work, 1)
     for client in (2, 1, 0):
         alone = slice(client, client + 1)
-        own = engine.train(apart[alone], work.part(alone), 4)
+        own = engine.train(apart[alone], work.select_clients(alone), 4)
         assert own.nan_to_num().equal(losses[alone].nan_to_num())
     assert apart.equal(together)
-    x, inputs = work.samples.inputs(torch.arange(9))[None], layout.zero_inputs(3)
+    x, inputs = work.samples.prepare_inputs(torch.arange(9))[None], layout.zero_inputs(3)
     values = engine.forward(together, x, inputs)
     assert all(values[i].equal(engine.forward(apart[i : i + 1], x, inputs)[0]) for i in range(3))
 
@@ -328,7 +328,7 @@ def test_dropout_draws_the_same_masks_as_the_vmap_engine():
     _, _, _, work = case("group norm")
     layout = Layout(module, torch.float64)
     work = replace(work, keys=(torch.tensor([3, 1 << 62, 5]), layout.keys))
-    rows = layout.flatten(module).repeat(3, 1)
+    rows = layout.flatten_module(module).repeat(3, 1)
     one, other, without = rows.clone(), rows.clone(), rows.clone()
     LoopEngine(layout, cross_entropy, channels_last=True).train(one, work, 1)
     VmapEngine(layout, cross_entropy).train(other, work, 3)
@@ -341,7 +341,7 @@ def test_what_a_module_keeps_beside_its_row_starts_anew_for_each_client():
     """Each client's first outputs are divided by 1 + 1 steps, whoever trained before."""
     _, layout, rows, work = case("counts")
     engine = LoopEngine(layout, cross_entropy)
-    alone = engine.train(rows[1:2].clone(), work.part(slice(1, 2)), 1)
+    alone = engine.train(rows[1:2].clone(), work.select_clients(slice(1, 2)), 1)
     assert torch.equal(engine.train(rows.clone(), work, 1)[1:2], alone)
     assert int(layout.train_module.steps) == 0
 
@@ -351,10 +351,10 @@ def test_batches_of_several_steps_that_are_gathered_at_once_are_those_of_each_st
     _, _, _, work = case("linear")
     monkeypatch.setattr("coterie.engine._work._STEPS", 2)
     for client in range(3):
-        found = [(x, y) for x, y, _ in work.batches(client)]
+        found = [(x, y) for x, y, _ in work.iterate_batches(client)]
         assert len(found) == int((LENGTHS[client] > 0).sum())
         for step, (x, y) in enumerate(found):
-            wanted = work.batch(torch.tensor([client]), step, int(LENGTHS[client, step]))
+            wanted = work.gather_batch(torch.tensor([client]), step, int(LENGTHS[client, step]))
             assert torch.equal(x, wanted[0][0])
             assert torch.equal(y, wanted[1][0])
 
@@ -362,16 +362,16 @@ def test_batches_of_several_steps_that_are_gathered_at_once_are_those_of_each_st
 def test_one_value_a_channel_cannot_be_normalized_while_training():
     module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     layout = Layout(module, torch.float64)
-    rows, x = layout.flatten(module)[None], torch.zeros(1, 1, 5, dtype=torch.float64)
+    rows, x = layout.flatten_module(module)[None], torch.zeros(1, 1, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="takes more than one value a channel while training"):
-        LoopEngine(layout, cross_entropy).gradients(
+        LoopEngine(layout, cross_entropy).compute_gradients(
             rows, x, torch.zeros(1, 1, dtype=torch.int64), {}
         )
 
 
 def test_a_tried_engine_keeps_none_of_the_hooks_of_the_trial():
     layout = Layout(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    engine = make("loop", layout, cross_entropy, torch.randn(2, 5), torch.tensor([0, 1]))
+    engine = make_engine("loop", layout, cross_entropy, torch.randn(2, 5), torch.tensor([0, 1]))
     hooks = [
         part._forward_hooks | part._forward_pre_hooks
         for module in engine.modules
@@ -379,4 +379,4 @@ def test_a_tried_engine_keeps_none_of_the_hooks_of_the_trial():
     ]
     assert not any(hooks)
     assert isinstance(engine, LoopEngine)
-    assert engine._model(torch.device("cpu")).train_module is engine.modules[0]
+    assert engine._flat_model(torch.device("cpu")).train_module is engine.modules[0]

@@ -7,7 +7,7 @@ import torch
 
 from coterie.data.build import DataConfig, build_federation
 from coterie.data.federation import Federation
-from coterie.engine.noise import Noise, gaussian
+from coterie.engine.noise import InputNoise, draw_gaussian
 from coterie.engine.task import LocalTraining
 from coterie.errors import DataError
 from coterie.methods.fedavg import FedAvg
@@ -16,8 +16,8 @@ from coterie.models.layout import splitmix
 from coterie.rng import Rng
 from coterie.simulation import checkpoint
 from coterie.simulation.run import make_task, simulate
-from coterie.studies.describe import describe
-from coterie.testing import follow, run_grouped, tiny_federation, tiny_settings
+from coterie.studies.describe import describe_federation
+from coterie.testing import run_grouped, run_method, tiny_federation, tiny_settings
 
 
 def noisy_federation() -> Federation:
@@ -34,24 +34,24 @@ def noisy_federation() -> Federation:
 def test_draws_are_standard_normal_and_independent():
     """Moments 0, 1, 0, 3 of 200,000 draws, and correlations 0 between entries of one pair and of two keys."""
     keys = splitmix(torch.arange(2000) + 1)
-    draws = gaussian(keys, 100)
+    draws = draw_gaussian(keys, 100)
     assert draws.shape == (2000, 100)
     flat, size = draws.flatten(), 200_000
     for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float(flat.pow(power).mean()) - expected) < 5 * (variance / size) ** 0.5
     for one, other in ((draws[:, :50], draws[:, 50:]), (draws[1:], draws[:-1])):
         assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
-    assert torch.equal(gaussian(keys[5:7], 100), draws[5:7])
-    assert torch.equal(gaussian(keys[:3], 7)[:, :4], gaussian(keys[:3], 8)[:, :4])
+    assert torch.equal(draw_gaussian(keys[5:7], 100), draws[5:7])
+    assert torch.equal(draw_gaussian(keys[:3], 7)[:, :4], draw_gaussian(keys[:3], 8)[:, :4])
 
 
 def test_a_draw_belongs_to_the_client_the_step_and_the_sample():
     """Neither the other members nor the batch matter; places of another row with the same number do not either."""
-    noise = Noise(torch.tensor([5, 6, 7]), torch.tensor([1.0, 0.0, 2.0]), 10)
+    noise = InputNoise(torch.tensor([5, 6, 7]), torch.tensor([1.0, 0.0, 2.0]), 10)
 
     def drawn(members: list[int], places: list[list[int]], step: int = 0) -> torch.Tensor:
         x = torch.zeros(len(members), len(places[0]), 2, 3, dtype=torch.float64)
-        return noise.add(x, torch.tensor(members), step, torch.tensor(places))
+        return noise.add_to(x, torch.tensor(members), step, torch.tensor(places))
 
     whole = drawn([0, 1, 2], [[0, 3], [10, 13], [20, 23]])
     assert float(whole[1].abs().max()) == 0
@@ -66,14 +66,14 @@ def test_every_step_and_every_round_see_other_noise():
     local = LocalTraining(batch_size=12, epochs=2, optimizer="sgd", lr=0.0)
     task = make_task(noisy_federation(), FedAvg(), "linear", tiny_settings())
     params = task.init(Rng(0))
-    losses = task.train(params, Rng(0).at(1), local)[1]["losses"]
+    losses = task.train(params, Rng(0).at_round(1), local)[1]["losses"]
     assert torch.allclose(losses[0::2, 0], losses[0::2, 1])
     assert float((losses[1::2, 0] - losses[1::2, 1]).abs().min()) > 1e-4
     for measure in (
         lambda t: t.measure(params, "validation")["loss"],
         lambda t: t.evaluate(params)["loss"],
     ):
-        first, again, later = (measure(task.at(Rng(0).at(r))) for r in (1, 1, 2))
+        first, again, later = (measure(task.at(Rng(0).at_round(r))) for r in (1, 1, 2))
         assert torch.equal(first, again)
         assert torch.equal(first[0::2], later[0::2])
         assert float((first[1::2] - later[1::2]).abs().min()) > 1e-4
@@ -82,7 +82,7 @@ def test_every_step_and_every_round_see_other_noise():
 def test_all_metrics_of_a_round_are_of_the_same_noisy_images():
     """Accuracy, recalls and pooled accuracy see one drawing of a test set: the recalls add up to the accuracy."""
     federation = noisy_federation()
-    task = make_task(federation, FedAvg(), "linear", tiny_settings()).at(Rng(2).at(3))
+    task = make_task(federation, FedAvg(), "linear", tiny_settings()).at(Rng(2).at_round(3))
     params = task.init(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
     _, recall, number = task.evaluate_by_class(params)
     accuracy = task.evaluate(params)["accuracy"]
@@ -96,7 +96,7 @@ def test_engines_and_hosts_agree(augment):
     federation = noisy_federation()
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment=augment, padding=1)
     results = [
-        follow(
+        run_method(
             Ifca(2), federation=federation, settings=tiny_settings(local=local, engine=engine)
         ).state.params
         for engine in ("loop", "vmap", "compiled")
@@ -108,7 +108,7 @@ def test_engines_and_hosts_agree(augment):
     )
     torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
     clean = dataclasses.replace(federation, noise=None)
-    plain = follow(Ifca(2), federation=clean, settings=tiny_settings(local=local)).state.params
+    plain = run_method(Ifca(2), federation=clean, settings=tiny_settings(local=local)).state.params
     assert float((plain - results[0]).abs().max()) > 1e-3
 
 
@@ -160,8 +160,8 @@ def test_the_visual_shift_keeps_bytes_and_says_where_noise_is():
     hosted = federation.host([2, 1]).noise
     assert hosted is not None
     assert hosted.tolist() == [0.7, 0]
-    clean, noisy = (describe(federation)["images"][cluster][0] for cluster in (0, 1))
-    plain = describe(dataclasses.replace(federation, noise=None))["images"]
+    clean, noisy = (describe_federation(federation)["images"][cluster][0] for cluster in (0, 1))
+    plain = describe_federation(dataclasses.replace(federation, noise=None))["images"]
     assert clean == plain[0][0]
     assert noisy != plain[1][0]
 
@@ -171,12 +171,15 @@ def test_a_federation_keeps_its_noise_on_disk(tmp_path):
     federation = noisy_federation()
     federation.save(tmp_path / "f.safetensors")
     again = Federation.load(tmp_path / "f.safetensors")
-    assert again.fingerprint() == federation.fingerprint()
+    assert again.compute_fingerprint() == federation.compute_fingerprint()
     assert again.noise is not None
     assert federation.noise is not None
     assert torch.equal(again.noise, federation.noise)
     assert again.tests[1].noise == 0.8
-    assert dataclasses.replace(federation, noise=None).fingerprint() != federation.fingerprint()
+    assert (
+        dataclasses.replace(federation, noise=None).compute_fingerprint()
+        != federation.compute_fingerprint()
+    )
     with pytest.raises(
         DataError, match=r"noise from -1\.0 to 0\.8; expected finite numbers, not negative"
     ):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from coterie.engine import CompiledEngine, Engine, LoopEngine, VmapEngine
 from coterie.engine._base import cross_entropy
-from coterie.engine._work import RawSamples, Training
+from coterie.engine._work import RawSamples, TrainingWork
 from coterie.engine.native.library import NativeProgram
 from coterie.engine.optim import OPTIMIZERS, LocalTraining, RowOptimizer
 from coterie.errors import ConfigError
@@ -19,7 +19,7 @@ from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
+from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
 
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
 CASES = {
@@ -87,27 +87,27 @@ def optimizer_of(name: str, parameters) -> torch.optim.Optimizer:
     return getattr(torch.optim, NAMES[name.partition(",")[0]])(parameters, lr=0.02, **CASES[name])
 
 
-def problem(make_module) -> tuple[nn.Module, Layout, torch.Tensor, Training]:
+def problem(make_module) -> tuple[nn.Module, Layout, torch.Tensor, TrainingWork]:
     """A module, its layout, the models of three clients, and their work in ragged batches."""
-    with Rng(0).torch_globals("module"):
+    with Rng(0).temporary_torch_seed("module"):
         module = make_module().double()
     stream = torch.Generator().manual_seed(5)
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
     data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    row = layout.flatten_copy(module)
+    row = layout.flatten_rewritten(module)
     rows = row + 0.1 * torch.randn(3, len(row), generator=stream, dtype=torch.float64)
     return (
         module,
         layout,
         rows,
-        Training(
+        TrainingWork(
             data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, settings_of("sgd")
         ),
     )
 
 
-def by_torch(module, layout, row, work: Training, client: int, name: str, rates=None):
+def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, rates=None):
     """Train one client as the documentation of PyTorch says; return its row and the optimizer."""
     module = copy.deepcopy(module)
     with torch.no_grad():
@@ -126,11 +126,14 @@ def by_torch(module, layout, row, work: Training, client: int, name: str, rates=
     return layout.flatten_copy(module), optimizer
 
 
-def engine_of(kind: str, layout: Layout, work: Training) -> Engine:
+def engine_of(kind: str, layout: Layout, work: TrainingWork) -> Engine:
     if kind in ("stack", "traced"):
         few = torch.arange(4)
         found = CompiledEngine(
-            layout, cross_entropy, work.samples.inputs(few), work.samples.targets(few)
+            layout,
+            cross_entropy,
+            work.samples.prepare_inputs(few),
+            work.samples.prepare_targets(few),
         )
         assert isinstance(found.program, NativeProgram) == (kind == "stack")
         return found
@@ -161,11 +164,13 @@ def test_what_an_optimizer_remembers_is_torch_optims_and_training_goes_on_from_i
     """Two steps, and the steps after them from their moments, are all steps by one optimizer."""
     engine, module, layout, rows, work = trained
     local = settings_of(name, persistent_client_optimizer=True)
-    assert local.moments == len(
+    assert local.num_moments == len(
         moments_of(name, by_torch(module, layout, rows[0], work, 0, name)[1])
     )
     found, taken = rows.clone(), torch.zeros(3, dtype=torch.int64)
-    moments = rows.new_full((3, local.moments, layout.trainable), local.initial_accumulator_value)
+    moments = rows.new_full(
+        (3, local.num_moments, layout.trainable), local.initial_accumulator_value
+    )
     for steps in (slice(0, 2), slice(2, 4)):
         length = work.length[:, steps]
         part = dataclasses.replace(
@@ -195,7 +200,7 @@ def test_a_row_ends_with_the_same_bits_alone_and_beside_others(name):
     stream = torch.Generator().manual_seed(0)
     local = settings_of(name)
     rows, taken = torch.randn(3, 37, generator=stream), torch.tensor([0, 4, 9])
-    moments = 0.1 * torch.rand(3, local.moments, 37, generator=stream)
+    moments = 0.1 * torch.rand(3, local.num_moments, 37, generator=stream)
     moments[:, :1] += 1  # a mean square is no less than the square of the mean
     alone, lr = rows[1:2].clone(), torch.tensor([[0.1], [0.02], [0.3]], dtype=torch.float64)
     whole = RowOptimizer(local, rows, moments.clone(), taken)
@@ -263,11 +268,14 @@ def test_defaults_are_those_of_torch_optim():
     """Except the rate, which is 0.001 for all."""
     for optimizer, kind in NAMES.items():
         theirs = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))]).defaults
-        arguments = LocalTraining(optimizer=optimizer).arguments
+        arguments = LocalTraining(optimizer=optimizer).optimizer_arguments
         assert arguments == {name: theirs[name] for name in arguments}
         assert set(arguments) == set(OPTIMIZERS[optimizer])
         assert LocalTraining(optimizer=optimizer).lr == 0.001
-    assert dataclasses.replace(LocalTraining(), optimizer="adamw").arguments["weight_decay"] == 0.01
+    assert (
+        dataclasses.replace(LocalTraining(), optimizer="adamw").optimizer_arguments["weight_decay"]
+        == 0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,7 +334,7 @@ def test_who_hosts_whom_changes_no_byte(name):
     federation, settings = tiny_federation(), tiny_settings(local=local, rounds=2, engine="loop")
     apart = run_grouped(federation, Ditto(), [[0, 4], [1, 2, 5], [3]], settings=settings)
     assert torch.equal(
-        apart, follow(Ditto(), federation=federation, settings=settings).state.params
+        apart, run_method(Ditto(), federation=federation, settings=settings).state.params
     )
 
 
@@ -340,7 +348,9 @@ def test_a_client_that_diverged_starts_again_from_the_first_sum_of_squares():
     federation = tiny_federation()
     federation.x[2] *= 1e200
     local = settings_of("adagrad, set", batch_size=5, persistent_client_optimizer=True)
-    loop = follow(FedAvg(), federation=federation, settings=tiny_settings(local=local, rounds=1))
+    loop = run_method(
+        FedAvg(), federation=federation, settings=tiny_settings(local=local, rounds=1)
+    )
     moments = loop.state.moments
     assert moments is not None
     assert moments.taken.flatten().tolist() == [3, 3, 0, 3, 3, 3]
@@ -353,8 +363,8 @@ def test_an_identity_is_that_of_runs_from_before_there_were_more_optimizers():
         "epochs": 1, "steps": None, "batch_size": 8, "optimizer": "adam", "lr": 1e-3, "momentum": 0.0,
         "weight_decay": 0.0, "drop_last": False, "augment": "none", "padding": 4,
     }  # fmt: skip
-    assert LocalTraining().identity() == before
-    assert LocalTraining(weight_decay=0.0).identity() == before
-    kept = LocalTraining(persistent_client_optimizer=True).identity()
+    assert LocalTraining().result_settings() == before
+    assert LocalTraining(weight_decay=0.0).result_settings() == before
+    kept = LocalTraining(persistent_client_optimizer=True).result_settings()
     assert kept == before | {"persistent_client_optimizer": True}
-    assert LocalTraining(eps=1e-3).identity() == before | {"eps": 1e-3}
+    assert LocalTraining(eps=1e-3).result_settings() == before | {"eps": 1e-3}

@@ -20,7 +20,7 @@ from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, make_task, simulate
-from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
+from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
 
 SGD = LocalTraining(
     batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=True
@@ -35,8 +35,8 @@ def finished(method: Method, settings: Settings) -> Loop:
     loop = Loop(
         task, method, InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1))
     )
-    while not loop.finished:
-        loop.step()
+    while not loop.is_finished:
+        loop.run_next_round()
     return loop
 
 
@@ -58,7 +58,9 @@ def test_rounds_of_local_training_are_one_training_of_torch_optim(
         )
         x, y = federation.x[row, :12], federation.y[row, :12]
         for index in range(-1, 3):
-            order = torch.from_numpy(Rng(3).at(index).generator("batches", row).permutation(12))
+            order = torch.from_numpy(
+                Rng(3).at_round(index).generator("batches", row).permutation(12)
+            )
             for batch in order.split(5):
                 kind.zero_grad()
                 outputs = x[batch] @ weights[:12].reshape(3, 4).T + weights[12:]
@@ -82,7 +84,7 @@ def test_the_state_stays_with_the_client_whatever_model_it_trains():
     plain = dataclasses.replace(local, persistent_client_optimizer=False)
     theta, velocity = task.init(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
     for index in range(4):
-        gradient = (theta - task.train(theta, Rng(3).at(index), plain)[0]) / 0.1
+        gradient = (theta - task.train(theta, Rng(3).at_round(index), plain)[0]) / 0.1
         velocity = velocity / 2 + gradient
         theta = (theta - 0.1 * velocity).mean(0).expand(6, -1)
     found = finished(FedAvg(), tiny_settings(local=local)).state.shared.models
@@ -97,12 +99,12 @@ def test_who_is_not_in_the_cohort_keeps_the_state_it_had():
     loop = Loop(
         task, FedAvg(), InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1))
     )
-    loop.step()
-    assert not loop.finished
-    while not loop.finished:
+    loop.run_next_round()
+    assert not loop.is_finished
+    while not loop.is_finished:
         before = loop.state.moments
-        cohort = FedAvg().cohort(None, Rng(3).at(loop.next_round), 6, 0.5)
-        loop.step()
+        cohort = FedAvg().cohort(None, Rng(3).at_round(loop.next_round), 6, 0.5)
+        loop.run_next_round()
         after, rest = loop.state.moments, torch.ones(6, dtype=torch.bool)
         rest[cohort] = False
         assert before is not None
@@ -138,7 +140,7 @@ def test_who_hosts_whom_does_not_matter(method: Method):
     """Three hosts against one."""
     federation, settings = tiny_federation(), tiny_settings(local=ADAM, rounds=2)
     apart = run_grouped(federation, method, [[0, 4], [1, 2, 5], [3]], settings=settings)
-    whole = follow(method, federation=federation, settings=settings).state.params
+    whole = run_method(method, federation=federation, settings=settings).state.params
     torch.testing.assert_close(apart, whole, rtol=0, atol=1e-10)
 
 
@@ -181,7 +183,7 @@ def test_a_client_that_diverged_starts_afresh():
     """An infinite moment would spoil every later model of that client."""
     federation = tiny_federation()
     federation.x[2] *= 1e200
-    loop = follow(Local(), federation=federation, settings=tiny_settings(local=SGD, rounds=2))
+    loop = run_method(Local(), federation=federation, settings=tiny_settings(local=SGD, rounds=2))
     moments = loop.state.moments
     assert moments is not None
     assert moments.taken.flatten().tolist() == [9, 9, 0, 9, 9, 9]
@@ -217,7 +219,7 @@ def test_the_velocity_begins_again_each_round_or_goes_on():
         plain = LocalTraining(batch_size=12, optimizer="sgd", lr=0.1, momentum=0.5)
         params, velocity = task.init(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
         for index in range(-1, 4):
-            gradient = (params - task.train(params, Rng(3).at(index), plain)[0]) / 0.1
+            gradient = (params - task.train(params, Rng(3).at_round(index), plain)[0]) / 0.1
             velocity = gradient + velocity / 2 * persistent
             params = params - 0.1 * velocity
         torch.testing.assert_close(loop.state.params, params, rtol=0, atol=1e-12)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coterie.engine import LoopEngine, make
+from coterie.engine import LoopEngine, make_engine
 from coterie.engine._base import cross_entropy
-from coterie.engine._work import RawSamples, Training
+from coterie.engine._work import RawSamples, TrainingWork
 from coterie.engine.optim import LocalTraining, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
@@ -38,19 +38,19 @@ RATES = torch.tensor(
 )
 def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, options):
     """Each client with a fresh one, at the rate of each step."""
-    with Rng(0).torch_globals("module"):
+    with Rng(0).temporary_torch_seed("module"):
         module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     stream = torch.Generator().manual_seed(5)
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
     data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    rows = layout.flatten_copy(module) + 0.1 * torch.randn(
+    rows = layout.flatten_rewritten(module) + 0.1 * torch.randn(
         3, layout.size, generator=stream, dtype=torch.float64
     )
     local = LocalTraining(optimizer=f"torch.optim:{kind}", lr=0.02, optimizer_options=options)
-    local.verify()
+    local.check_imports()
     found = rows.clone()
-    work = Training(
+    work = TrainingWork(
         data, torch.randint(0, 40, (3, 4, 7), generator=stream), LENGTHS, local, rates=RATES
     )
     LoopEngine(layout, cross_entropy).train(found, work, 1)
@@ -60,7 +60,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
     for client in range(3):
         own = copy.deepcopy(module)
         with torch.no_grad():
-            for key, value in layout.views(rows[client]).items():
+            for key, value in layout.split_rows(rows[client]).items():
                 dict(own.named_parameters())[key].copy_(value)
         optimizer = getattr(torch.optim, kind)(own.parameters(), lr=0.02, **made)
         for step, size in enumerate(LENGTHS[client].tolist()):
@@ -72,7 +72,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
                     own(work.samples.x[places]), work.samples.y[places]
                 ).backward()
                 optimizer.step()
-        torch.testing.assert_close(found[client], layout.flatten_copy(own), rtol=0, atol=1e-12)
+        torch.testing.assert_close(found[client], layout.flatten_rewritten(own), rtol=0, atol=1e-12)
 
 
 class Clipped(torch.optim.SGD):
@@ -129,7 +129,10 @@ def test_auto_takes_the_loop_engine_for_it_and_says_why():
             )
     layout = Layout(nn.Linear(2, 2), torch.float32)
     x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
-    assert make("loop", layout, cross_entropy, x, y, own_optimizer=local.own).name == "loop"
+    assert (
+        make_engine("loop", layout, cross_entropy, x, y, own_optimizer=local.custom_optimizer).name
+        == "loop"
+    )
     with pytest.raises(ConfigError, match="expected engine = 'loop'"):
         RowOptimizer(local, torch.zeros(1, 1))
 

@@ -33,7 +33,7 @@ class Net(nn.Module):
 def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]:
     task = Task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
     params, info = task.train(
-        task.init(Rng(0)), Rng(0).at(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
+        task.init(Rng(0)), Rng(0).at_round(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
     )
     return task, params, info["losses"]
 
@@ -93,7 +93,7 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else(wanted, on):
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     inside = []
-    with precision.computing(wanted, torch.device("cuda")):
+    with precision.product_precision(wanted, torch.device("cuda")):
         inside += [matmul.allow_tf32, cudnn.allow_tf32]
     assert inside == [on, on]
     assert (matmul.allow_tf32, cudnn.allow_tf32) == before
@@ -110,7 +110,7 @@ def test_cuda_graphs_are_for_a_device_alone():
     rows, x, y = task.init(Rng(0)), torch.rand(6, 4, 4), torch.zeros(6, 4, dtype=torch.int64)
     for _ in range(9):
         torch.testing.assert_close(
-            replaying.gradients(rows, x, y, {}), plain.gradients(rows, x, y, {})
+            replaying.compute_gradients(rows, x, y, {}), plain.compute_gradients(rows, x, y, {})
         )
     assert replaying._replayed is not None
     assert not replaying._replayed._captured
@@ -119,6 +119,6 @@ def test_cuda_graphs_are_for_a_device_alone():
 def test_a_study_says_its_precision_and_one_that_does_not_is_what_it_was():
     study = config.load("rotated-digits", ["precision='bf16'"])
     assert study.settings.precision == "bf16"
-    assert config.digest(study) != config.digest(config.load("rotated-digits"))
-    assert "precision" not in config.identity(config.load("rotated-digits"))
+    assert config.hash_study(study) != config.hash_study(config.load("rotated-digits"))
+    assert "precision" not in config.make_identity(config.load("rotated-digits"))
     assert Settings().precision == "full"

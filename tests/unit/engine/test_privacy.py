@@ -10,7 +10,7 @@ from scipy import integrate, optimize, stats
 from torch import nn
 
 from coterie.data.build import build_federation
-from coterie.engine.privacy import DPSGD, Query, Spent, shares
+from coterie.engine.privacy import DPSGD, PrivacyLedger, PrivateQuery, clip_factors
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
 from coterie.methods.local import Local
@@ -57,7 +57,7 @@ def test_a_step_is_that_of_the_paper(engine):
     """Sampling, clipping, noise and the division are written out again; the gradient is PyTorch's own."""
     federation = ragged(noise=False)
     own, local = task(engine, federation=federation), replace(SGD, epochs=1, steps=3)
-    start, rng = own.init(Rng(0)) * 3 + 0.1, Rng(0).at(1)
+    start, rng = own.init(Rng(0)) * 3 + 0.1, Rng(0).at_round(1)
     found, info = own.train(start, rng, local)
     for row, count in enumerate((12, 11, 7, 5, 3, 2)):
         weights, size = start[row].clone(), min(4, count)
@@ -101,7 +101,7 @@ def test_engines_agree(model, optimizer):
         own = task(engine, model)
         assert own.engine.name == engine
         start = own.init(Rng(0)).clone()
-        ends.append(own.train(start, Rng(0).at(2), local, anchor=start + 0.1, prox=0.3))
+        ends.append(own.train(start, Rng(0).at_round(2), local, anchor=start + 0.1, prox=0.3))
     assert bool(ends[0][1]["losses"][0].isnan().any())  # a batch that nobody is in
     for params, info in ends[1:]:
         torch.testing.assert_close(params, ends[0][0], rtol=0, atol=1e-10)
@@ -115,7 +115,7 @@ def test_engines_agree_on_augmented_images():
     ends = []
     for engine in ENGINES:
         own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
-        ends.append(own.train(own.init(Rng(0)), Rng(0).at(1), local)[0])
+        ends.append(own.train(own.init(Rng(0)), Rng(0).at_round(1), local)[0])
     for params in ends[1:]:
         torch.testing.assert_close(params, ends[0], rtol=0, atol=1e-10)
 
@@ -137,13 +137,13 @@ def test_who_is_hosted_beside_changes_no_bit(engine):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_step_by_step_is_train(engine, optimizer):
     own, local = task(engine, Custom), replace(SGD, batch_size=2, optimizer=optimizer)
-    start, rng = own.init(Rng(0)).clone(), Rng(0).at(2)
+    start, rng = own.init(Rng(0)).clone(), Rng(0).at_round(2)
     expected, told = own.train(start, rng, local)
     params, steps = start.clone(), own.stepwise(rng, local)
     once = dict(own.spent.uses)
-    for step in range(steps.count):
-        steps.descend(params, steps.gradient(params, step), step)
-    found = steps.report(params)
+    for step in range(steps.num_steps):
+        steps.apply_gradient(params, steps.compute_gradient(params, step), step)
+    found = steps.finish(params)
     torch.testing.assert_close(params, expected, rtol=0, atol=1e-12)
     for name, value in told.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, equal_nan=True)
@@ -165,12 +165,12 @@ def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
 
 def test_a_secret_draws_other_noise_and_batches():
     own = [task(secret=secret) for secret in (None, 0, 1)]
-    plain, same, other = (one.train(one.init(Rng(0)), Rng(0).at(0), SGD)[0] for one in own)
+    plain, same, other = (one.train(one.init(Rng(0)), Rng(0).at_round(0), SGD)[0] for one in own)
     assert torch.equal(plain, same)  # the seed of the run is 0 too
     assert not torch.equal(plain, other)
     without = replace(SGD, dp=None)
     assert torch.equal(
-        *(one.train(one.init(Rng(0)), Rng(0).at(0), without)[0] for one in (own[0], own[2]))
+        *(one.train(one.init(Rng(0)), Rng(0).at_round(0), without)[0] for one in (own[0], own[2]))
     )
 
 
@@ -178,7 +178,7 @@ def test_clipping_bounds_what_is_not_finite():
     gradients = torch.tensor(
         [[3.0, 4.0], [math.inf, 1.0], [math.nan, 0.0], [3e38, 3e38], [0.0, 0.0]]
     )
-    factor = shares(gradients, 1.0)
+    factor = clip_factors(gradients, 1.0)
     assert torch.isfinite(gradients * factor).all()
     assert (gradients * factor).norm(dim=1).max() <= 1 + 1e-6
     assert factor.flatten()[[1, 2]].tolist() == [0, 0]
@@ -210,7 +210,7 @@ def test_settings_are_kept_as_a_table():
     for given in ({"clip": 1, "noise_multiplier": 2}, full, DPSGD(1.0, 2.0)):
         assert LocalTraining(dp=given).dp == full
     assert LocalTraining(dp="none") == LocalTraining()
-    assert "dp" not in LocalTraining().identity()
+    assert "dp" not in LocalTraining().result_settings()
     with pytest.raises(ConfigError, match=r"optimizer is 'torch.optim:NAdam'; expected one of sgd"):
         LocalTraining(optimizer="torch.optim:NAdam", dp=full)
 
@@ -233,10 +233,10 @@ def test_what_joins_samples_is_refused():
 
 def test_epsilon_is_that_of_the_published_example():
     """Of the documentation of opacus's formulas: two mechanisms, orders up to 32; more orders are never worse."""
-    spent = Spent()
-    spent.add(3, Query(1e-5, 1.0), 10)
-    spent.add(3, Query(1e-4, 3.0), 4)
-    found = spent.epsilon(torch.tensor([0, 3]), 1e-5)
+    spent = PrivacyLedger()
+    spent.add_uses(3, PrivateQuery(1e-5, 1.0), 10)
+    spent.add_uses(3, PrivateQuery(1e-4, 3.0), 4)
+    found = spent.compute_epsilon(torch.tensor([0, 3]), 1e-5)
     assert found[0] == 0
     assert float(found[1]) == pytest.approx(0.336, abs=5e-3)
 
@@ -254,10 +254,10 @@ def exact(noise, delta):
 @pytest.mark.parametrize("noise", [0.7, 2.0, 20.0])
 def test_epsilon_is_a_little_more_than_that_of_the_gaussian_mechanism(noise):
     """Four full batches are one of half the noise, and so are four gradients of one batch."""
-    spent = Spent()
-    spent.add(0, Query(1.0, 2 * noise), 4)
-    spent.add(1, Query(1.0, 2 * noise, 4), 1)
-    one, other = spent.epsilon(torch.arange(2), 1e-5).tolist()
+    spent = PrivacyLedger()
+    spent.add_uses(0, PrivateQuery(1.0, 2 * noise), 4)
+    spent.add_uses(1, PrivateQuery(1.0, 2 * noise, 4), 1)
+    one, other = spent.compute_epsilon(torch.arange(2), 1e-5).tolist()
     assert one == pytest.approx(other)
     assert exact(noise, 1e-5) <= one <= 1.2 * exact(noise, 1e-5) + 0.01
 
@@ -266,9 +266,9 @@ def test_epsilon_is_a_little_more_than_that_of_the_gaussian_mechanism(noise):
 def test_epsilon_holds_for_a_batch_drawn_by_chance(gradients):
     """Delta of one subsampled step, by integrating densities of the noisy sum with and without the sample."""
     rate, sigma, delta = 0.3, 1.2, 1e-4
-    spent = Spent()
-    spent.add(0, Query(rate, sigma, gradients), 1)
-    epsilon = float(spent.epsilon(torch.tensor([0]), delta))
+    spent = PrivacyLedger()
+    spent.add_uses(0, PrivateQuery(rate, sigma, gradients), 1)
+    epsilon = float(spent.compute_epsilon(torch.tensor([0]), delta))
     noise = sigma / gradients**0.5
 
     def without(z):
@@ -291,24 +291,26 @@ def test_epsilon_holds_for_a_batch_drawn_by_chance(gradients):
 def test_what_was_used_is_counted():
     own = task()
     own.train(own.init(Rng(0)), Rng(0), SGD)
-    own.rows(torch.tensor([5])).train(own.init(Rng(0))[5:], Rng(0).at(1), replace(SGD, steps=7))
+    own.rows(torch.tensor([5])).train(
+        own.init(Rng(0))[5:], Rng(0).at_round(1), replace(SGD, steps=7)
+    )
     expected = {
-        (client, Query(min(4, n) / n, 1.5)): 2 * -(-n // 4)
+        (client, PrivateQuery(min(4, n) / n, 1.5)): 2 * -(-n // 4)
         for client, n in enumerate((12, 11, 7, 5, 3, 2))
     }
-    expected[5, Query(1.0, 1.5)] += 7
+    expected[5, PrivateQuery(1.0, 1.5)] += 7
     assert own.spent.uses == expected
-    again = Spent()
+    again = PrivacyLedger()
     again.restore(own.spent.snapshot())
     assert again == own.spent
-    assert Spent().snapshot() == {}
+    assert PrivacyLedger().snapshot() == {}
 
 
 def test_several_gradients_of_a_batch_are_one_query():
     own = task()
     params, steps = own.init(Rng(0)).clone(), own.stepwise(Rng(0), replace(SGD, steps=2))
-    first, second = (steps.gradient(params, 0) for _ in range(2))
-    steps.gradient(params, 1)
+    first, second = (steps.compute_gradient(params, 0) for _ in range(2))
+    steps.compute_gradient(params, 1)
     assert not torch.equal(first, second)  # noise of its own
     assert {
         query.gradients: times
@@ -318,6 +320,6 @@ def test_several_gradients_of_a_batch_are_one_query():
 
 
 def test_without_noise_there_is_no_privacy():
-    spent = Spent()
-    spent.add(0, Query(0.1, 0.0), 1)
-    assert float(spent.epsilon(torch.tensor([0]), 1e-5)) == math.inf
+    spent = PrivacyLedger()
+    spent.add_uses(0, PrivateQuery(0.1, 0.0), 1)
+    assert float(spent.compute_epsilon(torch.tensor([0]), 1e-5)) == math.inf

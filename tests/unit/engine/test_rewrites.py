@@ -12,11 +12,11 @@ from coterie.engine._base import cross_entropy
 from coterie.engine._rewrites import (
     StridedMaxPool,
     WindowedConv2d,
-    batched,
-    faster,
-    gathered_cross_entropy,
+    cross_entropy_by_gather,
     grad_and_value,
-    independent,
+    with_strided_pools,
+    with_unfolded_convolutions,
+    with_windowed_convolutions,
 )
 
 
@@ -31,7 +31,10 @@ def test_strided_slices_give_the_values_and_gradients_of_max_pooling(kernel, sha
         torch.randn(shape, generator=stream).clamp(min=0),
     ):
         results = []
-        for pool in (nn.MaxPool2d(kernel), faster(nn.Sequential(nn.MaxPool2d(kernel)))[0]):
+        for pool in (
+            nn.MaxPool2d(kernel),
+            with_strided_pools(nn.Sequential(nn.MaxPool2d(kernel)))[0],
+        ):
             x = draw.clone().requires_grad_()
             y = pool(x)
             (y * torch.arange(y.numel()).reshape(y.shape)).sum().backward()
@@ -65,10 +68,10 @@ def test_of_equal_entries_the_first_gets_the_gradient_and_nan_wins():
     ],
 )
 def test_pooling_of_other_kinds_is_left_alone(pool):
-    assert type(faster(nn.Sequential(pool))[0]) is nn.MaxPool2d
+    assert type(with_strided_pools(nn.Sequential(pool))[0]) is nn.MaxPool2d
 
 
-@pytest.mark.parametrize("rewrite", [independent, batched])
+@pytest.mark.parametrize("rewrite", [with_unfolded_convolutions, with_windowed_convolutions])
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,12 +83,12 @@ def test_pooling_of_other_kinds_is_left_alone(pool):
         {"padding": "valid"},
     ],
 )
-@pytest.mark.parametrize("most", [_rewrites._WINDOWS, 0])
+@pytest.mark.parametrize("most", [_rewrites._MAX_WINDOW_ENTRIES, 0])
 def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
     rewrite, options, most, monkeypatch
 ):
     """Of one client, and of three at once; where windows take too much memory, too."""
-    monkeypatch.setattr(_rewrites, "_WINDOWS", most)
+    monkeypatch.setattr(_rewrites, "_MAX_WINDOW_ENTRIES", most)
     stream = torch.Generator().manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(2, 3, 3, **options)).double()
     rewritten = rewrite(plain)
@@ -114,13 +117,16 @@ def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
 
 def test_convolutions_with_groups_or_other_borders_are_left_alone():
     for options in ({"groups": 2}, {"padding": 1, "padding_mode": "circular"}, {"padding": "same"}):
-        assert type(batched(nn.Sequential(nn.Conv2d(2, 2, 3, **options)))[0]) is nn.Conv2d
-    assert type(batched(nn.Sequential(nn.Conv2d(2, 2, 3)))[0]) is WindowedConv2d
+        assert (
+            type(with_windowed_convolutions(nn.Sequential(nn.Conv2d(2, 2, 3, **options)))[0])
+            is nn.Conv2d
+        )
+    assert type(with_windowed_convolutions(nn.Sequential(nn.Conv2d(2, 2, 3)))[0]) is WindowedConv2d
 
 
 def test_the_original_module_is_not_changed():
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
-    copy = faster(module)
+    copy = with_strided_pools(module)
     assert type(module[1][1]) is nn.MaxPool2d
     assert type(copy[1][1]) is StridedMaxPool
     assert copy.state_dict().keys() == module.state_dict().keys()
@@ -153,7 +159,7 @@ def test_gradients_without_pytorchs_compiler_are_those_of_torch_func_to_the_bit(
 def test_the_gathered_cross_entropy_is_the_other_to_the_bit():
     stream = torch.Generator().manual_seed(0)
     results = []
-    for objective in (cross_entropy, gathered_cross_entropy):
+    for objective in (cross_entropy, cross_entropy_by_gather):
         outputs = torch.randn(9, 4, generator=stream.manual_seed(1)).requires_grad_()
         losses = objective(outputs, torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 3]))
         losses.mean().backward()

@@ -14,13 +14,13 @@ from torch.optim import lr_scheduler
 from coterie.engine.optim import LocalTraining
 from coterie.engine.schedules import (
     SCHEDULES,
-    Cosine,
-    Exponential,
-    Linear,
-    Step,
-    Warmup,
-    rates,
-    read_schedules,
+    CosineSchedule,
+    ExponentialSchedule,
+    LinearSchedule,
+    StepSchedule,
+    WarmupSchedule,
+    compute_learning_rates,
+    parse_schedules,
 )
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError
@@ -76,25 +76,31 @@ def test_a_schedule_is_pytorchs(name, over):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
-    schedules = read_schedules({"kind": name.partition(",")[0], "over": over, **arguments})
+    schedules = parse_schedules({"kind": name.partition(",")[0], "over": over, **arguments})
     if over == "steps":
-        found = rates(schedules, 0.2, torch.ones(1, 12, dtype=torch.int64), 3, None)[0].tolist()
+        found = compute_learning_rates(
+            schedules, 0.2, torch.ones(1, 12, dtype=torch.int64), 3, None
+        )[0].tolist()
     else:
         found = [
-            float(rates(schedules, 0.2, torch.ones(1, 1, dtype=torch.int64), r, 12))
+            float(
+                compute_learning_rates(schedules, 0.2, torch.ones(1, 1, dtype=torch.int64), r, 12)
+            )
             for r in range(12)
         ]
     assert found == pytest.approx(expected, abs=1e-15)
 
 
 def test_after_its_length_a_schedule_stays():
-    assert [Cosine(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx(
-        [0.25] * 3
+    assert [
+        CosineSchedule(length=2, end=0.25).lr_factor(n, 99) for n in (2, 3, 50)
+    ] == pytest.approx([0.25] * 3)
+    assert [
+        LinearSchedule(length=2, end=0.25).lr_factor(n, 99) for n in (2, 3, 50)
+    ] == pytest.approx([0.25] * 3)
+    assert [WarmupSchedule(length=2).lr_factor(n, 99) for n in (2, 3, 50)] == pytest.approx(
+        [1.0] * 3
     )
-    assert [Linear(length=2, end=0.25).factor(n, 99) for n in (2, 3, 50)] == pytest.approx(
-        [0.25] * 3
-    )
-    assert [Warmup(length=2).factor(n, 99) for n in (2, 3, 50)] == pytest.approx([1.0] * 3)
 
 
 @pytest.mark.option("LrSchedule.over", "rounds", "steps")
@@ -102,24 +108,27 @@ def test_a_schedule_counts_rounds_or_steps_and_several_multiply():
     """Rate 1 in round 2 of 4, three steps and one: 1/2 ** 2; 1, 1/2, 1/4; and both."""
     length, by_round, by_step = (
         torch.tensor([[4, 4, 1], [2, 0, 0]]),
-        Exponential(gamma=0.5),
-        Exponential(gamma=0.5, over="steps"),
+        ExponentialSchedule(gamma=0.5),
+        ExponentialSchedule(gamma=0.5, over="steps"),
     )
-    assert rates([by_round], 1.0, length, 2, 4)[0].tolist() == [0.25] * 3
-    assert rates([by_step], 1.0, length, 2, 4).tolist() == [[1.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
-    assert rates([by_round, by_step], 1.0, length, 2, 4)[0].tolist() == [0.25, 0.125, 0.0625]
+    assert compute_learning_rates([by_round], 1.0, length, 2, 4)[0].tolist() == [0.25] * 3
+    assert compute_learning_rates([by_step], 1.0, length, 2, 4).tolist() == [
+        [1.0, 0.5, 0.25],
+        [1.0, 0.0, 0.0],
+    ]
+    assert compute_learning_rates([by_round, by_step], 1.0, length, 2, 4)[0].tolist() == [
+        0.25,
+        0.125,
+        0.0625,
+    ]
 
 
 def test_what_is_trained_before_the_first_exchange_has_the_rate_of_round_0():
     """At most one rate a round: the warm-up, round -1, has the first."""
     length = torch.tensor([[4]])
-    assert [float(rates([Linear()], 1.0, length, r, 4)) for r in range(-1, 4)] == [
-        1.0,
-        1.0,
-        0.75,
-        0.5,
-        0.25,
-    ]
+    assert [
+        float(compute_learning_rates([LinearSchedule()], 1.0, length, r, 4)) for r in range(-1, 4)
+    ] == [1.0, 1.0, 0.75, 0.5, 0.25]
 
 
 def test_a_function_of_ones_own_is_a_schedule():
@@ -127,11 +136,11 @@ def test_a_function_of_ones_own_is_a_schedule():
     path = f"{__name__}:thirds"
     for given in (path, {"kind": path}, thirds, [thirds]):
         local = LocalTraining(lr=1.0, lr_schedule=given)
-        found = local.rates(torch.tensor([[1]]), 2, 6)
+        found = local.learning_rates(torch.tensor([[1]]), 2, 6)
         assert found is not None
         assert float(found) == 0.5
     assert LocalTraining(lr_schedule=thirds).lr_schedule == {"kind": path}
-    found = LocalTraining(lr=1.0, lr_schedule={"kind": path, "over": "steps"}).rates(
+    found = LocalTraining(lr=1.0, lr_schedule={"kind": path, "over": "steps"}).learning_rates(
         torch.ones(1, 3).int(), 0, None
     )
     assert found is not None
@@ -187,11 +196,11 @@ def test_a_function_that_is_not_there_or_does_not_fit_is_refused():
         with pytest.raises(ConfigError, match=said):
             make_task(tiny_federation(), FedAvg(), "linear", settings)
     local = LocalTraining(lr_schedule=negative)
-    local.verify()
+    local.check_imports()
     with pytest.raises(
         ConfigError, match=r"returned -1.0 for \(0, 3\); expected a factor on the learning rate"
     ):
-        local.rates(torch.ones(1, 1).int(), 0, 3)
+        local.learning_rates(torch.ones(1, 1).int(), 0, 3)
 
 
 def test_a_task_that_does_not_know_the_number_of_rounds_says_so():
@@ -219,7 +228,9 @@ def test_a_run_has_the_rates_of_its_rounds_and_steps(engine):
         weights = task.init(Rng(3))[row].clone()
         x, y = federation.x[row, :12], federation.y[row, :12]
         for index, by_round in zip(range(-1, 3), (0.5, 0.5, 0.75, 1.0), strict=True):
-            order = torch.from_numpy(Rng(3).at(index).generator("batches", row).permutation(12))
+            order = torch.from_numpy(
+                Rng(3).at_round(index).generator("batches", row).permutation(12)
+            )
             for batch, by_step in zip(order.split(5), (1, 2 / 3, 1 / 3), strict=True):
                 weights.requires_grad_()
                 outputs = x[batch] @ weights[:12].reshape(3, 4).T + weights[12:]
@@ -280,25 +291,33 @@ def test_a_study_file_says_it_and_reads_back_as_it_was():
         optimizer_options = { momentum_decay = 0.01 }
         lr_schedule = "none"
     """
-    study = config.loads(text)
+    study = config.parse_study_text(text)
     first, second = (entry.settings.local for entry in study.methods)
-    assert first.schedules == (Warmup(length=3), Cosine(end=0.1))
-    assert (second.schedules, second.arguments) == ((), {"momentum_decay": 0.01})
-    assert config.loads(config.dumps(study)) == study
-    changed = config.loads(text, overrides=["local.lr_schedule=[{kind='step', every=2}]"])
-    assert changed.methods[0].settings.local.schedules == (Step(every=2),)
+    assert first.schedules == (WarmupSchedule(length=3), CosineSchedule(end=0.1))
+    assert (second.schedules, second.optimizer_arguments) == ((), {"momentum_decay": 0.01})
+    assert config.parse_study_text(config.format_study(study)) == study
+    changed = config.parse_study_text(
+        text, overrides=["local.lr_schedule=[{kind='step', every=2}]"]
+    )
+    assert changed.methods[0].settings.local.schedules == (StepSchedule(every=2),)
 
 
 def test_the_hash_of_a_study_is_the_same_whether_a_default_is_said_or_not():
     """Stored studies say `weight_decay = 0.0`, which was the default."""
     head = '[data]\ndataset = "digits"\n[[methods]]\nkind = "fedavg"\n[local]\n'
-    plain = config.loads(head)
-    assert config.digest(config.loads(head + "weight_decay = 0.0")) == config.digest(plain)
-    assert config.digest(config.loads(head + "weight_decay = 0.1")) != config.digest(plain)
-    assert config.digest(config.loads(head + 'lr_schedule = "cosine"')) != config.digest(plain)
-    assert config.difference(config.loads(head + 'lr_schedule = "cosine"'), plain).startswith(
-        "local.lr_schedule is"
-    )
+    plain = config.parse_study_text(head)
+    assert config.hash_study(
+        config.parse_study_text(head + "weight_decay = 0.0")
+    ) == config.hash_study(plain)
+    assert config.hash_study(
+        config.parse_study_text(head + "weight_decay = 0.1")
+    ) != config.hash_study(plain)
+    assert config.hash_study(
+        config.parse_study_text(head + 'lr_schedule = "cosine"')
+    ) != config.hash_study(plain)
+    assert config.describe_difference(
+        config.parse_study_text(head + 'lr_schedule = "cosine"'), plain
+    ).startswith("local.lr_schedule is")
 
 
 def test_an_own_schedule_is_imported_when_a_run_begins_and_not_when_it_is_read():
@@ -310,7 +329,7 @@ def test_an_own_schedule_is_imported_when_a_run_begins_and_not_when_it_is_read()
     )
     assert local.needs_rounds
     with pytest.raises(ConfigError, match="there is no module 'away_from_here'"):
-        local.verify()
+        local.check_imports()
 
 
 def test_every_schedule_has_a_kind_and_a_summary():

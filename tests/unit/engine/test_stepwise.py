@@ -58,17 +58,17 @@ def task(engine="vmap", model="linear", **kwargs):
 def test_step_by_step_is_train(engine, local):
     """Equal batches, dropout masks, noise, rates and running statistics; clients with fewer steps stop."""
     own = task(engine, Custom)
-    start, rng = own.init(Rng(0)).clone(), Rng(0).at(2)
+    start, rng = own.init(Rng(0)).clone(), Rng(0).at_round(2)
     expected, told = own.train(start, rng, local)
     params, steps = start.clone(), own.stepwise(rng, local)
-    for step in range(steps.count):
-        steps.descend(params, steps.gradient(params, step), step)
-    found = steps.report(params)
+    for step in range(steps.num_steps):
+        steps.apply_gradient(params, steps.compute_gradient(params, step), step)
+    found = steps.finish(params)
     torch.testing.assert_close(params, expected, rtol=0, atol=1e-12)
     assert found.keys() == told.keys()
     for name, value in told.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, equal_nan=True)
-    assert steps.active(4).tolist() == [True, False, False, False, False, False]
+    assert steps.active_clients(4).tolist() == [True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -76,12 +76,12 @@ def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
     """By autograd on the linear model, at another point than the start; nothing moves, and who has no batch gets 0."""
     own, local = task(engine), replace(SGD, epochs=1, batch_size=12, drop_last=False)
     params = own.init(Rng(0)) * 3 + 0.1
-    steps, before = own.stepwise(Rng(0).at(0), replace(local, batch_size=6)), params.clone()
-    gradients = [steps.gradient(params, step) for step in range(2)]
+    steps, before = own.stepwise(Rng(0).at_round(0), replace(local, batch_size=6)), params.clone()
+    gradients = [steps.compute_gradient(params, step) for step in range(2)]
     assert torch.equal(params, before)
     federation = tiny_federation()
     for row, count in ((0, 12), (2, 7)):
-        order = torch.from_numpy(Rng(0).at(0).generator("batches", row).permutation(count))
+        order = torch.from_numpy(Rng(0).at_round(0).generator("batches", row).permutation(count))
         for step in range(2):
             batch = order[6 * step : 6 * step + 6]
             weights = params[row].clone().requires_grad_()
@@ -97,10 +97,10 @@ def test_images_are_cropped_and_flipped_as_in_training():
     for engine in ENGINES:
         own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
         local = replace(SGD, batch_size=20, augment="crop-flip", padding=1)
-        expected, _ = own.train(own.init(Rng(0)), Rng(0).at(1), local)
-        params, steps = own.init(Rng(0)).clone(), own.stepwise(Rng(0).at(1), local)
-        for step in range(steps.count):
-            steps.descend(params, steps.gradient(params, step), step)
+        expected, _ = own.train(own.init(Rng(0)), Rng(0).at_round(1), local)
+        params, steps = own.init(Rng(0)).clone(), own.stepwise(Rng(0).at_round(1), local)
+        for step in range(steps.num_steps):
+            steps.apply_gradient(params, steps.compute_gradient(params, step), step)
         torch.testing.assert_close(params, expected, rtol=0, atol=1e-11)
 
 
@@ -111,8 +111,8 @@ def test_two_models_of_a_client_have_optimizers_of_their_own():
     one, other = torch.zeros(2, 6, own.layout.size, dtype=torch.float64)
     ones = torch.ones(6, own.layout.trainable, dtype=torch.float64)
     for step in range(2):
-        steps.descend(one, ones.clone(), step)
-        steps.descend(other, ones.clone(), step, track=1)
+        steps.apply_gradient(one, ones.clone(), step)
+        steps.apply_gradient(other, ones.clone(), step, track=1)
     assert torch.equal(one, -2.5 * torch.ones_like(one))
     assert torch.equal(other, one)
 
@@ -134,10 +134,10 @@ def test_only_some_parameters_move(chosen, local):
     kind = torch.optim.Adam if local.optimizer == "adam" else torch.optim.SGD
     theirs = kind([inner], lr=local.lr)
     for step in range(3):
-        gradient = steps.gradient(params, step)
+        gradient = steps.compute_gradient(params, step)
         inner.grad = torch.where(only, gradient, 0)
         theirs.step()
-        steps.descend(params, gradient, step)
+        steps.apply_gradient(params, gradient, step)
     assert torch.equal(params[:, ~only], start[:, ~only])
     assert bool((params[:, only] != start[:, only]).all())
     torch.testing.assert_close(params, inner.detach(), rtol=0, atol=1e-12)
@@ -153,8 +153,8 @@ def test_state_that_is_kept_between_rounds_goes_on():
     for _ in range(2):
         view = own.carrying(moments)
         steps = view.stepwise(Rng(0), local, only=only)
-        steps.descend(params, torch.ones(6, 15, dtype=torch.float64), 0)
-        steps.report(params)
+        steps.apply_gradient(params, torch.ones(6, 15, dtype=torch.float64), 0)
+        steps.finish(params)
         moments = view.moments
     assert torch.equal(params, torch.where(only, -2.5, 0.0).double().expand(6, -1))
     assert moments.taken.flatten().tolist() == [2] * 6
@@ -173,9 +173,9 @@ def test_samples_of_all_gradients_count_and_a_lost_model_is_told():
         own.init(Rng(0)).clone(),
     )
     params[1] = torch.inf
-    for step in [*range(steps.count)] * 2:
-        steps.gradient(params, step)
-    report = steps.report(params)
+    for step in [*range(steps.num_steps)] * 2:
+        steps.compute_gradient(params, step)
+    report = steps.finish(params)
     assert report["train_samples"].tolist() == [24, 22, 14, 10, 6, 4]
     assert report["diverged"].tolist() == [False, True, False, False, False, False]
     assert own.train_seconds > 0

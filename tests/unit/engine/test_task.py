@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from coterie.data.build import build_federation
-from coterie.engine._batches import plan
+from coterie.engine._batches import draw_batches
 from coterie.engine._work import step_keys
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
-from coterie.exchange.base import Message, read
+from coterie.exchange.base import Message, make_inbox
 from coterie.rng import Rng
 from coterie.studies import config
 from coterie.testing import tiny_federation
@@ -94,7 +94,7 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
     for engine, block in (("loop", None), ("vmap", None), ("vmap", 4)):
         t = task(engine, federation=data(), block=block)
         start = t.init(Rng(0))
-        params, info = t.train(start, Rng(0).at(0), local)
+        params, info = t.train(start, Rng(0).at_round(0), local)
         results.append(
             (params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"])
         )
@@ -128,7 +128,7 @@ def test_the_block_changes_no_bit(model, dtype, loss_table):
     for block in (1, 2, 5, 6):
         t = Task(ragged().host(range(6)), model, engine="vmap", dtype=dtype, block=block)
         local = LocalTraining(batch_size=4, weight_decay=0.01, drop_last=True)
-        params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
         losses = info["losses"].nan_to_num(0)
         results.append((params, losses, loss_table(t, params), t.evaluate(params)["loss"]))
     for other in results[1:]:
@@ -138,7 +138,7 @@ def test_the_block_changes_no_bit(model, dtype, loss_table):
 
 def test_a_client_that_trains_alone_ends_with_the_bits_it_has_among_others():
     """Seventeen samples in batches of eight: a last batch of one, whose products round by where their input lies."""
-    study = config.loads(
+    study = config.parse_study_text(
         'rounds = 1\nmodel = { kind = "cnn-b" }\n[data]\ndataset = "digits"\nnum_clients = 2\ntrain = 17\n'
         'validation = 5\n[[methods]]\nkind = "local"\n'
     )
@@ -146,7 +146,7 @@ def test_a_client_that_trains_alone_ends_with_the_bits_it_has_among_others():
 
     def trained(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         t = Task(data.host(ids), "cnn-b", engine="loop")
-        params, _ = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        params, _ = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
         return params, t.loss(params, "validation")
 
     together, losses = trained([0, 1])
@@ -170,11 +170,11 @@ def test_local_training_is_that_of_torch_optim(local):
     if local.steps:
         t = task("vmap", model=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     start = t.init(Rng(1))
-    params, info = t.train(start, Rng(1).at(2), local)
+    params, info = t.train(start, Rng(1).at_round(2), local)
     federation = tiny_federation()
-    schedule = plan(local, t.counts("train"), t.ids, Rng(1).at(2), "batches")
+    schedule = draw_batches(local, t.counts("train"), t.ids, Rng(1).at_round(2), "batches")
     for client in (0, 5):
-        module = copy.deepcopy(t.layout.module(start[client], dtype=t.dtype)).train()
+        module = copy.deepcopy(t.layout.build_module(start[client], dtype=t.dtype)).train()
         if local.optimizer == "adam":
             optimizer = torch.optim.Adam(
                 module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"]
@@ -187,8 +187,8 @@ def test_local_training_is_that_of_torch_optim(local):
                 weight_decay=local.arguments["weight_decay"],
             )
         losses = []
-        for step in range(schedule.steps):
-            order = schedule.order[client, step][: int(schedule.length[client, step])]
+        for step in range(schedule.num_steps):
+            order = schedule.sample_order[client, step][: int(schedule.batch_sizes[client, step])]
             optimizer.zero_grad()
             loss = functional.cross_entropy(
                 module(federation.x[client][order]), federation.y[client][order]
@@ -196,7 +196,7 @@ def test_local_training_is_that_of_torch_optim(local):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        assert torch.allclose(params[client], t.layout.flatten_copy(module), atol=1e-12)
+        assert torch.allclose(params[client], t.layout.flatten_rewritten(module), atol=1e-12)
         assert info["losses"][client].tolist() == pytest.approx(losses, abs=1e-12)
 
 
@@ -206,8 +206,8 @@ def test_the_optimizer_starts_fresh_in_every_call():
     start = t.init(Rng(0))
     for optimizer, same in (("sgd", True), ("adam", False)):
         local = LocalTraining(epochs=1, batch_size=12, optimizer=optimizer, lr=0.05)
-        once, _ = t.train(start, Rng(0).at(0), replace(local, epochs=2))
-        twice, _ = t.train(t.train(start, Rng(0).at(0), local)[0], Rng(0).at(1), local)
+        once, _ = t.train(start, Rng(0).at_round(0), replace(local, epochs=2))
+        twice, _ = t.train(t.train(start, Rng(0).at_round(0), local)[0], Rng(0).at_round(1), local)
         assert torch.allclose(once, twice, atol=1e-9) is same
 
 
@@ -216,12 +216,12 @@ def test_the_proximal_term_pulls_towards_the_anchor():
     start = t.init(Rng(0))
     local = LocalTraining(epochs=2, optimizer="sgd", lr=0.05)
     distances = [
-        float((t.train(start, Rng(0).at(0), local, anchor=start, prox=mu)[0] - start).norm())
+        float((t.train(start, Rng(0).at_round(0), local, anchor=start, prox=mu)[0] - start).norm())
         for mu in (0.0, 1.0, 5.0)
     ]
     assert distances[0] > distances[1] > distances[2]
-    free, _ = t.train(start, Rng(0).at(0), local)
-    zero, _ = t.train(start, Rng(0).at(0), local, anchor=start + 1, prox=0.0)
+    free, _ = t.train(start, Rng(0).at_round(0), local)
+    zero, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.0)
     assert torch.equal(free, zero)
 
 
@@ -231,15 +231,15 @@ def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine)
     t = task(engine, model="linear")
     start = t.init(Rng(0)).clone()
     local = LocalTraining(steps=1, batch_size=12, optimizer="sgd", lr=0.1)
-    free, _ = t.train(start, Rng(0).at(0), local)
-    pulled, _ = t.train(start, Rng(0).at(0), local, anchor=start + 1, prox=0.6)
+    free, _ = t.train(start, Rng(0).at_round(0), local)
+    pulled, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.6)
     assert torch.allclose(pulled - free, torch.full_like(start, 0.1 * 0.6), atol=1e-12)
 
 
 def test_a_second_training_in_a_round_draws_batches_of_its_own():
     t = task(model="linear")
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
-    start, rng = t.init(Rng(0)), Rng(0).at(0)
+    start, rng = t.init(Rng(0)), Rng(0).at_round(0)
     first, again, other = (
         t.train(start, rng, local, purpose=name)[0] for name in ("batches", "batches", "personal")
     )
@@ -278,7 +278,7 @@ def test_dropout_draws_anew_in_each_of_many_steps_and_its_keys_wrap():
     assert [key % (1 << 64) for key in found] == wanted
     loop, vmap = (task(engine) for engine in ("loop", "vmap"))
     local = LocalTraining(steps=20, batch_size=5, optimizer="sgd", lr=0.1)
-    results = [t.train(t.init(Rng(0)), Rng(0).at(0), local)[0] for t in (loop, vmap)]
+    results = [t.train(t.init(Rng(0)), Rng(0).at_round(0), local)[0] for t in (loop, vmap)]
     assert torch.allclose(*results, atol=1e-10)
 
 
@@ -290,11 +290,11 @@ def test_foreign_randomness_in_a_module_is_reproducible():
     with pytest.warns(UserWarning, match="the loop engine is used"):
         t = task("auto", model=lambda: Foreign(4, 3))
     start = t.init(Rng(0))
-    first, _ = t.train(start, Rng(0).at(0), LocalTraining())
-    again, _ = t.train(start, Rng(0).at(0), LocalTraining())
+    first, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
+    again, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
     assert torch.equal(first, again)
     part = t.rows(torch.tensor([4]))
-    alone, _ = part.train(start[4:5], Rng(0).at(0), LocalTraining())
+    alone, _ = part.train(start[4:5], Rng(0).at_round(0), LocalTraining())
     assert torch.equal(alone[0], first[4])
 
 
@@ -338,7 +338,7 @@ def test_a_large_set_is_measured_whole(engine):
     found = t.measure(params, "train")
     for client in range(6):
         x, y = federation.x[client, :300], federation.y[client, :300]
-        outputs = t.layout.module(params[client], dtype=t.dtype)(x).detach()
+        outputs = t.layout.build_module(params[client], dtype=t.dtype)(x).detach()
         assert float(found["loss"][client]) == pytest.approx(
             float(functional.cross_entropy(outputs, y)), abs=1e-12
         )
@@ -378,7 +378,7 @@ def test_losses_that_were_kept_are_of_the_models_that_are_scored():
         table = t.init(Rng(0)) + change * torch.randn(
             6, t.layout.size, generator=torch.Generator().manual_seed(2)
         )
-        inbox = read(Message(table, ids=ids), ids, peers, 6)
+        inbox = make_inbox(Message(table, ids=ids), ids, peers, 6)
         assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
         assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
 
@@ -412,10 +412,10 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
         t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
         small_memory(t, monkeypatch, most)
         if most == 6:
-            params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+            params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
         else:
             with pytest.warns(UserWarning, match="out of memory: blocks of clients are"):
-                params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+                params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
         results.append((params, info["loss"], t.loss(params, "train"), loss_table(t, params)))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -439,7 +439,7 @@ def test_a_client_that_does_not_fit_alone_is_refused_in_words(monkeypatch):
         pytest.warns(UserWarning, match="2 times smaller"),
         pytest.raises(ModelError, match="does not hold the training of one client"),
     ):
-        t.train(t.init(Rng(0)), Rng(0).at(0), LocalTraining())
+        t.train(t.init(Rng(0)), Rng(0).at_round(0), LocalTraining())
 
 
 def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_normalizes_over_batches():

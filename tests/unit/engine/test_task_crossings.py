@@ -11,7 +11,7 @@ from tests.contract.test_device import Net, images
 
 from coterie.engine import _base
 from coterie.engine.task import LocalTraining, Task
-from coterie.exchange.base import Message, read
+from coterie.exchange.base import Message, make_inbox
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
 
@@ -25,7 +25,7 @@ def trained(engine: str, steps: int, **changes: Any) -> Crossings:
         start = task.init(Rng(0)).clone()
         task = task.carrying(task.fresh_moments(local))
         crossings.clear()
-        task.train(start, Rng(0).at(0), local, anchor=start, prox=0.5)
+        task.train(start, Rng(0).at_round(0), local, anchor=start, prox=0.5)
         return Crossings(crossings)
 
 
@@ -47,12 +47,12 @@ def test_a_real_device_is_waited_for_as_often_with_two_steps_as_with_nine(engine
         local = LocalTraining(steps=steps, batch_size=4, lr=0.01, augment="crop-flip", padding=1)
         task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
         start = task.init(Rng(0)).clone()
-        task.train(start, Rng(0).at(0), local)
+        task.train(start, Rng(0).at_round(0), local)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                task.train(start, Rng(0).at(1), local)
+                task.train(start, Rng(0).at_round(1), local)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         return sum("called a synchronizing CUDA operation" in str(one.message) for one in said)
@@ -66,7 +66,7 @@ def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
         task = Task(tiny_federation().host(range(6)), "mlp-c", engine="vmap", device="cuda")
         start = task.init(Rng(0))
         crossings.clear()
-        task.train(start, Rng(0).at(0), LocalTraining(epochs=3, batch_size=5))
+        task.train(start, Rng(0).at_round(0), LocalTraining(epochs=3, batch_size=5))
     assert crossings.kinds() == {"upload": 3, "download": 2}, str(crossings)
 
 
@@ -79,13 +79,13 @@ def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
     federation = replace(images(), noise=torch.full((6,), 0.3, dtype=torch.float64))
 
     def crossings(piece: int) -> Crossings:
-        monkeypatch.setattr(_base, "_PIECE", {"cuda": piece})
-        monkeypatch.setattr(_base, "_ALONE", piece)
+        monkeypatch.setattr(_base, "_SAMPLES_MANY_MODELS", {"cuda": piece})
+        monkeypatch.setattr(_base, "_SAMPLES_ONE_MODEL", piece)
         with pretended_cuda() as found:
             task = Task(federation.host(range(6)), Net, engine=engine, device="cuda")
             params = task.init(Rng(0)) + torch.linspace(-1, 1, 6, device="cuda")[:, None]
             peers = torch.tensor([[(i + 1) % 6, (i + 2) % 6] for i in range(6)])
-            inbox = read(Message(params, {}, torch.arange(6)), torch.arange(6), peers, 6)
+            inbox = make_inbox(Message(params, {}, torch.arange(6)), torch.arange(6), peers, 6)
             found.clear()
             if work == "score":
                 task.score(inbox)

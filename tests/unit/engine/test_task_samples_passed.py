@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import RawSamples, distinct
+from coterie.engine._work import RawSamples, first_equal_rows
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
@@ -66,13 +66,13 @@ class Counted:
         watch(
             self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1])
         )
-        inner = RawSamples.inputs
+        inner = RawSamples.prepare_inputs
 
         def inputs(samples: RawSamples, places: torch.Tensor) -> torch.Tensor:
             self.gathered += places.numel()
             return inner(samples, places)
 
-        monkeypatch.setattr(RawSamples, "inputs", inputs)
+        monkeypatch.setattr(RawSamples, "prepare_inputs", inputs)
 
     def _train(self, samples: int) -> None:
         self.trained += samples
@@ -83,12 +83,12 @@ class Counted:
     def step(self) -> tuple[int, int]:
         """Do a round; return the samples trained on, and those passed forward."""
         self.trained = self.passed = self.gathered = 0
-        self.loop.step()
+        self.loop.run_next_round()
         return self.trained, self.passed
 
     def cohort(self, index: int) -> torch.Tensor:
         """Return who takes part in a round."""
-        return self.loop._cohort(Rng(1).at(index))
+        return self.loop._choose_cohort(Rng(1).at_round(index))
 
 
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
@@ -122,7 +122,7 @@ def test_clients_that_stopped_cost_nothing(engine, monkeypatch):
     run.step()
     stopped = torch.tensor([False, True, False, False, True, False])
     run.loop.tracker = replace(run.loop.tracker, stopped=stopped)
-    run.loop.exchange.retire(EVERYBODY[stopped], run.loop.tracker.best[stopped])
+    run.loop.exchange.retire_clients(EVERYBODY[stopped], run.loop.tracker.best[stopped])
     assert run.step() == (26, 2 * 26 + 4 * VALIDATION)
 
 
@@ -176,7 +176,7 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
     )
     run.step()
     run.step()
-    params, _ = run.loop._served(0)
+    params, _ = run.loop._fetch_served_models(0)
     alike, apart = params.clone(), torch.cat([params[:1], params[1:2] + 1]).repeat(3, 1)
     for rows, samples in (
         (params, 60),
@@ -209,7 +209,7 @@ def test_test_sets_are_passed_once_whatever_is_asked_of_them(engine, extra, monk
     run.step()
     assert run.step() == (40, 6 * (4 + 30))
     run.passed = 0
-    run.loop.final()
+    run.loop.evaluate_final()
     assert run.passed == 6 * (4 + 30)
 
 
@@ -217,6 +217,6 @@ def test_rows_that_are_equal_are_found_also_where_their_sums_agree():
     rows = torch.tensor(
         [[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [torch.nan, 0.0], [torch.nan, 0.0], [2.0, 1.0]]
     )
-    assert distinct(rows).tolist() == [0, 1, 0, 3, 4, 1]
-    assert distinct(torch.zeros(0, 3)).tolist() == []
-    assert distinct(torch.ones(1, 3).expand(4, 3)).tolist() == [0, 0, 0, 0]
+    assert first_equal_rows(rows).tolist() == [0, 1, 0, 3, 4, 1]
+    assert first_equal_rows(torch.zeros(0, 3)).tolist() == []
+    assert first_equal_rows(torch.ones(1, 3).expand(4, 3)).tolist() == [0, 0, 0, 0]

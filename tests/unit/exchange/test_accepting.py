@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange.accepting import Acceptance, Accepting, Reputation
+from coterie.exchange.accepting import Acceptance, AcceptingExchange, Reputation
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
-from coterie.models.part import Columns, Part
+from coterie.models.part import ColumnSet, ParameterSharing
 from coterie.rng import Rng
 
-EVERYTHING, NOTHING = Columns(((0, 2),), 2), Columns((), 2)
+EVERYTHING, NOTHING = ColumnSet(((0, 2),), 2), ColumnSet((), 2)
 IDS = torch.arange(4)
 ALONE = torch.tensor([[1, 2, 3], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]])
 """Client 0 reads all others, who read nobody."""
@@ -22,9 +22,9 @@ ALONE = torch.tensor([[1, 2, 3], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]])
 class Judge:
     """Clients whose loss is the squared length of a model, so that losses can be read off."""
 
-    def __init__(self, samples: float = 10.0, part: Part | None = None) -> None:
+    def __init__(self, samples: float = 10.0, part: ParameterSharing | None = None) -> None:
         self.samples, self.population = torch.full((4,), samples), 4
-        self.part = part or Part(EVERYTHING, NOTHING, EVERYTHING, EVERYTHING)
+        self.part = part or ParameterSharing(EVERYTHING, NOTHING, EVERYTHING, EVERYTHING)
         self.scored = 0
 
     def counts(self, split):
@@ -39,20 +39,22 @@ class Judge:
 
 
 def reputation(first: float = 1e9, step: float = 0.0) -> Reputation:
-    start = Reputation.start(torch.full((4,), first), 4)
+    start = Reputation.from_first_losses(torch.full((4,), first), 4)
     return dataclasses.replace(start, step=torch.full((4,), step, dtype=torch.float64))
 
 
 def door(
     known: Reputation, rules: Acceptance | None = None, round: int = 0, judge: Judge | None = None
-) -> Accepting:
-    exchange = Accepting(InMemory(IDS, 4), rules or Acceptance(), judge or Judge(), known, round)
-    exchange.begin(Rng(0).at(round))
-    exchange.enter(IDS)
+) -> AcceptingExchange:
+    exchange = AcceptingExchange(
+        InMemory(IDS, 4), rules or Acceptance(), judge or Judge(), known, round
+    )
+    exchange.begin_round(Rng(0).at_round(round))
+    exchange.set_active(IDS)
     return exchange
 
 
-def pulled(exchange: Accepting, own, others, samples=None):
+def pulled(exchange: AcceptingExchange, own, others, samples=None):
     params = torch.tensor([own, *others], dtype=torch.float64)
     fields = {} if samples is None else {"samples": torch.tensor(samples, dtype=torch.float64)}
     return exchange.pull(Message(params, fields), ALONE)
@@ -117,7 +119,7 @@ def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
     assert torch.equal(
         inbox.mix(near, own=own, own_weight=half)[0], torch.tensor([1.5, 2.0], dtype=torch.float64)
     )
-    models = inbox.received(0, torch.tensor([0, 1]))
+    models = inbox.limited_models(0, torch.tensor([0, 1]))
     assert torch.allclose(models, torch.tensor([[9.0, 12.0], [3.0, 4.0]], dtype=torch.float64))
     info = {
         "peers": ALONE,
@@ -125,7 +127,7 @@ def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
         "weights": torch.where(inbox.mask, weights, 0),
         "own_weight": half,
     }
-    counted = exchange.judged(info)[1]
+    counted = exchange.finish_round(info)[1]
     assert counted["weights"][0].tolist() == pytest.approx([0.15, 0.0, 0.0])
     assert float(counted["own_weight"][0]) == pytest.approx(0.85)
     assert counted["passes"].tolist() == [15, 0, 0, 0], "three models, five samples each"
@@ -147,10 +149,10 @@ def test_the_rest_of_a_clipped_weight_goes_to_the_published_model_not_to_what_is
 
 def test_only_what_is_shared_is_far():
     """The second column stays at home: the distance is 3, not 5."""
-    first, second = Columns(((0, 1),), 2), Columns(((1, 2),), 2)
+    first, second = ColumnSet(((0, 1),), 2), ColumnSet(((1, 2),), 2)
     known = reputation(step=1.0)
     inbox = pulled(
-        door(known, judge=Judge(part=Part(first, second, first, first))),
+        door(known, judge=Judge(part=ParameterSharing(first, second, first, first))),
         [0.0, 0.0],
         [[3.0, 4.0]] * 3,
     )
@@ -162,7 +164,7 @@ def test_a_peer_counts_for_at_most_four_times_the_own_samples():
     inbox = pulled(
         door(reputation()), [0.0, 0.0], [[0.0, 0.0]] * 3, samples=[10.0, 2.0**62, 7.0, 41.0]
     )
-    assert inbox.field("samples")[0].tolist() == [40.0, 7.0, 40.0]
+    assert inbox.field_by_slot("samples")[0].tolist() == [40.0, 7.0, 40.0]
 
 
 def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
@@ -172,19 +174,19 @@ def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
     known, one = reputation(first=0.0), (0, 1)
     unread = []
     for round in range(17):
-        if not bool(known.readable(round)[one]):
+        if not bool(known.readable_members(round)[one]):
             unread.append(round)
             continue
         exchange = door(known, round=round)
         model = [1.0, 0.0] if round in (10, 16) else [9.0, 0.0]
         inbox = pulled(exchange, [1.0, 0.0], [model, [1.0, 0.0], [1.0, 0.0]])
         assert bool(inbox.mask[0, 0]) == (round in (10, 16))
-        known = exchange.judged({})[0]
+        known = exchange.finish_round({})[0]
     assert unread == [1, 3, 4, 6, 7, 8, 9, 12, 13, 14, 15]
-    assert known.readable(16)[0].tolist() == [True] * 4
+    assert known.readable_members(16)[0].tolist() == [True] * 4
     endless = reputation()
     for _ in range(100):
-        endless = endless.judged(
+        endless = endless.after_round(
             0, torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4, dtype=torch.bool)
         )
     assert int(endless.until.max()) == 1 + 2**15
@@ -193,11 +195,11 @@ def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
 def test_a_peer_in_quarantine_is_not_mixed_when_a_method_reads_it_all_the_same_nor_measured():
     barred = torch.zeros(4, 4, dtype=torch.bool)
     barred[0, 1] = True
-    known, judge = reputation().judged(0, barred, ~barred), Judge()
+    known, judge = reputation().after_round(0, barred, ~barred), Judge()
     exchange = door(known, round=1, judge=judge)
     assert pulled(exchange, [0.0, 0.0], [[0.0, 0.0]] * 3).mask[0].tolist() == [False, True, True]
     assert judge.scored == 2
-    assert torch.equal(exchange.judged({})[0].strikes, known.strikes), (
+    assert torch.equal(exchange.finish_round({})[0].strikes, known.strikes), (
         "it was neither refused nor accepted"
     )
     without = door(known, Acceptance(quarantine=False), round=1)
@@ -207,12 +209,12 @@ def test_a_peer_in_quarantine_is_not_mixed_when_a_method_reads_it_all_the_same_n
 def test_the_own_step_is_the_largest_of_the_recent_ones():
     """Steps of 10, 2 and none: 10, then nine tenths of it, then the same, since nothing was learned."""
     part, zero = Judge().part, torch.zeros(4, 2, dtype=torch.float64)
-    known = reputation().trained(part, zero, zero + torch.tensor([6.0, 8.0]))
+    known = reputation().after_training(part, zero, zero + torch.tensor([6.0, 8.0]))
     assert known.step.tolist() == [10.0] * 4
-    known = known.trained(part, zero, zero + torch.tensor([2.0, 0.0]))
+    known = known.after_training(part, zero, zero + torch.tensor([2.0, 0.0]))
     assert known.step.tolist() == [9.0] * 4
-    assert known.trained(part, zero, zero).step.tolist() == [9.0] * 4
-    assert known.trained(part, zero, zero * math.nan).step.tolist() == [9.0] * 4
+    assert known.after_training(part, zero, zero).step.tolist() == [9.0] * 4
+    assert known.after_training(part, zero, zero * math.nan).step.tolist() == [9.0] * 4
 
 
 def test_before_the_first_step_nothing_is_clipped():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange.attacking import Attack, Attacking, Seen
+from coterie.exchange.attacking import Attack, AttackContext, AttackingExchange
 from coterie.exchange.base import Message, Reply
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
@@ -17,17 +17,17 @@ MODELS = torch.tensor(
 """Clients 3 and 4 attack. Of the honest, the means are 2 and 2, the deviations sqrt(2/3) and sqrt(8)."""
 
 
-def attacking(kind, **more) -> Attacking:
+def attacking(kind, **more) -> AttackingExchange:
     first = torch.full((5, 2), 0.5, dtype=torch.float64)
-    return Attacking(
+    return AttackingExchange(
         InMemory(IDS, 5), [(Attack(kind, clients=2, **more), torch.tensor([3, 4]))], first, 5
     )
 
 
-def published(exchange: Attacking, round: int = 0, models=MODELS):
+def published(exchange: AttackingExchange, round: int = 0, models=MODELS):
     """What client 0 reads of all others, and everybody's inbox."""
-    exchange.begin(Rng(0).at(round))
-    exchange.enter(IDS)
+    exchange.begin_round(Rng(0).at_round(round))
+    exchange.set_active(IDS)
     samples = torch.full((5,), 10.0)
     inbox = exchange.pull(Message(models, {"samples": samples}), EVERYBODY)
     return inbox.table[inbox.index[0]], inbox
@@ -82,39 +82,39 @@ def test_a_free_rider_publishes_what_it_read_in_its_last_exchange_of_the_lowest_
 
 def test_attackers_claim_what_they_like():
     _, inbox = published(attacking("label-flip", samples=2**62))
-    assert inbox.field("samples")[0].tolist() == [10, 10, 2.0**62, 2.0**62]
+    assert inbox.field_by_slot("samples")[0].tolist() == [10, 10, 2.0**62, 2.0**62]
 
 
 def test_a_server_receives_the_attack():
     exchange = attacking("scale")
-    exchange.begin(Rng(0))
-    exchange.enter(IDS)
+    exchange.begin_round(Rng(0))
+    exchange.set_active(IDS)
     seen = []
 
     def rule(shared, message):
         seen.append(message.params)
-        return shared, Reply.everything(message.params[:1], len(message))
+        return shared, Reply.to_every_client(message.params[:1], len(message))
 
-    exchange.serve(Message(MODELS), rule, None)
+    exchange.ask_server(Message(MODELS), rule, None)
     assert torch.equal(seen[0], torch.cat([MODELS[:3], 10 * MODELS[3:]]))
 
 
 def test_who_stopped_goes_on_attacking():
     exchange = attacking("scale")
     published(exchange)
-    exchange.begin(Rng(0).at(1))
-    exchange.enter(IDS[:3])
-    exchange.retire(IDS[3:], MODELS[3:])
+    exchange.begin_round(Rng(0).at_round(1))
+    exchange.set_active(IDS[:3])
+    exchange.retire_clients(IDS[3:], MODELS[3:])
     inbox = exchange.pull(Message(MODELS[:3], {"samples": torch.ones(3)}), EVERYBODY[:3])
     assert torch.equal(inbox.table[inbox.index[0]][2:], 10 * MODELS[3:])
 
 
-def negative_mean(seen: Seen):
+def negative_mean(seen: AttackContext):
     """An attack of the user's: minus the mean of the honest, times the strength."""
     return (-seen.strength * seen.honest.mean(0)).expand_as(seen.models)
 
 
-def short(seen: Seen):
+def short(seen: AttackContext):
     """Half of a model."""
     return seen.models[:, :1]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from coterie.exchange.base import Inbox, Message, Reply, read
+from coterie.exchange.base import Inbox, Message, Reply, make_inbox
 
 
 def inbox(peers: list[int], models: torch.Tensor, arrived: list[bool]) -> Inbox:
@@ -45,7 +45,7 @@ def test_a_message_is_counted_with_its_extras_where_it_arrives():
         torch.zeros(2, 2), {"samples": torch.zeros(2, dtype=torch.float64)}, torch.tensor([0, 1])
     )
     assert board.row_bytes == 16
-    found = read(board, torch.tensor([0]), torch.tensor([[1, 2, -1]]), 3)
+    found = make_inbox(board, torch.tensor([0]), torch.tensor([[1, 2, -1]]), 3)
     assert found.mask.tolist() == [[True, False, False]]
     assert found.bytes.tolist() == [[16, 0, 0]]
 
@@ -57,5 +57,5 @@ def test_a_servers_answer_is_counted_with_its_extras():
         torch.tensor([[1], [0]]),
         {"center": torch.zeros(2, 2, dtype=torch.float64)},
     )
-    assert reply.inbox().bytes.tolist() == [[28], [28]]
-    assert reply.inbox(torch.tensor([1])).index.tolist() == [[0]]
+    assert reply.to_inbox().bytes.tolist() == [[28], [28]]
+    assert reply.to_inbox(torch.tensor([1])).index.tolist() == [[0]]

@@ -17,8 +17,8 @@ def door(**chances: float) -> Faulty:
 
 def pulled(exchange: Faulty, round: int, value: float, times: int = 1) -> list[Inbox]:
     """The inboxes of a round's exchanges in which every client publishes its id plus some value."""
-    exchange.begin(Rng(0).at(round))
-    exchange.enter(IDS)
+    exchange.begin_round(Rng(0).at_round(round))
+    exchange.set_active(IDS)
     message = Message((IDS + value)[:, None], {"samples": IDS + value})
     return [exchange.pull(message, ASKED) for _ in range(times)]
 
@@ -33,7 +33,7 @@ def test_a_late_message_is_that_of_the_round_before_and_a_round_old():
     assert bool(second.mask.all())
     assert bool((second.age == 1).all())
     assert torch.equal(second.table[second.index][..., 0], ASKED + 0.25)
-    assert torch.equal(second.field("samples"), ASKED + 0.25)
+    assert torch.equal(second.field_by_slot("samples"), ASKED + 0.25)
     (punctual,) = pulled(door(), 1, 0.5)
     assert not punctual.age.any()
 

@@ -10,26 +10,26 @@ from coterie.engine.task import Task
 from coterie.errors import ExchangeError
 from coterie.exchange.base import Message, Reply
 from coterie.exchange.in_memory import InMemory
-from coterie.exchange.narrowed import Narrowed, cut, narrowed
+from coterie.exchange.narrowed import NarrowedExchange, narrow_exchange, narrow_message
 from coterie.models.layout import Layout
-from coterie.models.part import Part
+from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
 
 LAYOUT = Layout(nn.Linear(2, 2), torch.float64)  # weight: columns 0 to 3; bias: 4 and 5
-PART = Part.of(LAYOUT, ["weight"])
+PART = ParameterSharing.from_patterns(LAYOUT, ["weight"])
 ROWS = torch.arange(18, dtype=torch.float64).reshape(3, 6)
 PEERS = torch.tensor([[1, 2], [0, -1], [1, 0]])
 
 
 def door(inner=None):
-    return Narrowed(inner or InMemory(torch.arange(3), 3), PART, ROWS)
+    return NarrowedExchange(inner or InMemory(torch.arange(3), 3), PART, ROWS)
 
 
 def test_where_everything_is_shared_the_exchange_is_the_one_beneath():
     inner, message = InMemory(torch.arange(3), 3), Message(ROWS)
-    assert narrowed(inner, Part.of(LAYOUT), ROWS) is inner
-    assert cut(Part.of(LAYOUT), message) is message
+    assert narrow_exchange(inner, ParameterSharing.from_patterns(LAYOUT), ROWS) is inner
+    assert narrow_message(ParameterSharing.from_patterns(LAYOUT), message) is message
 
 
 def test_a_message_has_the_shared_columns_and_an_inbox_zeros_in_the_others():
@@ -55,23 +55,25 @@ def test_a_servers_rule_sees_zeros_and_answers_with_shared_columns():
 
     def rule(shared, message):
         seen.append(message.params)
-        return shared, Reply.everything(message.params.mean(0, keepdim=True) + 1, len(message))
+        return shared, Reply.to_every_client(message.params.mean(0, keepdim=True) + 1, len(message))
 
-    _, inbox = door().serve(Message(ROWS), rule, None)
-    assert torch.equal(seen[0], PART.shared.widened(ROWS[:, :4]))
-    assert torch.equal(inbox.table, PART.shared.widened(ROWS[:, :4].mean(0, keepdim=True) + 1))
+    _, inbox = door().ask_server(Message(ROWS), rule, None)
+    assert torch.equal(seen[0], PART.shared.expand_to_rows(ROWS[:, :4]))
+    assert torch.equal(
+        inbox.table, PART.shared.expand_to_rows(ROWS[:, :4].mean(0, keepdim=True) + 1)
+    )
     assert int(inbox.bytes[0, 0]) == 4 * 8
 
 
 def test_a_message_without_models_has_none_on_the_other_side_either():
     inbox = door().pull(Message(ROWS[:, :0], {"asked": torch.arange(3)}), PEERS)
     assert inbox.table.shape == (3, 0)
-    assert inbox.field("asked")[0].tolist() == [1, 2]
+    assert inbox.field_by_slot("asked")[0].tolist() == [1, 2]
 
 
 def test_models_that_answer_a_message_without_any_are_completed_with_the_readers_own():
-    _, offer = door().serve(
-        Message(ROWS[:, :0]), lambda shared, m: (shared, Reply.everything(ROWS[:1], 3)), None
+    _, offer = door().ask_server(
+        Message(ROWS[:, :0]), lambda shared, m: (shared, Reply.to_every_client(ROWS[:1], 3)), None
     )
     assert torch.equal(offer.own, ROWS)
 
@@ -82,7 +84,7 @@ def test_rows_of_another_width_are_refused_on_both_sides():
     ):
         door().pull(Message(ROWS[:, :5]), PEERS)
     with pytest.raises(ExchangeError, match="a model of 3 numbers was received; expected 4"):
-        Narrowed(_Wrong(torch.arange(3), 3), PART, ROWS).pull(Message(ROWS), PEERS)
+        NarrowedExchange(_Wrong(torch.arange(3), 3), PART, ROWS).pull(Message(ROWS), PEERS)
 
 
 class _Wrong(InMemory):
@@ -106,7 +108,9 @@ def test_a_received_part_is_measured_with_the_home_part_of_its_reader():
     rows = task.init(Rng(0)).repeat(1, 1) + torch.from_numpy(
         Rng(1).generator("rows").normal(size=(3, 15))
     )
-    inbox = Narrowed(InMemory(torch.arange(3), 3), task.part, rows).pull(Message(rows), PEERS)
+    inbox = NarrowedExchange(InMemory(torch.arange(3), 3), task.part, rows).pull(
+        Message(rows), PEERS
+    )
     losses = task.score(inbox)
     for reader, slot in [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]:
         joined = torch.cat([rows[PEERS[reader, slot], :12], rows[reader, 12:]])

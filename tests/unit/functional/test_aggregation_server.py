@@ -8,21 +8,21 @@ from coterie.functional import aggregation
 
 def test_weights_are_renormalized_over_the_rows_that_came():
     """(2 * [0, 3] + 1 * [3, 0]) / 3 = [1, 2]."""
-    mean = aggregation.weighted_mean(torch.tensor([[0.0, 3.0], [3.0, 0.0]]), torch.tensor([2, 1]))
+    mean = aggregation.average_models(torch.tensor([[0.0, 3.0], [3.0, 0.0]]), torch.tensor([2, 1]))
     assert mean.tolist() == [1.0, 2.0]
 
 
 def test_the_mean_of_identical_models_is_that_model():
     """Bit for bit, whatever the weights."""
     model = torch.randn(7, generator=torch.Generator().manual_seed(0))
-    mean = aggregation.weighted_mean(model.expand(5, 7), torch.tensor([1.0, 2.0, 3.0, 4.0, 7.0]))
+    mean = aggregation.average_models(model.expand(5, 7), torch.tensor([1.0, 2.0, 3.0, 4.0, 7.0]))
     assert torch.equal(mean, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_mean_has_the_type_of_the_models(dtype: torch.dtype):
     """It is summed in float64 and cast back."""
-    mean = aggregation.weighted_mean(
+    mean = aggregation.average_models(
         torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1, 3])
     )
     assert mean.dtype == dtype
@@ -32,10 +32,10 @@ def test_a_mean_has_the_type_of_the_models(dtype: torch.dtype):
 def test_wide_models_are_averaged_in_pieces(monkeypatch: pytest.MonkeyPatch):
     """The pieces join to the same mean."""
     params = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    whole = aggregation.weighted_mean(params, torch.tensor([1, 2, 3]))
+    whole = aggregation.average_models(params, torch.tensor([1, 2, 3]))
     monkeypatch.setattr(aggregation, "_CHUNK", 6)
     torch.testing.assert_close(
-        aggregation.weighted_mean(params, torch.tensor([1, 2, 3])), whole, rtol=0, atol=1e-15
+        aggregation.average_models(params, torch.tensor([1, 2, 3])), whole, rtol=0, atol=1e-15
     )
 
 
@@ -44,12 +44,12 @@ def test_groups_are_averaged_apart_and_empty_ones_keep_their_model():
     params, label = torch.tensor([[2.0], [6.0], [9.0]]), torch.tensor([0, 0, 2])
     empty = torch.tensor([[-1.0], [-2.0], [-3.0]])
     weights = torch.tensor([1.0, 3.0, 1.0])
-    assert aggregation.grouped_mean(params, label, weights, empty).tolist() == [
+    assert aggregation.average_models_by_group(params, label, weights, empty).tolist() == [
         [5.0],
         [-2.0],
         [9.0],
     ]
-    assert aggregation.grouped_mean(params, label, weights, empty, least=2).tolist() == [
+    assert aggregation.average_models_by_group(params, label, weights, empty, least=2).tolist() == [
         [5.0],
         [-2.0],
         [-3.0],
@@ -62,7 +62,7 @@ def step(beta: float, lr: float, rounds: int, *, nesterov: bool = False) -> list
     path = []
     for _ in range(rounds):
         mean = torch.cat([model[:, :1] - 1, torch.full((1, 1), 7.0, dtype=torch.float64)], dim=1)
-        model, velocity = aggregation.server_step(
+        model, velocity = aggregation.apply_server_momentum(
             model, mean, velocity, momentum=beta, lr=lr, nesterov=nesterov
         )
         path.append(float(model[0, 0]))

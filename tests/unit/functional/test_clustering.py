@@ -89,7 +89,7 @@ def test_synthetic_losses_join_mean_and_variance():
 
 def test_only_pairs_sampled_together_move():
     """Rows take their own client's reward, the rest stays 0: P = alpha * w_k on the block."""
-    matrix = clustering.interact(
+    matrix = clustering.update_interactions(
         torch.zeros(4, 4, dtype=torch.float64), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), 0.1
     )
     expected = torch.zeros(4, 4, dtype=torch.float64)
@@ -114,7 +114,7 @@ def naive_affinity(matrix: Tensor, beta: float, axis: str) -> Tensor:
 def test_affinity_is_its_definition(axis: str, size: int):
     """Against a double loop, also for three clients, whose vectors have one entry; symmetric and in (0, 1]."""
     matrix = draws(size, size, seed=3).sigmoid()
-    got = clustering.affinity(matrix, 0.5, axis=axis)  # type: ignore[arg-type]
+    got = clustering.affinity_matrix(matrix, 0.5, axis=axis)  # type: ignore[arg-type]
     torch.testing.assert_close(got, naive_affinity(matrix, 0.5, axis), rtol=0, atol=1e-12)
     assert torch.equal(got, got.T)
     assert float(got.min()) > 0
@@ -124,8 +124,10 @@ def test_affinity_is_its_definition(axis: str, size: int):
 def test_affinity_can_scale_first_and_leave_the_diagonal_empty():
     """Scaling by a factor is undone by min-max; the diagonal is what is asked."""
     matrix = draws(5, 5, seed=4).sigmoid()
-    scaled = clustering.affinity(3 * matrix + 1, 0.5, minmax=True, diagonal=0.0)
-    torch.testing.assert_close(scaled, clustering.affinity(matrix, 0.5, minmax=True, diagonal=0.0))
+    scaled = clustering.affinity_matrix(3 * matrix + 1, 0.5, minmax=True, diagonal=0.0)
+    torch.testing.assert_close(
+        scaled, clustering.affinity_matrix(matrix, 0.5, minmax=True, diagonal=0.0)
+    )
     assert scaled.diagonal().tolist() == [0.0] * 5
 
 
@@ -136,7 +138,7 @@ def test_two_planted_blocks_are_found(space: str, labels: str):
     """A block matrix splits in two, exactly as planted; with tiny parts refused."""
     truth = torch.tensor([0, 1] * 6)
     matrix = 0.2 + 0.6 * (truth[:, None] == truth[None, :]).double() + 0.01 * draws(12, 12, seed=5)
-    graph = clustering.affinity(matrix, 2.0)
+    graph = clustering.affinity_matrix(matrix, 2.0)
     label = clustering.propose_split(graph, space=space, labels=labels)  # type: ignore[arg-type]
     assert label is not None
     assert label.tolist() == truth.tolist()
@@ -147,7 +149,7 @@ def test_constant_rows_of_two_levels_are_two_groups():
     """Rows of P that are constant, at 0.2 and 0.8, split by level when rows are compared."""
     level = torch.tensor([0.2] * 5 + [0.8] * 4, dtype=torch.float64)
     label = clustering.propose_split(
-        clustering.affinity(level[:, None].expand(9, 9), 1.0, axis="row")
+        clustering.affinity_matrix(level[:, None].expand(9, 9), 1.0, axis="row")
     )
     assert label is not None
     assert label.tolist() == [0] * 5 + [1] * 4
@@ -158,7 +160,7 @@ def test_constant_rows_of_two_levels_are_two_groups():
 def test_noise_is_not_split(axis: str, space: str):
     """Independent entries have no groups."""
     matrix = 0.6 + 0.1 * draws(40, 40, seed=6)
-    graph = clustering.affinity(matrix, 0.5, axis=axis)  # type: ignore[arg-type]
+    graph = clustering.affinity_matrix(matrix, 0.5, axis=axis)  # type: ignore[arg-type]
     assert clustering.propose_split(graph, space=space) is None  # type: ignore[arg-type]
 
 
@@ -185,10 +187,10 @@ def test_single_linkage_beats_every_other_bipartition(seed: int):
     """Of all 31 ways to cut six clients in two, none has a smaller largest similarity across."""
     similarity = draws(6, 6, seed=seed).tanh()
     similarity = (similarity + similarity.T) / 2
-    part = clustering.bipartition(similarity)
+    part = clustering.find_bipartition(similarity)
     ways = [c for size in (1, 2, 3) for c in itertools.combinations(range(6), size)]
     assert (
-        clustering.cross_similarity(similarity, part)
+        clustering.max_cross_similarity(similarity, part)
         <= min(cut(similarity, c) for c in ways) + 1e-12
     )
 
@@ -199,19 +201,25 @@ def test_antipodal_groups_are_cut_exactly():
     updates = sign[:, None] * torch.tensor([[3.0, 4.0]])
     cosines = clustering.update_cosines(updates)
     torch.testing.assert_close(cosines, (sign[:, None] * sign).double(), rtol=0, atol=1e-12)
-    assert clustering.bipartition(cosines).tolist() == [False, True, True, False, True]
-    assert clustering.bipartition(cosines, "complete").tolist() == [False, True, True, False, True]
+    assert clustering.find_bipartition(cosines).tolist() == [False, True, True, False, True]
+    assert clustering.find_bipartition(cosines, "complete").tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_the_similarity_across_a_cut_is_the_largest():
     """Of the pairs (0, 2), (1, 2) across, 0.5 and -0.2."""
     similarity = torch.tensor([[1.0, 0.9, 0.5], [0.9, 1.0, -0.2], [0.5, -0.2, 1.0]]).double()
-    assert clustering.cross_similarity(similarity, torch.tensor([False, False, True])) == 0.5
+    assert clustering.max_cross_similarity(similarity, torch.tensor([False, False, True])) == 0.5
 
 
 def test_ties_still_give_two_parts():
     """All similarities equal: some bipartition, never one part."""
-    assert 0 < int(clustering.bipartition(torch.ones(4, 4)).sum()) < 4
+    assert 0 < int(clustering.find_bipartition(torch.ones(4, 4)).sum()) < 4
 
 
 def test_an_update_of_zero_is_similar_to_nobody():
@@ -225,7 +233,7 @@ def test_an_update_of_zero_is_similar_to_nobody():
 def test_nearest_center_and_its_ties():
     """|1 - 0|^2 = 1 < |1 - 3|^2; the point in the middle goes to the first center."""
     points, centers = torch.tensor([[1.0], [2.5], [1.5]]), torch.tensor([[0.0], [3.0]])
-    assert clustering.nearest(points, centers).tolist() == [0, 1, 0]
+    assert clustering.nearest_centers(points, centers).tolist() == [0, 1, 0]
 
 
 def test_k_means_numbers_groups_by_first_members():
@@ -254,6 +262,6 @@ def test_two_loss_levels_are_recovered_from_columns(groups: tuple[int, int]):
     """After 4,000 simulated rounds the columns of P hold the planted groups, equal or not: Rand 1."""
     truth = torch.repeat_interleave(torch.arange(2), torch.tensor(groups))
     matrix = simulate_interactions(truth, 4000, gap=3.0)
-    label = clustering.propose_split(clustering.affinity(matrix, 0.5))
+    label = clustering.propose_split(clustering.affinity_matrix(matrix, 0.5))
     assert label is not None
     assert rand_score(truth.numpy(), label.numpy()) == 1.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie.functional.gaussian_mixture import Split, corrected, neighbors
+from coterie.functional.gaussian_mixture import MixtureOptions, correct_bags, find_neighbors
 from coterie.rng import Rng
 
 
@@ -11,7 +11,7 @@ def split(scores, first, mask=None, **how):
     scores = torch.tensor([scores]).double()
     first = torch.tensor([first])
     mask = torch.ones_like(first) if mask is None else torch.tensor([mask])
-    chosen, usable = neighbors(scores, first, mask, Split(**how))
+    chosen, usable = find_neighbors(scores, first, mask, MixtureOptions(**how))
     return chosen[0].nonzero().flatten().tolist() if bool(usable) else None
 
 
@@ -93,9 +93,9 @@ def test_monotone_takes_those_at_the_mean_too():
         torch.tensor([[True, True, False, False]]),
     )
     here = torch.ones(1, 4, dtype=torch.bool)
-    found, _ = neighbors(scores, first, here, Split(component="first"))
+    found, _ = find_neighbors(scores, first, here, MixtureOptions(component="first"))
     assert found.tolist() == [[True, True, False, False]]
-    found, _ = neighbors(scores, first, here, Split(component="first", monotone=True))
+    found, _ = find_neighbors(scores, first, here, MixtureOptions(component="first", monotone=True))
     assert found.tolist() == [[True] * 4]
 
 
@@ -113,9 +113,11 @@ def test_rows_do_not_influence_each_other():
     first = (torch.arange(8) < 4).expand(7, 8)
     mask = torch.ones(7, 8, dtype=torch.bool)
     for em in ("hard", "soft"):
-        chosen, usable = neighbors(draws, first, mask, Split(em))
+        chosen, usable = find_neighbors(draws, first, mask, MixtureOptions(em))
         for row in range(7):
-            alone = neighbors(draws[row, None], first[row, None], mask[row, None], Split(em))
+            alone = find_neighbors(
+                draws[row, None], first[row, None], mask[row, None], MixtureOptions(em)
+            )
             assert torch.equal(alone[0][0], chosen[row])
             assert bool(alone[1]) == bool(usable[row])
 
@@ -127,8 +129,8 @@ def test_the_bag_is_corrected_where_it_was_examined():
     slots = torch.tensor([[1, 2, 3, 4, 5, 6]])
     scores = torch.tensor([[0.90, 0.91, 0.1, 0.11, 0.905, 0.09]])
     first = torch.tensor([[True] * 3 + [False] * 3])
-    new = corrected(bag, slots, scores, first, torch.ones_like(first), Split())
+    new = correct_bags(bag, slots, scores, first, torch.ones_like(first), MixtureOptions())
     assert new[0].nonzero().flatten().tolist() == [1, 2, 5, 9]
     silent = torch.tensor([[True, True, False, True, True, True]])
-    new = corrected(bag, slots, scores, first, silent, Split())
+    new = correct_bags(bag, slots, scores, first, silent, MixtureOptions())
     assert new[0].nonzero().flatten().tolist() == [1, 2, 3, 5, 9]

@@ -12,12 +12,19 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, DataError, ModelError
 from coterie.functional import losses
-from coterie.functional.losses import LOSSES, Loss, loss_targets, read_loss, stored_loss, usual_loss
+from coterie.functional.losses import (
+    LOSSES,
+    Loss,
+    cast_targets,
+    default_loss,
+    loss_to_table,
+    make_loss,
+)
 from coterie.functional.metrics import MAIN, MEASURES, SampleMetric
 from coterie.models.layout import Layout
 from coterie.rng import Rng
@@ -85,7 +92,7 @@ def test_cross_entropy_is_pytorchs_and_a_plain_one_is_recognized():
         loss(outputs, targets), functional.cross_entropy(outputs, targets, reduction="none")
     )
     assert (
-        read_loss("cross-entropy")
+        make_loss("cross-entropy")
         == losses.CrossEntropy()
         != losses.CrossEntropy(label_smoothing=0.1)
     )
@@ -254,18 +261,18 @@ def test_single_precision_and_bf16_products_give_losses_in_single_precision(name
 )
 def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
     loss, outputs, targets = CASES[name]
-    with Rng(0).torch_globals("init"):
+    with Rng(0).temporary_torch_seed("init"):
         module = nn.Sequential(nn.Linear(7, outputs[0].numel()), nn.Unflatten(1, outputs.shape[1:]))
         layout = Layout(module, torch.float64)
     data = RawSamples(numbers(7), targets, torch.float64)
-    rows = layout.flatten_copy(layout.train_module)[None]
+    rows = layout.flatten_rewritten(layout.train_module)[None]
     places = torch.arange(SAMPLES).reshape(1, 2, 6)
-    work = Training(
+    work = TrainingWork(
         data, places, torch.full((1, 2), 6), LocalTraining(optimizer="sgd", lr=0.5, batch_size=6)
     )
     few = torch.arange(2)
     program, loop = (
-        TracedProgram(layout, loss, data.inputs(few), data.targets(few)),
+        TracedProgram(layout, loss, data.prepare_inputs(few), data.prepare_targets(few)),
         LoopEngine(layout, loss),
     )
     ours, theirs = rows.clone(), rows.clone()
@@ -274,10 +281,10 @@ def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(ours, rows, atol=1e-3)
     sets, nothing = (
-        Pairs(data, places[0], torch.tensor([6, 5]), few * 0, few),
+        EvaluationPairs(data, places[0], torch.tensor([6, 5]), few * 0, few),
         layout.zero_inputs(1),
     )
-    measured = loop.measure(theirs, sets, nothing, 1)
+    measured = loop.measure_pairs(theirs, sets, nothing, 1)
     for mine, value in zip(program.measure(ours, sets, nothing), measured.values(), strict=True):
         torch.testing.assert_close(mine, value, rtol=1e-10, atol=1e-12)
     assert list(measured) == ["loss", loss.metric]
@@ -331,15 +338,15 @@ def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
         ConfigError,
         match="'auroc' is of one class a sample, or yes or no in each column; loss 'mse'",
     ):
-        losses.SquaredError().require(MEASURES["auroc"], numbers(2))
+        losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
     with pytest.raises(ConfigError, match="take one of mse, mae, r2, or a function of yours"):
-        losses.SquaredError().require(MEASURES["auroc"], numbers(2))
-    own = losses.Own(f"{__name__}:focal")
-    own.require(MEASURES["auroc"], integers(2))
+        losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
+    own = losses.CustomLoss(f"{__name__}:focal")
+    own.check_metric_fits(MEASURES["auroc"], integers(2))
     with pytest.raises(
         ConfigError, match=r"'mae' is of numbers; loss 'own' trains outputs for one class a sample"
     ):
-        own.require(MEASURES["mae"], integers(2))
+        own.check_metric_fits(MEASURES["mae"], integers(2))
 
 
 # ---------------------------------------------------------------- the door
@@ -370,7 +377,7 @@ def test_what_fits_is_accepted(name):
 )  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(loss, outputs, targets, said):
     with pytest.raises(ModelError, match=said) as told:
-        read_loss(loss).fits(torch.zeros(8, *outputs), torch.ones(8, *targets))
+        make_loss(loss).check_data(torch.zeros(8, *outputs), torch.ones(8, *targets))
     assert "\n" not in str(told.value)
 
 
@@ -410,7 +417,7 @@ def test_shapes_that_do_not_fit_are_refused(loss, outputs, targets, said):
 def test_targets_that_are_none_are_refused(loss, outputs, targets, said):
     """Of all samples, though outputs are those of a few."""
     with pytest.raises(DataError, match=said):
-        read_loss(loss).fits(torch.zeros(1, *outputs), targets)
+        make_loss(loss).check_data(torch.zeros(1, *outputs), targets)
 
 
 @pytest.mark.parametrize(
@@ -430,14 +437,14 @@ def test_targets_that_are_none_are_refused(loss, outputs, targets, said):
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(table, said):
     with pytest.raises(ConfigError, match=said):
-        read_loss(table)
+        make_loss(table)
 
 
 def test_weights_are_one_a_class_or_label():
     with pytest.raises(ConfigError, match="weight has 2 entries; expected 4, one a class"):
-        losses.CrossEntropy((1, 2)).fits(numbers(4), integers(4))
+        losses.CrossEntropy((1, 2)).check_data(numbers(4), integers(4))
     with pytest.raises(ConfigError, match="pos_weight has 2 entries; expected 3, one a label"):
-        losses.MultiLabel((1, 2)).fits(numbers(3), integers(2, 3))
+        losses.MultiLabel((1, 2)).check_data(numbers(3), integers(2, 3))
 
 
 # ---------------------------------------------------------------- by name or import path
@@ -471,21 +478,24 @@ class Scaled(Loss):
 
 
 @pytest.mark.parametrize(
-    "loss", [*(case[0] for case in CASES.values()), Scaled(2.0), losses.Own(f"{__name__}:focal")]
+    "loss",
+    [*(case[0] for case in CASES.values()), Scaled(2.0), losses.CustomLoss(f"{__name__}:focal")],
 )
 def test_a_stored_loss_is_read_again(loss):
-    assert read_loss(stored_loss(loss)) == loss
+    assert make_loss(loss_to_table(loss)) == loss
 
 
 def test_a_function_and_a_class_are_found_by_their_path():
-    assert read_loss(focal) == read_loss(f"{__name__}:focal") == losses.Own(f"{__name__}:focal")
-    assert read_loss({"kind": f"{__name__}:Scaled", "factor": 3}) == Scaled(3.0)
+    assert (
+        make_loss(focal) == make_loss(f"{__name__}:focal") == losses.CustomLoss(f"{__name__}:focal")
+    )
+    assert make_loss({"kind": f"{__name__}:Scaled", "factor": 3}) == Scaled(3.0)
     _, outputs, targets = CASES["cross-entropy"]
-    own = read_loss(focal)
-    own.fits(outputs, targets)
+    own = make_loss(focal)
+    own.check_data(outputs, targets)
     assert torch.equal(own(outputs, targets), focal(outputs, targets))
     with pytest.raises(ConfigError, match="expected one that is defined at the top of a module"):
-        read_loss(lambda outputs, targets: outputs)
+        make_loss(lambda outputs, targets: outputs)
 
 
 @pytest.mark.parametrize(
@@ -503,16 +513,16 @@ def test_a_function_and_a_class_are_found_by_their_path():
 def test_a_function_that_returns_something_else_is_refused_at_the_door(function, error, said):
     _, outputs, targets = CASES["cross-entropy"]
     with pytest.raises(error, match=said):
-        read_loss(function).fits(outputs, targets)
+        make_loss(function).check_data(outputs, targets)
 
 
 # ---------------------------------------------------------------- targets
 
 
 def test_the_usual_loss():
-    assert usual_loss(integers(4), 4) == losses.CrossEntropy()
-    assert usual_loss(numbers(2), 0) == losses.SquaredError()
-    assert usual_loss(torch.zeros(4, 2), 0) == losses.SquaredError()
+    assert default_loss(integers(4), 4) == losses.CrossEntropy()
+    assert default_loss(numbers(2), 0) == losses.SquaredError()
+    assert default_loss(torch.zeros(4, 2), 0) == losses.SquaredError()
 
 
 @pytest.mark.parametrize(
@@ -536,7 +546,7 @@ def test_the_usual_loss():
 )
 def test_targets_that_several_losses_fit_need_one_to_be_set(targets, said):
     with pytest.raises(ConfigError, match=said):
-        usual_loss(targets, 0)
+        default_loss(targets, 0)
 
 
 @pytest.mark.parametrize(
@@ -546,11 +556,11 @@ def test_targets_that_several_losses_fit_need_one_to_be_set(targets, said):
         (losses.Tokens(), torch.int64, torch.int64),
         (losses.MultiLabel(), torch.int64, torch.float64),
         (losses.Binary(), torch.int64, torch.float64),
-        (losses.Own(f"{__name__}:focal"), torch.int64, torch.float64),
+        (losses.CustomLoss(f"{__name__}:focal"), torch.int64, torch.float64),
         (losses.Poisson(), torch.float64, torch.float64),
         (losses.Cox(), torch.float64, torch.float64),
     ],
 )
 def test_targets_are_whole_or_numbers_as_the_loss_takes_them(loss, whole, number):
-    assert loss_targets(loss, torch.ones(2, dtype=torch.int32), torch.float64).dtype == whole
-    assert loss_targets(loss, torch.ones(2, dtype=torch.float32), torch.float64).dtype == number
+    assert cast_targets(loss, torch.ones(2, dtype=torch.int32), torch.float64).dtype == whole
+    assert cast_targets(loss, torch.ones(2, dtype=torch.float32), torch.float64).dtype == number

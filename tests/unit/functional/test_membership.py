@@ -24,8 +24,8 @@ def drawn(runs=8, samples=400, away=0.0, seed=0):
 
 def test_confidence_is_the_logit_of_the_probability():
     p = torch.tensor([0.01, 0.5, 0.9], dtype=torch.float64)
-    torch.testing.assert_close(membership.confidence(-p.log()), (p / (1 - p)).log())
-    edge = membership.confidence(torch.tensor([0.0, math.inf, math.nan, -1.0]))
+    torch.testing.assert_close(membership.logit_confidence(-p.log()), (p / (1 - p)).log())
+    edge = membership.logit_confidence(torch.tensor([0.0, math.inf, math.nan, -1.0]))
     assert torch.isfinite(edge).all()
     assert edge[0] > edge[1] == edge[2]
 
@@ -36,7 +36,7 @@ def test_auc_is_that_of_the_roc_curve_with_ties():
         torch.from_numpy(stream.integers(7, size=500)).double(),
         torch.from_numpy(stream.random(500) < 0.3),
     )
-    assert membership.auc(scores, member) == pytest.approx(
+    assert membership.attack_auc(scores, member) == pytest.approx(
         roc_auc_score(member.numpy(), scores.numpy())
     )
 
@@ -47,8 +47,10 @@ def test_members_are_found_at_one_per_cent_of_false_alarms():
     member = torch.arange(40_000) % 2 == 0
     scores = torch.from_numpy(stream.normal(size=40_000)) + 1.5 * member
     expected = stats.norm.sf(stats.norm.isf(0.01) - 1.5)
-    assert membership.true_positives(scores, member) == pytest.approx(expected, abs=0.02)
-    assert membership.true_positives(torch.zeros(10), torch.arange(10) < 5) == 0  # ties find nobody
+    assert membership.true_positive_rate(scores, member) == pytest.approx(expected, abs=0.02)
+    assert (
+        membership.true_positive_rate(torch.zeros(10), torch.arange(10) < 5) == 0
+    )  # ties find nobody
 
 
 def test_the_likelihood_ratio_is_that_of_normal_distributions():
@@ -73,7 +75,7 @@ def test_the_likelihood_ratio_is_that_of_normal_distributions():
 
 def test_the_likelihood_ratio_knows_how_hard_a_sample_is():
     values, member = drawn(away=2.0)
-    by_value, by_ratio = (membership.auc(s.flatten(), member.flatten()) for s in
+    by_value, by_ratio = (membership.attack_auc(s.flatten(), member.flatten()) for s in
                           (values, membership.likelihood_ratio(values, member)))  # fmt: skip
     assert by_value < 0.75
     assert by_ratio > 0.85
@@ -83,7 +85,7 @@ def test_the_likelihood_ratio_knows_how_hard_a_sample_is():
 def test_without_a_difference_it_guesses(seed):
     values, member = drawn(samples=1000, seed=seed)
     scores = membership.likelihood_ratio(values, member)
-    assert membership.auc(scores.flatten(), member.flatten()) == pytest.approx(0.5, abs=0.03)
+    assert membership.attack_auc(scores.flatten(), member.flatten()) == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize("runs", [4, 7])

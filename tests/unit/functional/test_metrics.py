@@ -26,13 +26,15 @@ def test_federated_reductions():
     """Values 1, 0, 0.5 with 1, 3, 4 samples: means 0.5, 3/8, and (2 * 1/4 + 1 * 1/2) / 3 over clusters {0, 1}, {2}."""
     values, samples = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1, 3, 4])
     label = torch.tensor([0, 0, 1])
-    assert metrics.federated(values, samples) == 0.5
-    assert metrics.federated(values, samples, how="sample_weighted") == 0.375
-    assert metrics.federated(values, samples, label, how="cluster_then_client") == pytest.approx(
-        1 / 3
-    )
+    assert metrics.reduce_over_clients(values, samples) == 0.5
+    assert metrics.reduce_over_clients(values, samples, how="sample_weighted") == 0.375
+    assert metrics.reduce_over_clients(
+        values, samples, label, how="cluster_then_client"
+    ) == pytest.approx(1 / 3)
     equal = torch.full((3,), 7)
-    assert metrics.federated(values, equal, label, how="cluster_then_client") == pytest.approx(0.5)
+    assert metrics.reduce_over_clients(
+        values, equal, label, how="cluster_then_client"
+    ) == pytest.approx(0.5)
 
 
 def two_levels(clients: int = 10, classes: int = 8) -> tuple[Tensor, Tensor]:
@@ -47,8 +49,8 @@ def two_levels(clients: int = 10, classes: int = 8) -> tuple[Tensor, Tensor]:
 def test_two_levels_of_heterogeneity_are_separated():
     """Single classes (whichever) against uniform labels: WAS is 1 and WADB is 0."""
     counts, label = two_levels()
-    assert metrics.was(counts, label) == pytest.approx(1.0)
-    assert metrics.wadb(counts, label) == pytest.approx(0.0)
+    assert metrics.wasserstein_silhouette(counts, label) == pytest.approx(1.0)
+    assert metrics.wasserstein_davies_bouldin(counts, label) == pytest.approx(0.0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -59,7 +61,7 @@ def test_levels_are_all_that_counts(seed: int):
     counts = torch.from_numpy(draw.integers(1, 20, (9, 5)))
     label = torch.arange(9) % 3
     shuffled = torch.stack([row[torch.from_numpy(draw.permutation(5))] for row in counts])
-    for metric in (metrics.was, metrics.wadb):
+    for metric in (metrics.wasserstein_silhouette, metrics.wasserstein_davies_bouldin):
         value = metric(counts, label)
         assert metric(shuffled, label) == pytest.approx(value)
         assert metric(counts, torch.tensor([5, 0, 2])[label]) == pytest.approx(value)
@@ -69,7 +71,7 @@ def test_levels_are_all_that_counts(seed: int):
 def test_was_by_hand():
     """Sorted frequencies on a line at 0, 0.1 | 0.5 (times a factor): s = (0.5-0.1)/0.5, (0.4-0.1)/0.4, singleton 0."""
     counts = torch.tensor([[50, 50], [60, 40], [100, 0]])
-    value = metrics.was(counts, torch.tensor([0, 0, 1]))
+    value = metrics.wasserstein_silhouette(counts, torch.tensor([0, 0, 1]))
     assert value == pytest.approx((0.8 + 0.75 + 0.0) / 3)
 
 
@@ -77,7 +79,7 @@ def test_was_by_hand():
 def test_scores_need_between_two_clusters_and_all_but_one(label: list[int]):
     """One cluster, or one a client: NaN with the reason."""
     counts = torch.tensor([[1, 2], [3, 4], [9, 1]])
-    for metric in (metrics.was, metrics.wadb):
+    for metric in (metrics.wasserstein_silhouette, metrics.wasserstein_davies_bouldin):
         with pytest.warns(
             metrics.Undefined, match=rf"at least 2 clusters .* found {len(set(label))}"
         ):
@@ -88,7 +90,7 @@ def test_coinciding_centroids_are_not_perfect():
     """scikit-learn's index is 0 for them."""
     counts = torch.tensor([[3, 1], [1, 3], [3, 1], [1, 3]])
     with pytest.warns(metrics.Undefined, match="centroids of two clusters coincide"):
-        assert math.isnan(metrics.wadb(counts, torch.tensor([0, 0, 1, 1])))
+        assert math.isnan(metrics.wasserstein_davies_bouldin(counts, torch.tensor([0, 0, 1, 1])))
 
 
 @pytest.mark.parametrize(("a", "b"), [(50, 0), (40, 10), (25, 25), (30, 5)])
@@ -99,8 +101,8 @@ def test_rand_of_two_clusters_over_fifty_fifty(a: int, b: int):
     label[:a] = 1
     label[50 : 50 + b] = 1
     if a + b == 50:
-        assert metrics.rand(truth, label) == pytest.approx((2450 + (a - b) ** 2) / 4950)
-    assert metrics.rand(truth, label) >= 0.4949
+        assert metrics.rand_index(truth, label) == pytest.approx((2450 + (a - b) ** 2) / 4950)
+    assert metrics.rand_index(truth, label) >= 0.4949
 
 
 def test_rand_of_one_cluster():
@@ -110,40 +112,40 @@ def test_rand_of_one_cluster():
         torch.bucketize(torch.arange(100), torch.tensor([39, 69])),
     )
     one = torch.zeros(100, dtype=torch.int64)
-    assert metrics.rand(halves, one) == pytest.approx(2450 / 4950)
-    assert metrics.rand(thirds, one) == pytest.approx((780 + 435 + 435) / 4950)
-    assert metrics.adjusted_rand(halves, one) == 0.0
-    assert metrics.adjusted_rand(halves, 1 - halves) == 1.0
+    assert metrics.rand_index(halves, one) == pytest.approx(2450 / 4950)
+    assert metrics.rand_index(thirds, one) == pytest.approx((780 + 435 + 435) / 4950)
+    assert metrics.adjusted_rand_index(halves, one) == 0.0
+    assert metrics.adjusted_rand_index(halves, 1 - halves) == 1.0
     with pytest.warns(metrics.Undefined, match="no pairs"):
-        assert math.isnan(metrics.rand(one[:1], one[:1]))
+        assert math.isnan(metrics.rand_index(one[:1], one[:1]))
     with pytest.warns(metrics.Undefined, match="no pairs"):
-        assert math.isnan(metrics.adjusted_rand(one[:1], one[:1]))
+        assert math.isnan(metrics.adjusted_rand_index(one[:1], one[:1]))
 
 
 def test_the_largest_accuracy():
     """Evaluations that did not happen do not count."""
-    assert metrics.acc_max([0.1, math.nan, 0.9, 0.5]) == 0.9
+    assert metrics.max_accuracy([0.1, math.nan, 0.9, 0.5]) == 0.9
     with pytest.warns(metrics.Undefined, match="nothing was evaluated"):
-        assert math.isnan(metrics.acc_max([]))
+        assert math.isnan(metrics.max_accuracy([]))
 
 
 def test_time_to_accuracy():
     """A method that is the baseline has ratio 1; one twice as fast 2; one that never gets there 0 (time infinite)."""
     rounds, base = [10, 20, 30, 40], [0.1, 0.2, 0.3, 0.3]
     assert metrics.time_to_accuracy(rounds, base, 0.3) == 30
-    assert metrics.tta_ratio(rounds, base, rounds, base) == 1.0
-    assert metrics.tta_ratio(rounds, [0.1, 0.35, 0.3, 0.3], rounds, base) == 1.5
+    assert metrics.time_to_accuracy_ratio(rounds, base, rounds, base) == 1.0
+    assert metrics.time_to_accuracy_ratio(rounds, [0.1, 0.35, 0.3, 0.3], rounds, base) == 1.5
     assert metrics.time_to_accuracy(rounds, [0.1] * 4, 0.3) == math.inf
-    assert metrics.tta_ratio(rounds, [0.1] * 4, rounds, base) == 0.0
+    assert metrics.time_to_accuracy_ratio(rounds, [0.1] * 4, rounds, base) == 0.0
     with pytest.warns(metrics.Undefined, match="the target is undefined"):
         assert math.isnan(metrics.time_to_accuracy(rounds, base, math.nan))
 
 
 def test_ratios_at_round_zero():
     """Both at once is 1; a method that starts where the baseline ends has no ratio."""
-    assert metrics.tta_ratio([0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]) == 1.0
+    assert metrics.time_to_accuracy_ratio([0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]) == 1.0
     with pytest.warns(metrics.Undefined, match="round 0"):
-        assert math.isnan(metrics.tta_ratio([0, 1], [0.6, 0.6], [0, 1], [0.4, 0.5]))
+        assert math.isnan(metrics.time_to_accuracy_ratio([0, 1], [0.6, 0.6], [0, 1], [0.4, 0.5]))
 
 
 def test_total_variance():
@@ -217,8 +219,8 @@ def test_derived_metrics_are_shown_as_what_they_are_made_from():
             base.digits,
             1,
         )
-        assert largest.show(0.5) == "50.00"
-        assert largest.show(0.5, brief=True) == "50.0"
+        assert largest.format_value(0.5) == "50.00"
+        assert largest.format_value(0.5, brief=True) == "50.0"
     assert {entry.name for entry in metrics.REDUCTIONS.values()} == {
         f"accuracy_{how}" for how in ("sample_weighted", "cluster_then_client")
     }
@@ -234,9 +236,9 @@ def test_a_bundled_metric_of_samples_is_shown_as_its_entry(name):
     assert one.takes
     assert one.on_samples
     assert one.each or one.undefined or name == "balanced_accuracy"
-    assert metrics.read_metric(name) is one
-    assert metrics.stored_metric(one) == name
-    assert metrics.stored([one]) == {}
+    assert metrics.find_metric(name) is one
+    assert metrics.metric_path(one) == name
+    assert metrics.metrics_to_store([one]) == {}
 
 
 def spread(outputs, targets):
@@ -266,8 +268,8 @@ OTHER_ACCURACY = metrics.SampleMetric("accuracy", function=spread)
 
 
 def test_a_function_is_a_metric_of_its_name():
-    own = metrics.read_metric(spread)
-    assert own == metrics.read_metric(f"{__name__}:spread")
+    own = metrics.find_metric(spread)
+    assert own == metrics.find_metric(f"{__name__}:spread")
     assert (own.name, own.text, own.sign, own.shown) == (
         "spread",
         "How far apart outputs are.",
@@ -275,22 +277,22 @@ def test_a_function_is_a_metric_of_its_name():
         "further",
     )
     assert own(torch.tensor([[1.0], [3.0]]), torch.zeros(2)) == pytest.approx(math.sqrt(2))
-    assert metrics.stored_metric(own) == f"{__name__}:spread"
-    stored = metrics.stored([own])
+    assert metrics.metric_path(own) == f"{__name__}:spread"
+    stored = metrics.metrics_to_store([own])
     assert json.loads(json.dumps(stored)) == stored
-    assert metrics.REGISTRY.with_stored(stored)["spread"] == own.entry
+    assert metrics.REGISTRY.add_stored(stored)["spread"] == own.entry
 
 
 def test_a_metric_is_found_by_its_path_and_stored_by_it():
-    found = metrics.read_metric(f"{__name__}:WORST")
+    found = metrics.find_metric(f"{__name__}:WORST")
     assert (found.name, found.better, found.path) == ("worst", "lower", f"{__name__}:WORST")
-    assert metrics.stored_metric(found) == metrics.stored_metric(WORST) == f"{__name__}:WORST"
-    assert metrics.read_metric(WORST) is WORST
+    assert metrics.metric_path(found) == metrics.metric_path(WORST) == f"{__name__}:WORST"
+    assert metrics.find_metric(WORST) is WORST
     nowhere = metrics.SampleMetric("nowhere", function=spread)
     with pytest.raises(
         ConfigError, match="'nowhere' has no import path; define it at the top of a module"
     ):
-        metrics.stored_metric(nowhere)
+        metrics.metric_path(nowhere)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,7 @@ def test_a_metric_is_found_by_its_path_and_stored_by_it():
 )
 def test_a_metric_of_samples_that_is_none_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        metrics.read_metric(given)
+        metrics.find_metric(given)
 
 
 def test_what_a_function_returns_must_be_a_number():
@@ -320,12 +322,12 @@ def test_what_a_function_returns_must_be_a_number():
     with pytest.raises(
         ConfigError, match="forgotten' returned None; expected one number for all samples"
     ):
-        metrics.read_metric(forgotten)(outputs, targets)
+        metrics.find_metric(forgotten)(outputs, targets)
     with pytest.raises(
         ConfigError,
         match=r"returned a tensor of shape \(3,\); .* needs SampleMetric\(..., each=True\)",
     ):
-        metrics.read_metric(each_of_them)(outputs, targets)
+        metrics.find_metric(each_of_them)(outputs, targets)
     every = metrics.SampleMetric("every", function=each_of_them, each=True)
     assert every(outputs + 2, targets) == 2
     with pytest.raises(ConfigError, match=r"'every' returned a tensor of shape \(\) for 3 samples"):
@@ -341,17 +343,20 @@ def test_a_set_without_samples_has_no_value():
 
 def test_an_unknown_metric_is_a_plain_number_without_direction():
     entry = metrics.REGISTRY["never_heard_of"]
-    assert (entry.title, entry.sign, entry.show(0.5), entry.heading("test")) == (
+    assert (entry.title, entry.sign, entry.format_value(0.5), entry.heading("test")) == (
         "never heard of", 0, "0.5", "never heard of"
     )  # fmt: skip
     assert "never_heard_of" not in metrics.REGISTRY
 
 
 def test_what_compares_methods_is_the_first_that_is_there():
-    assert metrics.REGISTRY.main(["loss", "n_clusters", "accuracy_max", "accuracy"]) == "accuracy"
-    assert metrics.REGISTRY.main(["loss", "mse"]) == "mse"
-    assert metrics.REGISTRY.main(["trust"]) == "trust"
-    assert metrics.REGISTRY.main(["pixel_accuracy", "loss", "iou"]) == "iou"
+    assert (
+        metrics.REGISTRY.choose_main(["loss", "n_clusters", "accuracy_max", "accuracy"])
+        == "accuracy"
+    )
+    assert metrics.REGISTRY.choose_main(["loss", "mse"]) == "mse"
+    assert metrics.REGISTRY.choose_main(["trust"]) == "trust"
+    assert metrics.REGISTRY.choose_main(["pixel_accuracy", "loss", "iou"]) == "iou"
 
 
 @pytest.mark.parametrize(
@@ -360,14 +365,14 @@ def test_what_compares_methods_is_the_first_that_is_there():
 )
 def test_a_metric_that_is_none_is_refused(fields, said):
     with pytest.raises(ConfigError, match=said):
-        metrics.REGISTRY.with_stored({"t": fields})
+        metrics.REGISTRY.add_stored({"t": fields})
 
 
 def test_stored_metrics_come_back_and_built_in_ones_are_not_stored():
     own = metrics.Metric("trust", "a line", better="lower", unit="s", scale=2.0, digits=0)
-    stored = metrics.stored([metrics.LOSS, own])
+    stored = metrics.metrics_to_store([metrics.LOSS, own])
     assert list(stored) == ["trust"]
-    known = metrics.REGISTRY.with_stored(
+    known = metrics.REGISTRY.add_stored(
         json.loads(json.dumps(stored)) | {"x": {"name": "x", "of_later_versions": 1}}
     )
     assert known["trust"] == own

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from coterie.functional.paired import holm, mean_difference, overlap_of, power, seeds_needed
+from coterie.functional.paired import (
+    correct_holm,
+    find_seeds_needed,
+    mean_difference,
+    overlap_from_share,
+    power_of_t_test,
+)
 
 DRAWS = 2000
 
@@ -85,7 +91,7 @@ def test_no_difference_is_called_established_more_often_than_stated(seeds):
     values = studies(seeds, difference=0.0, methods=4).mean(-1)
     first, second = np.triu_indices(4, 1)
     p = mean_difference(values[:, first] - values[:, second]).p
-    wrong = (holm(p) <= 0.05).any(-1).mean()
+    wrong = (correct_holm(p) <= 0.05).any(-1).mean()
     assert wrong <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / DRAWS)
     assert (p <= 0.05).any(-1).mean() > 0.13
 
@@ -94,7 +100,7 @@ def test_with_one_true_difference_the_others_are_called_established_as_rarely():
     """Method 0 is far better; the three pairs of the others are still all the same."""
     values = studies(10, difference=0.5, methods=4).mean(-1)
     first, second = np.triu_indices(4, 1)
-    corrected = holm(mean_difference(values[:, first] - values[:, second]).p)
+    corrected = correct_holm(mean_difference(values[:, first] - values[:, second]).p)
     assert (corrected[:, first == 0] <= 0.05).all()
     assert (corrected[:, first > 0] <= 0.05).any(-1).mean() <= 0.05 + 2 * math.sqrt(
         0.05 * 0.95 / DRAWS
@@ -107,9 +113,9 @@ def test_seeds_that_share_training_data_are_corrected_for(seeds):
     rng, share = np.random.default_rng(seeds), 0.2
     common, own = rng.standard_normal((DRAWS, 1)), rng.standard_normal((DRAWS, seeds))
     differences = 1.0 + math.sqrt(share) * common + math.sqrt(1 - share) * own
-    assert 0.93 <= covered(differences, 1.0, overlap=overlap_of(share)) <= 0.97
+    assert 0.93 <= covered(differences, 1.0, overlap=overlap_from_share(share)) <= 0.97
     narrow = stats.t.ppf(0.975, seeds - 1) * math.sqrt(
-        (1 / seeds) / (1 / seeds + overlap_of(share))
+        (1 / seeds) / (1 / seeds + overlap_from_share(share))
     )
     expected = 1 - 2 * stats.t.sf(narrow, seeds - 1)  # 86 % with 5 seeds, 64 % with 20
     assert covered(differences, 1.0) == pytest.approx(expected, abs=0.025)
@@ -134,14 +140,14 @@ def test_one_seed_or_seeds_without_spread_have_no_interval(differences):
 def test_holm_by_hand():
     """Of 0.01, 0.02, 0.02, 0.5: times 4, 3, 2, 1 gives .04, .06, .04 (raised to .06), .5."""
     p = np.array([[0.5, 0.02, 0.01, 0.02], [0.9, 0.8, 1.0, 0.7]])
-    np.testing.assert_allclose(holm(p), [[0.5, 0.06, 0.04, 0.06], [1.0, 1.0, 1.0, 1.0]])
+    np.testing.assert_allclose(correct_holm(p), [[0.5, 0.06, 0.04, 0.06], [1.0, 1.0, 1.0, 1.0]])
 
 
 def test_a_pair_without_a_test_does_not_count():
     np.testing.assert_allclose(
-        holm(np.array([np.nan, 0.02, 0.03, np.nan])), [np.nan, 0.04, 0.04, np.nan]
+        correct_holm(np.array([np.nan, 0.02, 0.03, np.nan])), [np.nan, 0.04, 0.04, np.nan]
     )
-    assert np.isnan(holm(np.array([np.nan, np.nan]))).all()
+    assert np.isnan(correct_holm(np.array([np.nan, np.nan]))).all()
 
 
 @pytest.mark.parametrize(
@@ -149,21 +155,25 @@ def test_a_pair_without_a_test_does_not_count():
 )
 def test_seeds_needed_are_those_of_tables_of_power(effect, seeds):
     """Of the paired t test, two-sided, 5 %, 80 % power, as G*Power prints them."""
-    assert seeds_needed(effect) == seeds_needed(-effect) == seeds
+    assert find_seeds_needed(effect) == find_seeds_needed(-effect) == seeds
 
 
 def test_the_power_is_what_simulated_studies_find():
     """And one seed fewer has less than was wanted."""
-    needed = seeds_needed(0.7, level=0.01)
+    needed = find_seeds_needed(0.7, level=0.01)
     assert needed is not None
     differences = 0.7 + np.random.default_rng(1).standard_normal((DRAWS, needed))
     found = (mean_difference(differences).p <= 0.01).mean()
-    assert power(0.7, needed, level=0.01) == pytest.approx(found, abs=0.03)
-    assert power(0.7, needed, level=0.01) >= 0.8 > power(0.7, needed - 1, level=0.01)
+    assert power_of_t_test(0.7, needed, level=0.01) == pytest.approx(found, abs=0.03)
+    assert (
+        power_of_t_test(0.7, needed, level=0.01)
+        >= 0.8
+        > power_of_t_test(0.7, needed - 1, level=0.01)
+    )
 
 
 def test_where_seeds_share_training_data_more_of_them_may_never_do():
     """With an effect of 0.5 and a fifth tested, the variance of the mean stays above a quarter of one seed's."""
-    assert seeds_needed(0.5, overlap=0.25) is None
-    assert seeds_needed(0.0) is None
-    assert seeds_needed(math.inf) is None
+    assert find_seeds_needed(0.5, overlap=0.25) is None
+    assert find_seeds_needed(0.0) is None
+    assert find_seeds_needed(math.inf) is None

@@ -10,7 +10,7 @@ from coterie.functional import selection
 from coterie.rng import Rng
 
 IDS = torch.arange(4)
-OTHERS = selection.others(IDS, 4)
+OTHERS = selection.mask_of_others(IDS, 4)
 EVERYBODY = torch.ones(4, 4, dtype=torch.bool)
 
 
@@ -19,12 +19,12 @@ def similarities(seed=0, size=4):
 
 
 def uniform(size=4):
-    return selection.others(torch.arange(size), size).double() / (size - 1)
+    return selection.mask_of_others(torch.arange(size), size).double() / (size - 1)
 
 
 def test_tau_zero_is_uniform_for_any_similarity():
     """Invariant 10."""
-    p = selection.probabilities(1e6 * similarities(), 0.0, EVERYBODY, IDS)
+    p = selection.selection_probabilities(1e6 * similarities(), 0.0, EVERYBODY, IDS)
     torch.testing.assert_close(p, uniform(), rtol=0, atol=1e-15)
 
 
@@ -32,14 +32,14 @@ def test_tau_zero_is_uniform_for_any_similarity():
 @pytest.mark.parametrize("floor", [0.0, 1e-6])
 def test_nothing_known_is_uniform(considered, floor):
     """Invariant 11: at t = 0 every similarity is 0 (or nobody is considered)."""
-    p = selection.probabilities(torch.zeros(4, 4), 30.0, considered, IDS, floor=floor)
+    p = selection.selection_probabilities(torch.zeros(4, 4), 30.0, considered, IDS, floor=floor)
     torch.testing.assert_close(p, uniform(), rtol=0, atol=1e-15)
 
 
 def test_large_tau_gives_all_but_the_floor_to_the_most_similar():
     """Invariant 12: p of the best is (1 + eps) / (1 + 3 eps), of the others eps / (1 + 3 eps)."""
     s = torch.tensor([[9.0, 0.1, 0.3, 0.2]])
-    p = selection.probabilities(s, 1e9, EVERYBODY[:1], IDS[:1], floor=1e-6)
+    p = selection.selection_probabilities(s, 1e9, EVERYBODY[:1], IDS[:1], floor=1e-6)
     total = 1 + 3e-6
     torch.testing.assert_close(
         p, torch.tensor([[0.0, 1e-6 / total, (1 + 1e-6) / total, 1e-6 / total]]).double()
@@ -49,25 +49,25 @@ def test_large_tau_gives_all_but_the_floor_to_the_most_similar():
 def test_adding_a_constant_changes_nothing():
     """Invariant 13, when all entries are known."""
     s = similarities()
-    a, b = (selection.probabilities(x, 30.0, EVERYBODY, IDS) for x in (s, s + 5.0))
+    a, b = (selection.selection_probabilities(x, 30.0, EVERYBODY, IDS) for x in (s, s + 5.0))
     torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("scale", "tau"), [(1e6, 1.0), (1.0, 1e6), (1e6, 1e6)])
 def test_extreme_similarities_stay_finite(scale, tau):
     """Invariant 14: no NaN; each row sums to 1."""
-    p = selection.probabilities(scale * similarities(), tau, EVERYBODY, IDS)
+    p = selection.selection_probabilities(scale * similarities(), tau, EVERYBODY, IDS)
     assert bool(torch.isfinite(p).all())
     torch.testing.assert_close(p.sum(1), torch.ones(4, dtype=torch.float64))
 
 
 def test_a_draw_succeeds_when_one_entry_has_all_the_probability():
     """Invariant 14: three of four others have probability 0 in floating point and three peers are wanted."""
-    p = selection.probabilities(
+    p = selection.selection_probabilities(
         torch.tensor([[0.0, 0, 1, 0, 0]]), 1e9, torch.ones(1, 5) > 0, IDS[:1], floor=0.0
     )
     noise = Rng(0).gumbel("peers", IDS[:1], 5)
-    peers = selection.sample(p.log(), noise, 3, selection.others(IDS[:1], 5))
+    peers = selection.sample_peers(p.log(), noise, 3, selection.mask_of_others(IDS[:1], 5))
     assert peers[0, 0] == 2
     assert len(set(peers[0].tolist())) == 3
     assert 0 not in peers
@@ -76,12 +76,14 @@ def test_a_draw_succeeds_when_one_entry_has_all_the_probability():
 def test_those_not_considered_keep_the_floor():
     """s = (1, ?, 1) of which the middle one is unknown: shares 1/2, 0, 1/2 before the floor of 0.1."""
     known = torch.tensor([[False, True, False, True]])
-    p = selection.probabilities(torch.ones(1, 4), 30.0, known, IDS[:1], floor=0.1)
+    p = selection.selection_probabilities(torch.ones(1, 4), 30.0, known, IDS[:1], floor=0.1)
     torch.testing.assert_close(p, torch.tensor([[0.0, 0.6, 0.1, 0.6]]).double() / 1.3)
 
 
 def test_one_client_has_nobody_to_draw():
-    p = selection.probabilities(torch.zeros(1, 1), 30.0, torch.ones(1, 1) > 0, torch.tensor([0]))
+    p = selection.selection_probabilities(
+        torch.zeros(1, 1), 30.0, torch.ones(1, 1) > 0, torch.tensor([0])
+    )
     assert p.tolist() == [[0.0]]
 
 
@@ -89,7 +91,7 @@ def test_draws_exclude_oneself_and_repeats_and_are_clamped():
     """Invariant 9: i is not in M_i, no repeats, |M_i| = min(m, K - 1)."""
     noise = Rng(0).gumbel("peers", IDS, 4)
     for count in (0, 1, 3, 9):
-        peers = selection.sample(torch.zeros(4, 4), noise, count, OTHERS)
+        peers = selection.sample_peers(torch.zeros(4, 4), noise, count, OTHERS)
         assert peers.shape == (4, min(count, 3))
         for i, row in enumerate(peers.tolist()):
             assert i not in row
@@ -99,9 +101,9 @@ def test_draws_exclude_oneself_and_repeats_and_are_clamped():
 def test_gumbel_top_m_has_the_law_of_successive_draws():
     """Invariant 15: K = 6, m = 2; chi-square of 4000 draws over 10 unordered pairs, at the 0.1 % level (9 degrees)."""
     p = torch.tensor([0.0, 0.4, 0.3, 0.15, 0.1, 0.05]).double()
-    allowed = selection.others(torch.tensor([0]), 6).expand(4000, 6)
+    allowed = selection.mask_of_others(torch.tensor([0]), 6).expand(4000, 6)
     noise = torch.from_numpy(Rng(0).generator("test").gumbel(size=(4000, 6)))
-    drawn = selection.sample(p.log().expand(4000, 6), noise, 2, allowed)
+    drawn = selection.sample_peers(p.log().expand(4000, 6), noise, 2, allowed)
     counts: dict[tuple[int, int], int] = {}
     for a, b in drawn.sort(1).values.tolist():
         counts[a, b] = counts.get((a, b), 0) + 1
@@ -117,7 +119,7 @@ def test_a_loss_that_is_no_number_is_the_highest():
     """Of NaN, 0.5 and 0.7 the two lowest are the latter; of those that arrived only."""
     scores, peers = torch.tensor([[torch.nan, 0.5, 0.7, 0.1]]), torch.tensor([[4, 5, 6, 7]])
     mask = torch.tensor([[True, True, True, False]])
-    assert selection.lowest(scores, peers, 2, mask).tolist() == [[False, True, True, False]]
+    assert selection.select_lowest(scores, peers, 2, mask).tolist() == [[False, True, True, False]]
 
 
 def test_the_best_are_those_that_arrived_then_those_that_stay():
@@ -128,17 +130,17 @@ def test_the_best_are_those_that_arrived_then_those_that_stay():
     )
     mask = torch.tensor([[True, True, False, False, True, False]])
     stays = torch.tensor([[False, False, True, False, False, True]])
-    assert selection.best(scores, slots, 2, mask, stays).tolist() == [[9, 3]]
-    assert selection.best(scores, slots, 5, mask, stays).tolist() == [[9, 3, 6, 4, -1]]
-    assert selection.best(scores[:, :2], slots[:, :2], 4, mask[:, :2], stays[:, :2]).tolist() == [
-        [9, 3, -1, -1]
-    ]
+    assert selection.select_best(scores, slots, 2, mask, stays).tolist() == [[9, 3]]
+    assert selection.select_best(scores, slots, 5, mask, stays).tolist() == [[9, 3, 6, 4, -1]]
+    assert selection.select_best(
+        scores[:, :2], slots[:, :2], 4, mask[:, :2], stays[:, :2]
+    ).tolist() == [[9, 3, -1, -1]]
 
 
 def test_within_and_others():
     allowed = torch.tensor([[True, True, False]])
-    assert selection.within(torch.tensor([[2, 1, -1]]), allowed).tolist() == [[-1, 1, -1]]
-    assert selection.others(torch.tensor([2, 0]), 3).tolist() == [
+    assert selection.keep_allowed(torch.tensor([[2, 1, -1]]), allowed).tolist() == [[-1, 1, -1]]
+    assert selection.mask_of_others(torch.tensor([2, 0]), 3).tolist() == [
         [True, True, False],
         [False, True, True],
     ]
@@ -147,15 +149,15 @@ def test_within_and_others():
 def test_entropy_tau_finds_the_entropy():
     """Five others and 2 bits wanted: the probabilities at the tau found have 2 bits of entropy."""
     s, ids, everybody = similarities(size=6), torch.arange(6), torch.ones(6, 6) > 0
-    tau = selection.entropy_tau(s, everybody, ids, 2.0)
-    p = selection.probabilities(s, tau, everybody, ids, floor=0.0)
+    tau = selection.find_entropy_tau(s, everybody, ids, 2.0)
+    p = selection.selection_probabilities(s, tau, everybody, ids, floor=0.0)
     entropy = -torch.special.xlogy(p, p).sum(1) / math.log(2)
     torch.testing.assert_close(entropy, torch.full((6,), 2.0).double())
 
 
 def test_entropy_tau_is_zero_when_too_few_are_known():
     """Two others can have 1 bit at most; wanted are 2."""
-    tau = selection.entropy_tau(
+    tau = selection.find_entropy_tau(
         similarities(size=3)[:1], torch.ones(1, 3) > 0, torch.tensor([0]), 2.0
     )
     assert float(tau) < 1e-12
@@ -164,7 +166,7 @@ def test_entropy_tau_is_zero_when_too_few_are_known():
 def test_min_max_scales_those_considered():
     s = torch.tensor([[5.0, 3.0, 1.0], [2.0, 2.0, 9.0]])
     considered = torch.tensor([[False, True, True], [True, True, False]])
-    assert selection.min_max(s, considered).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert selection.scale_min_max(s, considered).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 # ---------------------------------------------------------------- two hops
@@ -178,7 +180,7 @@ KNOWN = torch.tensor([[True, True, True, False]])
 
 
 def hops(preference, known=KNOWN, knows=KNOWS, peers=HEARD):
-    return selection.two_hop(
+    return selection.estimate_two_hop(
         known, peers, torch.tensor([preference]).double(), peers.clamp(min=0), VECTORS, knows
     )
 
@@ -222,15 +224,19 @@ def test_a_race_chooses_what_gumbel_top_m_chooses(tau: float):
     similarity = torch.rand(
         40, population, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    mass = selection.probabilities(
+    mass = selection.selection_probabilities(
         similarity, tau, torch.ones(40, population, dtype=torch.bool), ids
     )
-    allowed = selection.others(ids, population)
+    allowed = selection.mask_of_others(ids, population)
     certain = torch.zeros(0, dtype=torch.bool)
     for round in range(5):
         rng = Rng(4, round)
-        wanted = selection.sample(mass.log(), rng.gumbel("peers", ids, population), 5, allowed)
-        found, sure = selection.race(mass, rng.pairs("peers", ids, population), 5, allowed)
+        wanted = selection.sample_peers(
+            mass.log(), rng.gumbel("peers", ids, population), 5, allowed
+        )
+        found, sure = selection.sample_peers_quickly(
+            mass, rng.pairs("peers", ids, population), 5, allowed
+        )
         assert torch.equal(found[sure], wanted[sure])
         certain = torch.cat([certain, sure])
     assert certain.double().mean() > 0.9
@@ -240,14 +246,16 @@ def test_a_race_is_not_certain_where_members_without_weight_would_be_drawn():
     """Two have weight, three are wanted: the third is drawn by `sample`, which breaks ties by id."""
     mass = torch.tensor([[0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     draws = torch.full((1, 9), 0.5, dtype=torch.float64)
-    _, certain = selection.race(mass, draws, 3, torch.ones(1, 9, dtype=torch.bool))
+    _, certain = selection.sample_peers_quickly(mass, draws, 3, torch.ones(1, 9, dtype=torch.bool))
     assert certain.tolist() == [False]
 
 
 def test_equal_scores_go_to_the_lowest_id():
     """Also where more are equal than are wanted."""
     scores = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
-    assert selection.top(scores, 3, torch.ones(1, 6, dtype=torch.bool)).tolist() == [[1, 3, 0]]
+    assert selection.select_top(scores, 3, torch.ones(1, 6, dtype=torch.bool)).tolist() == [
+        [1, 3, 0]
+    ]
 
 
 def test_a_race_is_not_certain_where_too_few_are_allowed():
@@ -256,5 +264,7 @@ def test_a_race_is_not_certain_where_too_few_are_allowed():
         torch.full((1, 3), 0.5, dtype=torch.float64),
         torch.full((1, 3), 0.5, dtype=torch.float64),
     )
-    _, certain = selection.race(mass, draws, 2, torch.tensor([[False, True, False]]))
+    _, certain = selection.sample_peers_quickly(
+        mass, draws, 2, torch.tensor([[False, True, False]])
+    )
     assert certain.tolist() == [False]

@@ -27,7 +27,7 @@ def test_cohort_has_no_duplicates_and_stays_among_members():
     noise = torch.from_numpy(Rng(0).generator("cohort").gumbel(size=20))
     members = torch.arange(20) % 2 == 0
     log_weights = torch.where(torch.arange(20) == 4, -1e9, 0.0).double()
-    chosen = selection.cohort(noise, 9, log_weights=log_weights, members=members)
+    chosen = selection.draw_cohort(noise, 9, log_weights=log_weights, members=members)
     assert chosen.tolist() == [0, 2, 6, 8, 10, 12, 14, 16, 18]
 
 
@@ -36,14 +36,17 @@ def test_cohort_weights_are_probabilities():
     odds = torch.tensor([3.0, 1.0]).double().log()
     draws = Rng(1).generator("cohort").gumbel(size=(4000, 2))
     hits = sum(
-        int(selection.cohort(torch.from_numpy(d), 1, log_weights=odds)[0] == 0) for d in draws
+        int(selection.draw_cohort(torch.from_numpy(d), 1, log_weights=odds)[0] == 0) for d in draws
     )
     assert abs(hits / 4000 - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
 
 
 def test_a_cohort_in_memory_is_computed():
     """One process asks nobody."""
-    assert InMemory(torch.arange(3), 3).cohort(lambda: torch.tensor([0, 2])).tolist() == [0, 2]
+    assert InMemory(torch.arange(3), 3).agree_on_cohort(lambda: torch.tensor([0, 2])).tolist() == [
+        0,
+        2,
+    ]
 
 
 def test_processes_learn_the_cohort_from_the_server():
@@ -57,10 +60,10 @@ def test_processes_learn_the_cohort_from_the_server():
 
     def work(which: int) -> None:
         box = boxes[which]
-        box.begin(Rng(0).at(0))
+        box.begin_round(Rng(0).at_round(0))
         choices = [torch.tensor([1, 2]), torch.tensor([0, 1, 2, 3])]
         seen[which] = [
-            box.cohort(lambda c=c: c if which == 0 else torch.tensor([-5])).tolist()
+            box.agree_on_cohort(lambda c=c: c if which == 0 else torch.tensor([-5])).tolist()
             for c in choices
         ]
 

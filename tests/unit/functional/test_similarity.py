@@ -30,7 +30,7 @@ def test_updates_are_compared_each_with_its_own_norm():
 def test_cosine_and_distance_are_symmetric_and_the_cosine_is_bounded():
     """Invariant 19: s_ij = s_ji for cosine and L2, and the cosine lies in [-1, 1]."""
     w = normal(3, 50)
-    cos, gap = similarity.cosine(w, w, EVERY, ALL), similarity.distance(w, w, EVERY, ALL)
+    cos, gap = similarity.cosine(w, w, EVERY, ALL), similarity.l2_distances(w, w, EVERY, ALL)
     assert torch.equal(cos, cos.T)
     assert torch.equal(gap, gap.T)
     assert bool((cos.abs() <= 1).all())
@@ -44,7 +44,8 @@ def test_cosine_ignores_scale_and_distance_does_not():
     )
     zero = torch.zeros_like(w)
     torch.testing.assert_close(
-        similarity.distance(zero, 2 * w, EVERY, ALL), 2 * similarity.distance(zero, w, EVERY, ALL)
+        similarity.l2_distances(zero, 2 * w, EVERY, ALL),
+        2 * similarity.l2_distances(zero, w, EVERY, ALL),
     )
 
 
@@ -62,7 +63,8 @@ def test_identical_models_have_cosine_one_and_the_largest_inverse_distance():
         similarity.cosine(w, w, EVERY, ALL), torch.ones(3, 3, dtype=torch.float64)
     )
     assert torch.equal(
-        similarity.inverse(similarity.distance(w, w, EVERY, ALL)), torch.full((3, 3), 1e6).double()
+        similarity.invert_cost(similarity.l2_distances(w, w, EVERY, ALL)),
+        torch.full((3, 3), 1e6).double(),
     )
 
 
@@ -79,7 +81,7 @@ def test_nothing_arrived_is_zero_similarity_whatever_the_slot_shows():
     none = torch.zeros(3, 2, dtype=torch.bool)
     index = torch.zeros(3, 2, dtype=torch.int64)
     assert not similarity.cosine(w, w, index, none).any()
-    assert not similarity.inverse(similarity.distance(w, w, index, none)).any()
+    assert not similarity.invert_cost(similarity.l2_distances(w, w, index, none)).any()
     assert similarity.cosine(w, w, index[:, :0], none[:, :0]).shape == (3, 0)
 
 
@@ -113,7 +115,7 @@ def test_hosting_and_threads_change_no_bit(params):
     w = normal(40, params).float()
     index = torch.from_numpy(Rng(1).generator("test").integers(0, 40, (40, 4)))
     mask = torch.from_numpy(Rng(2).generator("test").random((40, 4)) < 0.8)
-    for measure in (similarity.cosine, similarity.distance):
+    for measure in (similarity.cosine, similarity.l2_distances):
         whole = measure(w, w, index, mask)
         threads = torch.get_num_threads()
         torch.set_num_threads(2 if threads == 1 else 1)
@@ -145,7 +147,7 @@ def test_sums_are_added_in_a_documented_order(params):
     index, mask = torch.tensor([[0, 1, 1, 5, 3]] * 6), torch.ones(6, 5, dtype=torch.bool)
     mask[0, 0] = mask[4, 3] = False
     cosines = similarity.cosine(own, table, index, mask, origin=origin, origins=origins)
-    distances = similarity.distance(own, table, index, mask)
+    distances = similarity.l2_distances(own, table, index, mask)
     left, right = (
         (own.double() - origin.double()).numpy(),
         (table.double() - origins.double()).numpy(),
@@ -162,5 +164,5 @@ def test_sums_are_added_in_a_documented_order(params):
 
 def test_inverse_handles_lost_and_diverged_models():
     """1 / (0.5 + 0.5) = 1; an infinite loss and a loss that is not a number give 0."""
-    got = similarity.inverse(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.5)
+    got = similarity.invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.5)
     assert got.tolist() == [[1.0, 0.0, 0.0]]

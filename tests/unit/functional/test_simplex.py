@@ -48,7 +48,7 @@ def test_chain_and_rejection_have_one_law(size: int, radius: float):
     center = torch.tensor(CENTERS[size], dtype=torch.float64)
     whole = stream(1).dirichlet(np.ones(size), 60_000)
     plain = whole[np.abs(whole - center.numpy()).sum(1) <= radius][:3000]
-    chain = simplex._gibbs(stream(2), center.numpy(), radius, 3000)
+    chain = simplex._run_gibbs_chains(stream(2), center.numpy(), radius, 3000)
     drawn = simplex.sample_region(stream(3), center, radius, 3000).numpy()
     for axis in range(size):
         assert ks_2samp(chain[:, axis], plain[:, axis]).pvalue > 1e-3
@@ -173,7 +173,9 @@ def test_seeds_are_drawn_by_squared_distances():
     """From the first corner, points at L1 distances 1 and 2 follow in odds 1 to 4 (4 standard errors)."""
     points = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]).double()
     stream = Rng(0).generator("seeds")
-    drawn = [simplex._far_apart(points, 2, stream, simplex.l1_distances) for _ in range(3000)]
+    drawn = [
+        simplex._draw_seeds_far_apart(points, 2, stream, simplex.l1_distances) for _ in range(3000)
+    ]
     far = [float(seeds[1, 1]) for seeds in drawn if float(seeds[0, 0]) == 1]
     assert len(far) > 900
     assert sum(value == 1 for value in far) / len(far) == pytest.approx(
@@ -213,7 +215,7 @@ def brute_project(point: Tensor, total: float) -> Tensor:
 def test_projection_is_the_nearest_point(total: float):
     """Against every support of four coordinates."""
     points = torch.from_numpy(stream().normal(size=(6, 4)))
-    got = simplex.project(points, total)
+    got = simplex.project_on_simplex(points, total)
     expected = torch.stack([brute_project(p, total) for p in points])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
-from coterie.exchange.base import Exchange, Inbox, Message, read
+from coterie.exchange.base import Exchange, Inbox, Message, make_inbox
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Method, State
 from coterie.rng import Rng
@@ -35,17 +35,17 @@ class Play:
 
     def steps(self, rounds: int) -> "Play":
         for _ in range(rounds):
-            self.loop.step()
+            self.loop.run_next_round()
         return self
 
     def exchange(self, **changes: Any) -> tuple[State, Info]:
         """One exchange on the present state, which stays as it is."""
         loop = self.loop
         everybody = torch.arange(len(loop.task))
-        rnd = loop._context(loop.next_round, everybody, torch.arange(loop.task.population))
-        rnd = dataclasses.replace(rnd, rng=loop.rng.at(loop.next_round), **changes)
-        rnd.exchange.begin(rnd.rng)
-        rnd.exchange.enter(rnd.ids)
+        rnd = loop._make_round(loop.next_round, everybody, torch.arange(loop.task.population))
+        rnd = dataclasses.replace(rnd, rng=loop.rng.at_round(loop.next_round), **changes)
+        rnd.exchange.begin_round(rnd.rng)
+        rnd.exchange.set_active(rnd.ids)
         return loop.method.exchange(rnd, loop.state)
 
 
@@ -109,7 +109,7 @@ class Disturbed(InMemory):
         if number != self.number:
             return inbox
         if self.late and before is not None:
-            return read(before, self.active, peers, self.population)
+            return make_inbox(before, self.active, peers, self.population)
         return dataclasses.replace(
             inbox, mask=inbox.mask & ~torch.isin(self.active, torch.tensor(self.deaf))[:, None]
         )

@@ -8,7 +8,7 @@ from torch import nn
 from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import base
-from coterie.methods.base import Round, drawn_uniformly
+from coterie.methods.base import Round, draw_peers_uniformly
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
@@ -17,8 +17,8 @@ from coterie.testing import tiny_federation
 
 def test_a_share_of_a_peer_to_peer_population_may_be_one_client():
     """A tenth of ten is one; a server averages three at least."""
-    assert len(Random().cohort(None, Rng(0).at(0), 10, 0.1)) == 1
-    assert len(FedAvg().cohort(None, Rng(0).at(0), 10, 0.1)) == 3
+    assert len(Random().cohort(None, Rng(0).at_round(0), 10, 0.1)) == 1
+    assert len(FedAvg().cohort(None, Rng(0).at_round(0), 10, 0.1)) == 3
 
 
 def normalized() -> nn.Module:
@@ -45,13 +45,15 @@ def a_round(
     """A round in which some clients of a population are hosted."""
     task = Task(tiny_federation(clients).host(ids), "linear", engine="loop", dtype=torch.float64)
     everybody = torch.ones(clients, dtype=torch.bool) if reachable is None else reachable
-    return Round(index, task, InMemory(torch.tensor(ids), clients), Rng(3).at(index), everybody)
+    return Round(
+        index, task, InMemory(torch.tensor(ids), clients), Rng(3).at_round(index), everybody
+    )
 
 
 @pytest.fixture(params=[20_000, 4], ids=["a draw for each pair", "one after another"])
 def many(monkeypatch, request):
     """Both ways to draw uniformly."""
-    monkeypatch.setattr(base, "MANY", request.param)
+    monkeypatch.setattr(base, "LARGE_POPULATION", request.param)
 
 
 def test_uniform_draws_are_candidates_and_no_one_twice(many):
@@ -62,7 +64,7 @@ def test_uniform_draws_are_candidates_and_no_one_twice(many):
     allowed = torch.ones(40, 40, dtype=torch.bool)
     allowed[0] = False
     allowed[0, [5, 9]] = True
-    for peers in (drawn_uniformly(rnd, 6), drawn_uniformly(rnd, 6, allowed)):
+    for peers in (draw_peers_uniformly(rnd, 6), draw_peers_uniformly(rnd, 6, allowed)):
         for client, row in enumerate(peers.tolist()):
             found = [peer for peer in row if peer >= 0]
             assert len(set(found)) == len(found)
@@ -72,23 +74,25 @@ def test_uniform_draws_are_candidates_and_no_one_twice(many):
 
 
 def test_uniform_draws_do_not_depend_on_who_else_is_hosted(many):
-    whole = drawn_uniformly(a_round(40, list(range(40))), 5)
-    assert torch.equal(drawn_uniformly(a_round(40, [2, 30, 39]), 5), whole[[2, 30, 39]])
+    whole = draw_peers_uniformly(a_round(40, list(range(40))), 5)
+    assert torch.equal(draw_peers_uniformly(a_round(40, [2, 30, 39]), 5), whole[[2, 30, 39]])
     assert not torch.equal(
-        drawn_uniformly(a_round(40, [2, 30, 39], index=1), 5), whole[[2, 30, 39]]
+        draw_peers_uniformly(a_round(40, [2, 30, 39], index=1), 5), whole[[2, 30, 39]]
     )
 
 
 def test_uniform_draws_take_every_candidate_equally_often(many):
     """12 clients in 400 rounds, 3 of 11 each: 1,200 reads of each member are expected."""
-    rounds = (drawn_uniformly(a_round(12, list(range(12)), index=index), 3) for index in range(400))
+    rounds = (
+        draw_peers_uniformly(a_round(12, list(range(12)), index=index), 3) for index in range(400)
+    )
     times = np.bincount(torch.cat(list(rounds)).flatten().numpy(), minlength=12)
     assert times.sum() == 400 * 12 * 3
     assert np.abs(times - 1200).max() < 4 * np.sqrt(400 * 11 * 3 / 11 * 8 / 11)
 
 
 def test_as_many_peers_as_there_are_are_all_of_them(many):
-    peers = drawn_uniformly(a_round(6, list(range(6))), 9)
+    peers = draw_peers_uniformly(a_round(6, list(range(6))), 9)
     assert [sorted(row) for row in peers.tolist()] == [
         [j for j in range(6) if j != i] for i in range(6)
     ]

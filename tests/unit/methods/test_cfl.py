@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coterie.exchange.base import Message
-from coterie.methods.cfl import Cfl, Updates
+from coterie.methods.cfl import Cfl, CflClusters
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
@@ -17,22 +17,22 @@ LAYOUT = Layout(nn.Linear(2, 1, bias=False), torch.float64)
 DEGREES = [0, 30, 63, 97, 140]
 
 
-def start(clients: int) -> Updates:
+def start(clients: int) -> CflClusters:
     """One cluster, at the origin, of which nothing is known."""
     models, label = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(clients, dtype=torch.int64)
-    return Updates(
+    return CflClusters(
         models, models[:, :0], label, models.expand(clients, -1).clone(), torch.full_like(label, -1)
     )
 
 
-def merged(method: Cfl, shared: Updates, ids: list[int], index: int = 0) -> Updates:
+def merged(method: Cfl, shared: CflClusters, ids: list[int], index: int = 0) -> CflClusters:
     """A round in which some clients return unit vectors."""
     radians = torch.tensor([DEGREES[i] for i in ids], dtype=torch.float64) * math.pi / 180
     params = torch.stack([radians.cos(), radians.sin()], dim=1)
     message = Message(
         params, {"samples": torch.ones(len(ids), dtype=torch.float64)}, torch.tensor(ids)
     )
-    return method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, 5), shared, message)
+    return method.merge(ServerContext(index, Rng(0).at_round(index), LAYOUT, 5), shared, message)
 
 
 def always(**options) -> Cfl:
@@ -69,7 +69,7 @@ def test_a_split_must_be_clearer_than_gamma_max():
 @pytest.mark.option("Cfl.participation", "full", "partial")
 def test_everybody_takes_part_or_the_runs_share():
     """Three of ten, as with FedAvg, or all ten."""
-    rng = Rng(0).at(3)
+    rng = Rng(0).at_round(3)
     assert Cfl().cohort(None, rng, 10, 0.3).tolist() == list(range(10))
     drawn = Cfl(participation="partial").cohort(None, rng, 10, 0.3)
     assert drawn.tolist() == FedAvg().cohort(None, rng, 10, 0.3).tolist()

@@ -12,15 +12,15 @@ from coterie.errors import ConfigError
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.functional import similarity
-from coterie.methods.dac import Acquaintance, Dac, DacNoTwoHop, DacVar
-from coterie.testing import follow, tiny_federation, tiny_settings
+from coterie.methods.dac import Dac, DacNoTwoHop, DacVar, PeerSimilarities
+from coterie.testing import run_method, tiny_federation, tiny_settings
 
 IDS = torch.arange(4)
 
 
 def acquaintance(similarities, status):
     status = torch.tensor(status, dtype=torch.int8)
-    return Acquaintance(
+    return PeerSimilarities(
         torch.tensor(similarities).double(),
         status,
         (status == 2).long(),
@@ -64,7 +64,7 @@ def test_what_was_measured_stays_until_it_is_measured_again(play):
 @pytest.mark.parametrize(("relay", "known"), [("direct", [2]), ("any", [1, 2])])
 def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
     """Option D5: of an estimate of 1 and a measurement of 2, "direct" passes on the latter alone."""
-    told = acquaintance([[0.0, 0.5, 0.7, 0.0]], [[0, 1, 2, 0]]).shared_scores(
+    told = acquaintance([[0.0, 0.5, 0.7, 0.0]], [[0, 1, 2, 0]]).scores_to_share(
         relay, drop_nonpositive=False, dtype=torch.float32
     )
     assert told["known"][0].nonzero().flatten().tolist() == known
@@ -106,7 +106,7 @@ def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, 
 def test_relays_do_not_vouch_for_dropped_similarities():
     """Option D7: a similarity of -0.2 counts as unknown."""
     memory = acquaintance([[0.0, -0.2, 0.7, 0.0]], [[0, 2, 2, 0]])
-    assert memory.shared_scores("direct", drop_nonpositive=True, dtype=torch.float64)[
+    assert memory.scores_to_share("direct", drop_nonpositive=True, dtype=torch.float64)[
         "known"
     ].tolist() == [[False, False, True, False]]
 
@@ -115,9 +115,9 @@ def test_relays_do_not_vouch_for_dropped_similarities():
 def test_unknown_members_enter_with_zero_or_get_the_floor():
     """Option D6: s = (?, 1, ?) of three others: with tau = ln 2 shares (1, 2, 1) / 4, or all to the known one."""
     memory = acquaintance([[0.0, 0.0, 1.0, 0.0]], [[0, 0, 2, 0]])
-    zero = Dac(tau=math.log(2), eps_p=0.0).probability(IDS[:1], memory, 0)
+    zero = Dac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(zero, torch.tensor([[0.0, 0.25, 0.5, 0.25]]).double())
-    floor = Dac(tau=math.log(2), eps_p=0.0, unknown="floor").probability(IDS[:1], memory, 0)
+    floor = Dac(tau=math.log(2), eps_p=0.0, unknown="floor").peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(floor, torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double())
 
 
@@ -126,11 +126,11 @@ def test_nonpositive_similarities_can_count_as_unknown():
     """Option D7: s = (-1, 1, 0.5): kept, they rank below unknown; dropped, they count 0 or get the floor."""
     memory = acquaintance([[0.0, -1.0, 1.0, 0.5]], [[0, 2, 2, 2]])
     tau = math.log(2)
-    kept = Dac(tau=tau, eps_p=0.0).probability(IDS[:1], memory, 0)
+    kept = Dac(tau=tau, eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(kept[0, 1] / kept[0, 2], torch.tensor(0.25).double())
-    zero = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True).probability(IDS[:1], memory, 0)
+    zero = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(zero[0, 1] / zero[0, 2], torch.tensor(0.5).double())
-    floor = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor").probability(
+    floor = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor").peer_probabilities(
         IDS[:1], memory, 0
     )
     assert float(floor[0, 1]) == 0
@@ -141,9 +141,9 @@ def test_nonpositive_similarities_can_count_as_unknown():
 def test_min_max_scaling_uses_what_is_known():
     """s = (4, 2, ?) becomes (1, 0, 0): with tau = ln 2 shares (2, 1, 1) / 4, and (16, 4, 1) / 21 unscaled."""
     memory = acquaintance([[0.0, 4.0, 2.0, 0.0]], [[0, 2, 1, 0]])
-    p = Dac(tau=math.log(2), eps_p=0.0, scaling="minmax").probability(IDS[:1], memory, 0)
+    p = Dac(tau=math.log(2), eps_p=0.0, scaling="minmax").peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(p, torch.tensor([[0.0, 0.5, 0.25, 0.25]]).double())
-    p = Dac(tau=math.log(2), eps_p=0.0).probability(IDS[:1], memory, 0)
+    p = Dac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(p, torch.tensor([[0.0, 16.0, 4.0, 1.0]]).double() / 21)
 
 
@@ -153,7 +153,7 @@ def test_entropy_schedule_gives_every_client_its_own_temperature():
     memory = acquaintance(
         [[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 200.0, 300.0]], [[0, 2, 2, 2], [2, 0, 2, 2]]
     )
-    p = Dac(tau_schedule="entropy", entropy=1.0, eps_p=0.0).probability(IDS[:2], memory, 5)
+    p = Dac(tau_schedule="entropy", entropy=1.0, eps_p=0.0).peer_probabilities(IDS[:2], memory, 5)
     entropy = -torch.special.xlogy(p, p).sum(1) / math.log(2)
     torch.testing.assert_close(entropy, torch.ones(2).double())
 
@@ -182,9 +182,9 @@ def test_var_schedule_rises_from_one_to_tau():
 def test_the_temperature_of_a_round_shapes_the_draws_of_the_next(play, monkeypatch):
     """p_i is formed with tau(t) and used in round t + 1."""
     asked = []
-    real = Dac.probability
+    real = Dac.peer_probabilities
     monkeypatch.setattr(
-        Dac, "probability", lambda self, ids, m, r: asked.append(r) or real(self, ids, m, r)
+        Dac, "peer_probabilities", lambda self, ids, m, r: asked.append(r) or real(self, ids, m, r)
     )
     play(DacVar(num_peers=2)).steps(4)
     assert asked == [0, 0, 1, 2]
@@ -379,7 +379,7 @@ def test_products_of_models_cost_no_forward_pass(play, metric):
     every, here = torch.arange(6).expand(6, 6), torch.ones(6, 6, dtype=torch.bool)
     expected = similarity.cosine(w, w, every, here)
     if metric == "inv_l2":
-        expected = similarity.inverse(similarity.distance(w, w, every, here))
+        expected = similarity.invert_cost(similarity.l2_distances(w, w, every, here))
     torch.testing.assert_close(state.memory.similarity, expected.fill_diagonal_(0))
 
 
@@ -545,11 +545,11 @@ def test_running_statistics_have_no_part_in_distances_and_cosines(metric):
     """A network with 21 parameters and 7 running statistics, which are given values of their own."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     method, settings = Dac(num_peers=5, similarity=metric, two_hop=False), tiny_settings(rounds=1)
-    loop = follow(method, model=lambda: model, settings=dataclasses.replace(settings, rounds=0))
+    loop = run_method(method, model=lambda: model, settings=dataclasses.replace(settings, rounds=0))
     params = loop.state.params.clone()
     params[:, 21:] = torch.arange(42.0).reshape(6, 7)
     loop.state, loop.settings = dataclasses.replace(loop.state, params=params), settings
-    loop.step()
+    loop.run_next_round()
     w = params[:, :21] - (loop.task.origin(loop.rng)[:, :21] if metric == "cos_grad" else 0)
     expected = torch.nn.functional.cosine_similarity(w[:, None], w[None], dim=2)
     if metric == "inv_l2":
@@ -576,7 +576,7 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
     assert bool((info["probabilities"] == 1 / 5).all())
     rows = torch.arange(6)[:, None]
     for _ in range(2):
-        expected = method.probability(torch.arange(6), run.memory, run.loop.next_round - 1)
+        expected = method.peer_probabilities(torch.arange(6), run.memory, run.loop.next_round - 1)
         run.steps(1)
         info = run.infos[-1]
         torch.testing.assert_close(info["probabilities"], expected[rows, info["peers"]])

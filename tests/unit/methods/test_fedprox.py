@@ -6,7 +6,7 @@ import torch
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedprox import FedProx
 from coterie.rng import Rng
-from coterie.testing import follow, tiny_settings
+from coterie.testing import run_method, tiny_settings
 
 
 @pytest.mark.option("FedProx.sampling", "uniform", "samples")
@@ -14,9 +14,11 @@ def test_clients_are_drawn_uniformly_or_by_samples(uneven):
     """12, 11, ... 7 samples: the three largest of log n_k + Gumbel noise; uniformly, FedAvg's cohort."""
     for sampling in ("uniform", "samples"):
         method, differs = FedProx(sampling=sampling), 0
-        shared = follow(method, federation=uneven, settings=tiny_settings(rounds=0)).state.shared
+        shared = run_method(
+            method, federation=uneven, settings=tiny_settings(rounds=0)
+        ).state.shared
         for index in range(40):
-            rng = Rng(0).at(index)
+            rng = Rng(0).at_round(index)
             found = method.cohort(shared, rng, 6, 3)
             plain = FedAvg().cohort(None, rng, 6, 3)
             noise = torch.from_numpy(rng.generator("cohort").gumbel(size=6))

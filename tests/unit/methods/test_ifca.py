@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from coterie.exchange.base import Message
-from coterie.methods.ifca import Ifca, Models
+from coterie.methods.ifca import Ifca, IfcaModels
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.testing import follow, tiny_settings
+from coterie.testing import run_method, tiny_settings
 
 
 @pytest.mark.option("Ifca.averaging_of", "models", "gradients")
@@ -34,9 +34,9 @@ def test_clusters_are_averaged_as_the_options_say(options, expected):
         "label": torch.tensor([0, 0, 1]),
         "samples": torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64),
     }
-    old = Models(torch.tensor([[2.0, 4.0], [2.0, 4.0]], dtype=torch.float64))
+    old = IfcaModels(torch.tensor([[2.0, 4.0], [2.0, 4.0]], dtype=torch.float64))
     method = Ifca(clusters=2, **options)
-    context = ServerContext(0, Rng(0).at(0), layout, 3)
+    context = ServerContext(0, Rng(0).at_round(0), layout, 3)
     merged = method.merge(context, old, Message(params, fields, torch.arange(3))).models
     torch.testing.assert_close(merged, torch.tensor(expected, dtype=torch.float64))
 
@@ -50,7 +50,7 @@ def test_the_first_models_are_drawn_or_chosen_by_the_clients(loss_table):
     sets, share = 6, 1 / 3
     for start in ("independent", "resample"):
         method = Ifca(clusters=2, start=start, candidates=sets, resample_share=share)
-        loop = follow(method, settings=tiny_settings(rounds=0))
+        loop = run_method(method, settings=tiny_settings(rounds=0))
         models = loop.task.fresh(Rng(3), 2 * sets)
         losses = loss_table(loop.task, models).reshape(6, sets, 2)
         shares = (losses.argmin(2) == 0).double().mean(0)
@@ -58,7 +58,7 @@ def test_the_first_models_are_drawn_or_chosen_by_the_clients(loss_table):
         chosen = fair[0] if start == "resample" else 0
         assert fair[0] > 0, "otherwise both would be one"
         assert torch.equal(loop.state.shared.models, models.reshape(sets, 2, -1)[chosen])
-        context = ServerContext(0, Rng(3).at(0), loop.task.layout, 6)
+        context = ServerContext(0, Rng(3).at_round(0), loop.task.layout, 6)
         _, offer = method.offer(
             context, loop.state.shared, Message(torch.zeros(6, 0), {}, torch.arange(6))
         )

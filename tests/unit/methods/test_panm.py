@@ -241,7 +241,7 @@ def test_impossible_settings_are_refused():
 def test_the_loss_becomes_a_similarity(play, loss_table, monkeypatch):
     """1 / (l + eps) with eps = 0.5, or -l, of each model on each client's training data."""
     asked = []
-    real = PanmLoss.score
+    real = PanmLoss.score_peers
     spy = lambda self, rnd, state, inbox: (  # noqa: E731
         asked.append((inbox, real(self, rnd, state, inbox))) or asked[-1][1]
     )

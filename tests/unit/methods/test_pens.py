@@ -60,17 +60,17 @@ def test_nobody_kept_often_enough_is_local_training(play):
 def test_the_three_published_thresholds(threshold, bound, friends):
     """Invariant 32: K = 100, T1 = 20, m = 2; below 0 the last would let strangers in, who were never kept."""
     pens = Pens(num_kept=2, stage_one_rounds=20, threshold=threshold)
-    assert pens.bound(100) == pytest.approx(bound, abs=5e-4)
+    assert pens.min_times_kept(100) == pytest.approx(bound, abs=5e-4)
     kept = torch.zeros(1, 100, dtype=torch.int64)
     kept[0, 1], kept[0, 2] = 1, 7
-    assert pens.neighbors(kept)[0].nonzero().flatten().tolist() == friends
+    assert pens.find_neighbors(kept)[0].nonzero().flatten().tolist() == friends
 
 
 def test_thresholds_differ_where_counts_lie_between():
     """K = 5, m = 2, T1 = 10: 5, 4 and 4; a count of 5 is above the latter two alone."""
     kept = torch.tensor([[0, 5, 6, 4, 5]])
     found = {
-        name: Pens(num_kept=2, stage_one_rounds=10, threshold=name).neighbors(kept)[0].tolist()
+        name: Pens(num_kept=2, stage_one_rounds=10, threshold=name).find_neighbors(kept)[0].tolist()
         for name in ("expected", "dac_repo", "pens_repo")
     }
     assert found["expected"] == [False, False, True, False, False]

@@ -45,7 +45,12 @@ def test_methods_are_the_concrete_classes_that_the_package_imports():
 
 def test_a_method_is_found_by_name_by_entry_point_and_by_import_path(offers):
     offers(("ring", LOCAL))
-    assert registry.find("local") is registry.find("ring") is registry.find(LOCAL) is Local
+    assert (
+        registry.find_method("local")
+        is registry.find_method("ring")
+        is registry.find_method(LOCAL)
+        is Local
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_a_method_is_found_by_name_by_entry_point_and_by_import_path(offers):
 )
 def test_what_is_no_method_is_said_in_a_line(kind, said):
     with pytest.raises(ConfigError) as raised:
-        registry.find(kind)
+        registry.find_method(kind)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -74,13 +79,13 @@ def test_a_name_that_two_packages_offer_has_to_be_said_by_its_path(offers):
     with pytest.raises(
         ConfigError, match=r"'ring' is offered by .*one\.ring:Ring and by two\.ring:Ring; say which"
     ):
-        registry.find("ring")
+        registry.find_method("ring")
 
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(offers):
     offers(("dac", LOCAL))
-    assert registry.find("dac") is METHODS["dac"]
-    assert registry.installed() == {}
+    assert registry.find_method("dac") is METHODS["dac"]
+    assert registry.list_installed() == {}
 
 
 def test_a_class_is_stored_under_the_name_that_finds_it_again(offers):
@@ -93,11 +98,11 @@ def test_a_class_is_stored_under_the_name_that_finds_it_again(offers):
 
 def test_a_method_made_in_python_is_read_from_its_file_without_its_class_and_told_the_same():
     study = make_study({"Own": Mine(), "Alone": Local()}, settings=None)
-    read = config.loads(config.dumps(study), to_run=False)
+    read = config.parse_study_text(config.format_study(study), to_run=False)
     assert isinstance(read.methods[0].method, registry.StoredMethod)
     assert isinstance(read.methods[1].method, Local)
-    assert config.table(read) == config.table(study)
-    assert config.difference(read, study) == ""
+    assert config.make_study_table(read) == config.make_study_table(study)
+    assert config.describe_difference(read, study) == ""
     with pytest.raises(ConfigError, match="load its study to run it"):
         simulate(
             tiny_federation(), read.methods[0].method, model="linear", settings=tiny_settings()
@@ -110,7 +115,7 @@ def test_settings_of_a_stored_method_are_its_own_unless_the_study_has_them():
         STUDY.replace("coterie.methods.local:Local", "gone")
         + 'rounds = 7\nparticipation = "partial"\ntau = 3\n'
     )
-    (entry,) = config.loads(text, to_run=False).methods
+    (entry,) = config.parse_study_text(text, to_run=False).methods
     assert entry.settings.rounds == 7
     assert entry.settings.participation == 1
     assert isinstance(entry.method, registry.StoredMethod)
@@ -119,14 +124,14 @@ def test_settings_of_a_stored_method_are_its_own_unless_the_study_has_them():
 
 def test_an_import_path_is_called_by_the_kind_of_its_class():
     """Also where a setting is changed: a label becomes a folder, which cannot have a colon."""
-    study = config.loads(STUDY, overrides=["methods.local.rounds=3"])
+    study = config.parse_study_text(STUDY, overrides=["methods.local.rounds=3"])
     assert (study.methods[0].label, study.methods[0].settings.rounds) == ("local", 3)
 
 
 def test_a_missing_package_is_named_where_the_file_names_it():
     text = STUDY.replace("coterie.methods.local:Local", "gone") + 'package = "ring-package==1.0"\n'
     with pytest.raises(ConfigError, match=r"install ring-package==1\.0"):
-        config.loads(text)
+        config.parse_study_text(text)
 
 
 def test_a_peer_method_without_a_kind_is_none():

@@ -16,7 +16,7 @@ from coterie.methods.fesem import FeSem
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.testing import follow, tiny_settings
+from coterie.testing import run_method, tiny_settings
 
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
 ANSWERS = Message(
@@ -33,11 +33,13 @@ ANSWERS = Message(
 def averaged(method: ServerMethod, rounds: int = 1) -> float:
     """The server's one parameter, 10 at the start, after rounds with the same answers."""
     models = torch.full((1, 1), 10.0, dtype=torch.float64)
-    shared = follow(method, settings=tiny_settings(rounds=0)).state.shared
+    shared = run_method(method, settings=tiny_settings(rounds=0)).state.shared
     velocity = torch.zeros(1, shared.velocity.shape[1] and 1, dtype=torch.float64)
     shared = dataclasses.replace(shared, models=models, velocity=velocity)
     for index in range(rounds):
-        shared = method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, 6), shared, ANSWERS)
+        shared = method.merge(
+            ServerContext(index, Rng(0).at_round(index), LAYOUT, 6), shared, ANSWERS
+        )
     return float(shared.models[0, 0])
 
 
@@ -97,7 +99,7 @@ def test_a_center_to_which_too_few_models_came_back_stays():
 def test_fedgwc_hands_its_penalty_to_fedprox():
     """The weight of the penalty is its own, not FedProx's default."""
     ours, plain, default = (
-        follow(method, settings=tiny_settings(rounds=2)).state.shared.models
+        run_method(method, settings=tiny_settings(rounds=2)).state.shared.models
         for method in (FedGwc(aggregator="fedprox", mu=1.0), FedProx(mu=1.0), FedProx())
     )
     assert torch.equal(ours, plain)
@@ -106,9 +108,9 @@ def test_fedgwc_hands_its_penalty_to_fedprox():
 
 def test_the_personal_model_of_ditto_has_steps_of_its_own():
     """Twelve samples in batches of 5, 5 and 2 for the global model; five steps are 5, 5, 2, 5 and 5 more."""
-    assert follow(Ditto(personal_steps=5), settings=tiny_settings(rounds=1)).train_samples == 6 * (
-        12 + 22
-    )
+    assert run_method(
+        Ditto(personal_steps=5), settings=tiny_settings(rounds=1)
+    ).train_samples == 6 * (12 + 22)
 
 
 def median(received):
@@ -134,4 +136,4 @@ def test_a_forgotten_return_of_a_server_is_one_line():
     with pytest.raises(
         ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"
     ):
-        follow(Forgetful())
+        run_method(Forgetful())

@@ -4,7 +4,7 @@ from torch import nn
 
 from coterie.errors import ConfigError, ModelError
 from coterie.models import layout
-from coterie.models.layout import NETS, KeyedDropout, Layout, build, initial
+from coterie.models.layout import NETS, KeyedDropout, Layout, build_model, draw_initial_params
 from coterie.rng import Rng
 
 
@@ -22,13 +22,13 @@ from coterie.rng import Rng
 def test_reference_networks_have_the_published_number_of_parameters(
     kind, features, outputs, params
 ):
-    assert Layout(build(kind, features, outputs)).trainable == params
+    assert Layout(build_model(kind, features, outputs)).trainable == params
 
 
 def test_net_a_takes_the_dropout_that_the_code_of_dac_defines_and_leaves_out():
-    plain = build("cnn-a", (3, 32, 32), 10)
+    plain = build_model("cnn-a", (3, 32, 32), 10)
     assert not [part for part in plain if isinstance(part, nn.Dropout)]
-    net = build("coterie.models.layout:cnn_a", (3, 32, 32), 10, {"dropout": 0.5})
+    net = build_model("coterie.models.layout:cnn_a", (3, 32, 32), 10, {"dropout": 0.5})
     assert isinstance(net, nn.Sequential)
     # after the first hidden layer
     assert [i for i, part in enumerate(net) if isinstance(part, nn.Dropout)] == [9]
@@ -36,45 +36,45 @@ def test_net_a_takes_the_dropout_that_the_code_of_dac_defines_and_leaves_out():
 
 
 def test_net_b_takes_small_images():
-    assert build("cnn-b", (1, 8, 8), 10)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert build_model("cnn-b", (1, 8, 8), 10)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 def test_an_unknown_network_names_the_nearest_and_wrong_inputs_are_refused():
     with pytest.raises(ConfigError, match="did you mean 'cnn-a'"):
-        build("cnna", (3, 32, 32), 10)
+        build_model("cnna", (3, 32, 32), 10)
     with pytest.raises(ModelError, match=r"cnn-b takes images \(channels, height, width\)"):
-        build("cnn-b", (10,), 10)
+        build_model("cnn-b", (10,), 10)
     assert "cnn-a" in NETS
 
 
 def test_a_row_is_the_module_and_back():
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     layout = Layout(module, torch.float64)
-    row = layout.flatten(module)
+    row = layout.flatten_module(module)
     assert layout.trainable == 12 + 4 + 8 + 8 + 2
     # running mean, running variance, number of batches
     assert layout.size == layout.trainable + 4 + 4 + 1
-    again = layout.module(row, dtype=torch.float64)
+    again = layout.build_module(row, dtype=torch.float64)
     x = torch.randn(5, 3, dtype=torch.float64)
     assert torch.allclose(again(x), module.double().eval()(x), atol=1e-12)
-    views = layout.views(row.expand(2, -1))
+    views = layout.split_rows(row.expand(2, -1))
     assert torch.equal(
-        layout.concat(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1)
+        layout.join_tensors(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1)
     )
 
 
 def test_returned_batch_norm_computes_what_batch_norm_does():
     norm = nn.BatchNorm2d(3, momentum=0.3).double()
     layout = Layout(norm, torch.float64)
-    tensors = layout.views(layout.flatten(norm))
+    tensors = layout.split_rows(layout.flatten_module(norm))
     x = torch.randn(6, 3, 4, 4, dtype=torch.float64) * 2 + 1
     for _ in range(3):
-        expected, got = norm(x), layout.call(tensors, x, training=True)
+        expected, got = norm(x), layout.run_module(tensors, x, training=True)
         assert torch.allclose(got, expected, atol=1e-12)
         assert torch.allclose(tensors["running_mean"], norm.running_mean, atol=1e-12)
         assert torch.allclose(tensors["running_var"], norm.running_var, atol=1e-12)
         x = x * 1.5
-    assert torch.allclose(layout.call(tensors, x, training=False), norm.eval()(x), atol=1e-12)
+    assert torch.allclose(layout.run_module(tensors, x, training=False), norm.eval()(x), atol=1e-12)
 
 
 def test_cumulative_batch_norm_and_batch_norm_without_statistics():
@@ -83,11 +83,13 @@ def test_cumulative_batch_norm_and_batch_norm_without_statistics():
         nn.BatchNorm1d(2, track_running_stats=False).double(),
     ):
         layout = Layout(norm, torch.float64)
-        tensors = layout.views(layout.flatten(norm))
+        tensors = layout.split_rows(layout.flatten_module(norm))
         for scale in (1.0, 3.0, 9.0):
             x = torch.randn(5, 2, dtype=torch.float64) * scale
-            assert torch.allclose(layout.call(tensors, x, training=True), norm(x), atol=1e-12)
-        assert torch.allclose(layout.call(tensors, x, training=False), norm.eval()(x), atol=1e-12)
+            assert torch.allclose(layout.run_module(tensors, x, training=True), norm(x), atol=1e-12)
+        assert torch.allclose(
+            layout.run_module(tensors, x, training=False), norm.eval()(x), atol=1e-12
+        )
 
 
 def test_keyed_dropout_keeps_the_expected_share_scales_and_is_off_in_evaluation():
@@ -163,10 +165,10 @@ def test_first_models_differ_by_seed_and_client_and_not_by_call():
     module = nn.Linear(3, 2)
     layout = Layout(module)
     for source in (module, lambda: nn.Linear(3, 2)):
-        first = initial(source, layout, Rng(0))
-        assert torch.equal(first, initial(source, layout, Rng(0)))
-        assert not torch.equal(first, initial(source, layout, Rng(1)))
-        assert not torch.equal(first, initial(source, layout, Rng(0), client=0))
+        first = draw_initial_params(source, layout, Rng(0))
+        assert torch.equal(first, draw_initial_params(source, layout, Rng(0)))
+        assert not torch.equal(first, draw_initial_params(source, layout, Rng(1)))
+        assert not torch.equal(first, draw_initial_params(source, layout, Rng(0), client=0))
 
 
 class Own(nn.Linear):
@@ -191,13 +193,16 @@ def anything(**options: int) -> nn.Module:
 def test_a_model_is_made_by_its_import_path():
     """With `features` and `outputs` where they are taken, and its own arguments; a given one wins."""
     path = f"{__name__}:Own"
-    assert {tuple(t.shape) for t in layout.build(path, (4,), 3).parameters()} == {(3, 4), (3,)}
-    assert [tuple(t.shape) for t in layout.build(path, (4,), 3, {"bias": False}).parameters()] == [
-        (3, 4)
-    ]
-    assert layout.build(path, (4,), 3, {"outputs": 5}).out_features == 5
-    assert layout.build(f"{__name__}:anything", (4,), 3, {"inputs": 2}).in_features == 2
-    made = layout.source(layout.NamedModel(path, {"bias": False}), (4,), 3)
+    assert {tuple(t.shape) for t in layout.build_model(path, (4,), 3).parameters()} == {
+        (3, 4),
+        (3,),
+    }
+    assert [
+        tuple(t.shape) for t in layout.build_model(path, (4,), 3, {"bias": False}).parameters()
+    ] == [(3, 4)]
+    assert layout.build_model(path, (4,), 3, {"outputs": 5}).out_features == 5
+    assert layout.build_model(f"{__name__}:anything", (4,), 3, {"inputs": 2}).in_features == 2
+    made = layout.resolve_model(layout.NamedModel(path, {"bias": False}), (4,), 3)
     assert callable(made)
     assert made() is not made()
 
@@ -235,21 +240,21 @@ def test_a_model_is_made_by_its_import_path():
 )
 def test_what_makes_no_model_is_one_line(name, options, said):
     with pytest.raises((ConfigError, ModelError)) as raised:
-        layout.build(f"{__name__}:{name}", (4,), 3, options)
+        layout.build_model(f"{__name__}:{name}", (4,), 3, options)
     assert said.format(__name__) in str(raised.value)
 
 
 def test_a_bundled_network_takes_no_options():
     with pytest.raises(ConfigError, match="linear takes none, import paths do"):
-        layout.build("linear", (4,), 3, {"width": 3})
+        layout.build_model("linear", (4,), 3, {"width": 3})
 
 
 def test_an_own_model_is_told_apart_by_its_arguments():
     """Which its modules need not show."""
-    assert layout.own_name("linear") == layout.own_name(nn.Linear(1, 1)) == ""
-    assert layout.own_name("a.b:Net") == "a.b:Net"
+    assert layout.custom_model_name("linear") == layout.custom_model_name(nn.Linear(1, 1)) == ""
+    assert layout.custom_model_name("a.b:Net") == "a.b:Net"
     named = [layout.NamedModel("a.b:Net", {"width": width}) for width in (1, 2)]
-    assert [layout.own_name(one) for one in named] == [
+    assert [layout.custom_model_name(one) for one in named] == [
         'a.b:Net {"width": 1}',
         'a.b:Net {"width": 2}',
     ]

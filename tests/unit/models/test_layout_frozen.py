@@ -6,15 +6,15 @@ from torch import nn
 
 from coterie.engine._base import cross_entropy
 from coterie.engine._flat import FlatModel
-from coterie.engine._work import Pairs, RawSamples
+from coterie.engine._work import EvaluationPairs, RawSamples
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.stack import NotAStackError, layers
 from coterie.engine.task import LocalTraining, Task
 from coterie.methods import METHODS
-from coterie.models.layout import Layout, initial
+from coterie.models.layout import Layout, draw_initial_params
 from coterie.net.head import schema_hash
 from coterie.rng import Rng
-from coterie.simulation.checkpoint import identity
+from coterie.simulation.checkpoint import compute_identity
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 from coterie.testing import check_method, tiny_federation, tiny_settings
@@ -52,7 +52,7 @@ class Images(nn.Module):
 
 
 def drawn(make, seed=0):
-    with Rng(seed).torch_globals("test"):
+    with Rng(seed).temporary_torch_seed("test"):
         return make()
 
 
@@ -74,7 +74,7 @@ def test_a_row_holds_what_is_trained_and_what_a_client_counts_itself():
 def test_a_module_of_a_row_has_the_frozen_weights_of_the_layout():
     module = drawn(Backbone)
     layout = Layout(module)
-    again = layout.module(layout.flatten(module))
+    again = layout.build_module(layout.flatten_module(module))
     assert all(
         torch.equal(a, b)
         for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
@@ -103,7 +103,7 @@ def test_what_a_client_starts_from_has_nothing_to_do_with_frozen_weights():
     assert task.layout.frozen_digest == other.layout.frozen_digest
     module = drawn(Backbone)
     layout, kept = Layout(module), module.body[1].weight.clone()
-    initial(module, layout, Rng(1))  # every layer draws again, but what is frozen
+    draw_initial_params(module, layout, Rng(1))  # every layer draws again, but what is frozen
     assert torch.equal(layout.frozen["body.1.weight"], kept)
 
 
@@ -125,7 +125,7 @@ def test_engines_agree(make, features):
         found[engine] = simulate(
             federation, METHODS["fedavg"](), model=module, settings=settings
         ).params
-    start = Layout(module, torch.float64).flatten(module)
+    start = Layout(module, torch.float64).flatten_module(module)
     assert not torch.equal(found["loop"][0], start)
     assert torch.allclose(found["vmap"], found["loop"], rtol=0, atol=1e-10)
     assert torch.allclose(found["compiled"], found["loop"], rtol=0, atol=1e-10)
@@ -154,15 +154,15 @@ def test_a_program_made_for_one_backbone_computes_with_the_next_one():
         engine = CompiledEngine(layout, cross_entropy, x, y)
         programs.append(engine.program)
         row = torch.linspace(-1, 1, layout.size, dtype=torch.float64)[None]
-        sets = Pairs(
+        sets = EvaluationPairs(
             RawSamples(x, y, torch.float64),
             torch.arange(4)[None],
             torch.tensor([4]),
             *[torch.zeros(1).long()] * 2,
         )
-        losses.append(engine.measure(row, sets, {}, 1)["loss"])
+        losses.append(engine.measure_pairs(row, sets, {}, 1)["loss"])
         expected = torch.nn.functional.cross_entropy(
-            layout.module(row[0], dtype=torch.float64)(x), y
+            layout.build_module(row[0], dtype=torch.float64)(x), y
         ).detach()
         assert torch.allclose(losses[-1], expected[None], atol=1e-12)
     assert programs[0].text == programs[1].text
@@ -199,5 +199,5 @@ def test_a_checkpoint_belongs_to_the_frozen_weights_of_its_run():
             engine="loop",
             dtype=torch.float64,
         )
-        found.add(identity(METHODS["local"](), settings, 0, federation, task))
+        found.add(compute_identity(METHODS["local"](), settings, 0, federation, task))
     assert len(found) == 2

@@ -14,9 +14,9 @@ from torch import nn
 from coterie.errors import ModelError
 from coterie.methods.sosicfl import SosicFl
 from coterie.models import networks
-from coterie.models.layout import NETS, Layout, build
+from coterie.models.layout import NETS, Layout, build_model
 from coterie.rng import Rng
-from coterie.testing import follow, tiny_federation, tiny_settings
+from coterie.testing import run_method, tiny_federation, tiny_settings
 
 VISION = {"squeezenet": 727_626, "mobilenet-v2": 2_236_682, "resnet-18": 11_181_642}
 
@@ -35,7 +35,7 @@ def test_networks_have_the_papers_sizes(
     kind: str, features: tuple[int, ...], outputs: int, size: int
 ):
     """The number of parameters where it is known, and an output for each class, for other images too."""
-    module = build(kind, features, outputs)
+    module = build_model(kind, features, outputs)
     assert module(torch.zeros(2, *features)).shape == (2, outputs)
     if size:
         assert sum(p.numel() for p in module.parameters()) == size
@@ -45,7 +45,7 @@ def test_networks_have_the_papers_sizes(
 @pytest.mark.parametrize("size", [(32, 44), (44, 32)])
 def test_images_need_not_be_square(kind: str, size: tuple[int, int]):
     """Height and width are taken each for itself."""
-    assert build(kind, (3, *size), 7)(torch.zeros(2, 3, *size)).shape == (2, 7)
+    assert build_model(kind, (3, *size), 7)(torch.zeros(2, 3, *size)).shape == (2, 7)
 
 
 def test_cnn_y_pools_before_relu():
@@ -56,7 +56,7 @@ def test_cnn_y_pools_before_relu():
 
 def test_simple_cnn_has_xavier_normal_weights():
     """Standard deviation sqrt(2 / (fan in + fan out)) of the largest layer, within 3 %."""
-    with Rng(0).torch_globals("test"):
+    with Rng(0).temporary_torch_seed("test"):
         layer = networks.simple_cnn((3, 32, 32), 10)[10]
     assert layer.weight.shape == (128, 576)
     assert float(layer.weight.detach().std()) == pytest.approx((2 / (128 + 576)) ** 0.5, rel=0.03)
@@ -83,7 +83,7 @@ def torchvision() -> Iterator[None]:
 @pytest.mark.parametrize("kind", sorted(VISION))
 def test_networks_of_torchvision(kind: str):
     """Sizes with ten classes; a layout separates running statistics from parameters."""
-    module = build(kind, (3, 32, 32), 10)
+    module = build_model(kind, (3, 32, 32), 10)
     assert sum(p.numel() for p in module.parameters()) == VISION[kind]
     layout = Layout(module)
     assert layout.trainable == VISION[kind]
@@ -95,7 +95,7 @@ def test_a_simplex_of_squeezenets_last_convolution_trains():
     """One round of SosicFL and one of FedAvg with running statistics, on tiny images."""
     federation = tiny_federation(3, 1, train=4, validation=2, features=(3, 32, 32))
     settings = tiny_settings(rounds=1, engine="loop", dtype="float32")
-    loop = follow(
+    loop = run_method(
         SosicFl(endpoints=2, regions=1),
         federation=federation,
         model="squeezenet",
@@ -117,9 +117,9 @@ def test_a_missing_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch):
         ModelError,
         match=r"resnet18 needs torchvision, .* pip install 'torchvision>=.*', the one that was built for your PyTorch",
     ):
-        build("resnet-18", (3, 32, 32), 10)
+        build_model("resnet-18", (3, 32, 32), 10)
     with pytest.raises(ModelError, match="color images of at least 3x32x32; found 1x28x28"):
-        build("resnet-18", (1, 28, 28), 10)
+        build_model("resnet-18", (1, 28, 28), 10)
     assert set(networks.NETS) < set(NETS)
 
 
@@ -140,7 +140,7 @@ def test_a_torchvision_built_for_another_pytorch_is_explained(
     fix = r"pip install 'torchvision>=.*', the one that was built for your PyTorch"
     for _ in range(2):
         with pytest.raises(ModelError, match=found + fix) as caught:
-            build(kind, (3, 32, 32), 10)
+            build_model(kind, (3, 32, 32), 10)
         assert "\n" not in str(caught.value)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
 

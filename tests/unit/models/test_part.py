@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 
 from coterie.errors import ConfigError
 from coterie.models.layout import Layout
-from coterie.models.part import Columns, Part, chosen
+from coterie.models.part import ColumnSet, ParameterSharing, match_patterns
 
 
 class Net(nn.Module):
@@ -27,25 +27,31 @@ NAMES = [slot.name for slot in LAYOUT.slots]
 
 
 def names(*patterns):
-    mask = chosen(LAYOUT, patterns, "shared")
+    mask = match_patterns(LAYOUT, patterns, "shared")
     return {slot.name for slot in LAYOUT.slots if bool(mask[slot.start : slot.stop].all())}
 
 
 def test_columns_of_rows_and_rows_of_columns():
-    columns = Columns.where(torch.tensor([True, True, False, True, False]))
+    columns = ColumnSet.from_mask(torch.tensor([True, True, False, True, False]))
     rows = torch.arange(10.0).reshape(2, 5)
-    assert columns == Columns(((0, 2), (3, 4)), 5)
-    assert columns.of(rows).tolist() == [[0, 1, 3], [5, 6, 8]]
-    assert columns.widened(columns.of(rows)).tolist() == [[0, 1, 0, 3, 0], [5, 6, 0, 8, 0]]
-    assert columns.put(rows, -columns.of(rows)).tolist() == [[0, -1, 2, -3, 4], [-5, -6, 7, -8, 9]]
+    assert columns == ColumnSet(((0, 2), (3, 4)), 5)
+    assert columns.select_from(rows).tolist() == [[0, 1, 3], [5, 6, 8]]
+    assert columns.expand_to_rows(columns.select_from(rows)).tolist() == [
+        [0, 1, 0, 3, 0],
+        [5, 6, 0, 8, 0],
+    ]
+    assert columns.replace_in(rows, -columns.select_from(rows)).tolist() == [
+        [0, -1, 2, -3, 4],
+        [-5, -6, 7, -8, 9],
+    ]
     assert rows.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert columns.mask.tolist() == [True, True, False, True, False]
-    assert Columns((), 5).of(rows).shape == (2, 0)
+    assert ColumnSet((), 5).select_from(rows).shape == (2, 0)
 
 
 def test_columns_side_by_side_are_not_copied():
     rows = torch.zeros(2, 5)
-    assert Columns(((1, 4),), 5).of(rows).data_ptr() == rows[:, 1:].data_ptr()
+    assert ColumnSet(((1, 4),), 5).select_from(rows).data_ptr() == rows[:, 1:].data_ptr()
 
 
 def test_a_pattern_matches_names_of_tensors_and_of_modules():
@@ -66,12 +72,15 @@ def test_tied_and_parametrized_tensors_answer_to_all_of_their_names():
     net.body[3] = nn.Linear(3, 3)
     net.head = nn.Linear(3, 3)
     net.head.weight = net.body[3].weight
-    mask = chosen(Layout(net), ["head.weight"], "shared")
+    mask = match_patterns(Layout(net), ["head.weight"], "shared")
     assert int(mask.sum()) == 9
     parametrize.register_parametrization(net.body[0], "weight", nn.Identity())
     layout = Layout(net)
-    assert int(chosen(layout, ["body.0.weight"], "shared").sum()) == 12
-    assert layout.layers()["body.0"] == ("body.0.bias", "body.0.parametrizations.weight.original")
+    assert int(match_patterns(layout, ["body.0.weight"], "shared").sum()) == 12
+    assert layout.layer_tensors()["body.0"] == (
+        "body.0.bias",
+        "body.0.parametrizations.weight.original",
+    )
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_names_that_are_near():
@@ -79,21 +88,21 @@ def test_a_pattern_that_matches_nothing_is_refused_with_names_that_are_near():
         ConfigError,
         match=r"^shared: 'bodi\.\*' matches no tensor of the model; near names are body",
     ):
-        chosen(LAYOUT, ["bodi.*"], "shared")
+        match_patterns(LAYOUT, ["bodi.*"], "shared")
     with pytest.raises(
         ConfigError, match=r"matches no tensor of the model; it has body.0.weight, "
     ):
-        chosen(LAYOUT, ["!zzzzz"], "shared")
+        match_patterns(LAYOUT, ["!zzzzz"], "shared")
     net = Net()
     net.body[0].requires_grad_(False)
     with pytest.raises(
         ConfigError, match=r"'body\.0' matches frozen weights alone, which all clients have"
     ):
-        chosen(Layout(net), ["body.0"], "shared")
+        match_patterns(Layout(net), ["body.0"], "shared")
 
 
 def test_layers_and_normalizations_are_named():
-    assert list(LAYOUT.layers()) == ["body.0", "body.1", "body.3", "head"]
+    assert list(LAYOUT.layer_tensors()) == ["body.0", "body.1", "body.3", "head"]
     norm = (
         "body.1.weight",
         "body.1.bias",
@@ -101,36 +110,38 @@ def test_layers_and_normalizations_are_named():
         "body.1.running_var",
         "body.1.num_batches_tracked",
     )
-    assert LAYOUT.layers()["body.1"] == LAYOUT.normalizations() == norm
+    assert LAYOUT.layer_tensors()["body.1"] == LAYOUT.normalization_tensors() == norm
 
 
 def test_by_default_everything_is_shared_and_what_is_trained_is_compared():
-    part = Part.of(LAYOUT)
+    part = ParameterSharing.from_patterns(LAYOUT)
     assert part.whole
     assert part.shared.ranges == ((0, LAYOUT.size),)
-    assert part.compared == part.trained == Columns(((0, LAYOUT.trainable),), LAYOUT.size)
+    assert part.compared == part.trained == ColumnSet(((0, LAYOUT.trainable),), LAYOUT.size)
     rows = torch.zeros(1, LAYOUT.size)
-    assert part.kept(rows - 1, rows) is rows
+    assert part.keep_local(rows - 1, rows) is rows
 
 
 def test_what_a_method_keeps_at_home_and_what_the_setting_leaves_out_stay_at_home():
-    part = Part.of(LAYOUT, ["!body.1"], ["head", "body.0"], ["head"], "fedper")
-    trained = chosen(LAYOUT, ["body.0", "body.3"], "")
+    part = ParameterSharing.from_patterns(
+        LAYOUT, ["!body.1"], ["head", "body.0"], ["head"], "fedper"
+    )
+    trained = match_patterns(LAYOUT, ["body.0", "body.3"], "")
     assert torch.equal(part.shared.mask, trained)
-    assert torch.equal(part.home.mask, ~trained)
-    assert torch.equal(part.compared.mask, chosen(LAYOUT, ["body.0"], ""))
+    assert torch.equal(part.local.mask, ~trained)
+    assert torch.equal(part.compared.mask, match_patterns(LAYOUT, ["body.0"], ""))
     before, merged = torch.zeros(1, LAYOUT.size), torch.ones(1, LAYOUT.size)
-    assert torch.equal(part.kept(before, merged)[0].bool(), trained)
+    assert torch.equal(part.keep_local(before, merged)[0].bool(), trained)
 
 
 def test_nothing_to_share_or_to_compare_is_refused():
     with pytest.raises(
         ConfigError, match=r"nothing is left to share: shared is \['!\*'\]; share a layer at least"
     ):
-        Part.of(LAYOUT, ["!*"])
+        ParameterSharing.from_patterns(LAYOUT, ["!*"])
     with pytest.raises(ConfigError, match=r"shared is \['head'\], and fedper keeps head at home"):
-        Part.of(LAYOUT, ["head"], home=["head"], owner="fedper")
+        ParameterSharing.from_patterns(LAYOUT, ["head"], home=["head"], owner="fedper")
     with pytest.raises(ConfigError, match=r"what fedper keeps at home: 'heed' matches no tensor"):
-        Part.of(LAYOUT, home=["heed"], owner="fedper")
+        ParameterSharing.from_patterns(LAYOUT, home=["heed"], owner="fedper")
     with pytest.raises(ConfigError, match="names nothing that is trained and shared"):
-        Part.of(LAYOUT, ["head"], ["body"])
+        ParameterSharing.from_patterns(LAYOUT, ["head"], ["body"])

@@ -16,19 +16,19 @@ from coterie.errors import ConfigError
 from coterie.net import audit, auditor, identity, local
 from coterie.net import roster as rosters
 from coterie.net.audit import Audit
-from coterie.net.identity import public_text
+from coterie.net.identity import encode_public_key
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
-from coterie.net.transport import Delivery, assemble
-from coterie.net.wire import Address, Expectation, Parcel, seal
+from coterie.net.transport import Delivery, assemble_delivery
+from coterie.net.wire import Address, Expectation, Parcel, seal_parcel
 
-ROSTER, KEYS = local.members([[0], [1]])
+ROSTER, KEYS = local.make_members([[0], [1]])
 
 
 def parcel(sender: int, round: int) -> Parcel:
-    return seal(
+    return seal_parcel(
         {"params": torch.full((4,), float(round))}, run="local", peer=f"n{sender}", inc=1,
-        address=Address(round, 0, sender), schema="", sign=local.signer(KEYS[sender]),
+        address=Address(round, 0, sender), schema="", sign=local.make_signer(KEYS[sender]),
     )  # fmt: skip
 
 
@@ -38,7 +38,9 @@ def delivered(sent: Parcel, sender: int, round: int) -> Delivery:
     expect = Expectation(
         "local", f"n{sender}", f"n{1 - sender}", at, "", template, lambda signature, data: True
     )
-    found = assemble(expect, [(a, bytes(chunk)) for a, chunk in sent.chunks()], 0.1)
+    found = assemble_delivery(
+        expect, [(a, bytes(chunk)) for a, chunk in sent.iterate_chunks()], 0.1
+    )
     assert isinstance(found, Delivery)
     return found
 
@@ -48,7 +50,12 @@ def opened(
 ) -> Audit:
     key = key or KEYS[node]
     return Audit(
-        folder, f"n{node}", "local", public_text(key.public_key()), local.signer(key), **options
+        folder,
+        f"n{node}",
+        "local",
+        encode_public_key(key.public_key()),
+        local.make_signer(key),
+        **options,
     )
 
 
@@ -57,17 +64,17 @@ def written(folder: Path, rounds: int = 3, **options) -> list[Path]:
     folders = [folder / "n0", folder / "n1"]
     with opened(folders[0], 0, **options) as a, opened(folders[1], 1, **options) as b:
         for node, peer in ((a, 1), (b, 0)):
-            node.start(ROSTER, inc=1)
-            node.joined(f"n{peer}", ROSTER, inc=1)
+            node.record_start(ROSTER, inc=1)
+            node.record_join(f"n{peer}", ROSTER, inc=1)
         for round in range(rounds):
             for node, other, sender in ((a, b, 0), (b, a, 1)):
                 message = parcel(sender, round)
-                assert node.answered(f"n{1 - sender}", Address(round, 0, sender), message)
-                other.received(
+                assert node.record_answer(f"n{1 - sender}", Address(round, 0, sender), message)
+                other.record_delivery(
                     f"n{sender}", Address(round, 0, sender), delivered(message, sender, round)
                 )
-            a.mark(round)
-            b.mark(round)
+            a.end_round(round)
+            b.end_round(round)
     return folders
 
 
@@ -90,7 +97,7 @@ def rewritten(folder: Path, change: Callable[[list[dict]], None]) -> None:
 
 
 def test_an_honest_log_is_whole_and_summed_up(logs):
-    found = auditor.check(logs[0], [ROSTER])
+    found = auditor.check_log(logs[0], [ROSTER])
     assert found.problems == []
     assert (found.node, found.run, found.rosters, found.confirmed) == ("n0", "local", [1], {1})
     assert (found.lines, found.heads, found.unsigned, found.starts, found.unended) == (
@@ -114,7 +121,7 @@ def test_any_changed_byte_is_found(logs):
     whole = path.read_bytes()
     for place in range(0, len(whole), 97):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert auditor.check(logs[0]).problems, place
+        assert auditor.check_log(logs[0]).problems, place
 
 
 @pytest.mark.parametrize("number", range(1, 14))
@@ -123,7 +130,7 @@ def test_a_line_that_was_taken_out_is_found_and_named(logs, number):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
     assert (
-        auditor.check(logs[0])
+        auditor.check_log(logs[0])
         .problems[0]
         .startswith(f"audit.log line {number + 1}: it does not follow")
     )
@@ -141,26 +148,26 @@ def test_a_chain_that_was_made_to_fit_again_lacks_the_nodes_signature(logs):
     ]
     for change in changes:
         rewritten(logs[0], change)
-        assert "the signature is not that of n0's key" in auditor.check(logs[0]).problems[0]
+        assert "the signature is not that of n0's key" in auditor.check_log(logs[0]).problems[0]
         (logs[0] / audit.FILE).write_bytes(whole)
 
 
 def test_a_chain_written_anew_with_another_key_is_not_that_of_the_organizers_roster(tmp_path):
     """Without the roster, the log's own word is all there is."""
     other = ec.generate_private_key(ec.SECP256R1())
-    mine = replace(ROSTER.members[0], key=public_text(other.public_key()))
+    mine = replace(ROSTER.members[0], key=encode_public_key(other.public_key()))
     forged = replace(ROSTER, members=(mine, ROSTER.members[1]))
     with opened(tmp_path, 0, other) as log:
-        log.start(forged, inc=1)
-        log.mark(0)
-    assert auditor.check(tmp_path).problems == []
+        log.record_start(forged, inc=1)
+        log.end_round(0)
+    assert auditor.check_log(tmp_path).problems == []
     assert (
         "not those of version 1 of the organizer's roster"
-        in auditor.check(tmp_path, [ROSTER]).problems[0]
+        in auditor.check_log(tmp_path, [ROSTER]).problems[0]
     )
     with opened(tmp_path / "2", 0, other) as log:
-        log.start(replace(forged, version=7), inc=1)
-    assert auditor.check(tmp_path / "2", [ROSTER]).problems == [
+        log.record_start(replace(forged, version=7), inc=1)
+    assert auditor.check_log(tmp_path / "2", [ROSTER]).problems == [
         "it has versions 7 of the roster; given was 1"
     ]
 
@@ -170,47 +177,47 @@ def test_the_end_of_a_log_can_be_taken_away_unseen_but_not_from_the_others(logs)
     path = logs[0] / audit.FILE
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:7]))
-    a, b = map(auditor.check, logs)
+    a, b = map(auditor.check_log, logs)
     assert a.problems == []
-    assert auditor.compare(a, b) == [
+    assert auditor.compare_logs(a, b) == [
         "2 messages that n1 received from n0 are not in n0's log: model of client 0, round 1, exchange 0"
     ]
 
 
 def test_honest_logs_agree_and_a_message_that_did_not_arrive_is_no_contradiction(logs):
     with opened(logs[0], 0) as log:
-        log.answered("n1", Address(9, 0, 0), parcel(0, 9))
-    a, b = map(auditor.check, logs)
-    assert auditor.compare(a, b) == []
-    assert auditor.lost(a, b) == 1
+        log.record_answer("n1", Address(9, 0, 0), parcel(0, 9))
+    a, b = map(auditor.check_log, logs)
+    assert auditor.compare_logs(a, b) == []
+    assert auditor.count_lost(a, b) == 1
 
 
 def test_a_message_that_its_sender_wrote_down_otherwise_is_found(logs):
     """The sender has its own key, and signs a log that says something else; the reader has its signed manifest."""
     folder = logs[0].with_name("anew")
     with opened(folder, 0) as log:
-        log.start(ROSTER, inc=1)
+        log.record_start(ROSTER, inc=1)
         for round in range(3):
-            log.answered(
+            log.record_answer(
                 "n1",
                 Address(round, 0, 0),
                 replace(parcel(0, round), manifest=parcel(0, 1).manifest),
             )
-            log.received("n1", Address(round, 0, 1), delivered(parcel(1, round), 1, round))
-    found = auditor.compare(auditor.check(folder), auditor.check(logs[1]))
+            log.record_delivery("n1", Address(round, 0, 1), delivered(parcel(1, round), 1, round))
+    found = auditor.compare_logs(auditor.check_log(folder), auditor.check_log(logs[1]))
     assert "2 messages that n1 received from n0 have another digest in n0's log" in found[0]
 
 
 def test_nobody_can_say_that_a_member_sent_what_it_did_not_sign(tmp_path):
     """n0 has its own key alone: it signs a manifest in n1's name."""
-    fake = seal(
+    fake = seal_parcel(
         {"params": torch.zeros(4)}, run="local", peer="n1", inc=1, address=Address(0, 0, 1), schema="",
-        sign=local.signer(KEYS[0]),
+        sign=local.make_signer(KEYS[0]),
     )  # fmt: skip
     with opened(tmp_path, 0) as log:
-        log.start(ROSTER, inc=1)
-        log.received("n1", Address(0, 0, 1), delivered(fake, 1, 0))
-    assert "the message is not signed by n1's key" in auditor.check(tmp_path).problems[0]
+        log.record_start(ROSTER, inc=1)
+        log.record_delivery("n1", Address(0, 0, 1), delivered(fake, 1, 0))
+    assert "the message is not signed by n1's key" in auditor.check_log(tmp_path).problems[0]
 
 
 def test_a_member_with_a_new_key_is_believed_from_its_roster_on(tmp_path):
@@ -218,35 +225,40 @@ def test_a_member_with_a_new_key_is_believed_from_its_roster_on(tmp_path):
     second = replace(
         ROSTER,
         version=2,
-        members=(ROSTER.members[0], replace(ROSTER.members[1], key=public_text(new.public_key()))),
+        members=(
+            ROSTER.members[0],
+            replace(ROSTER.members[1], key=encode_public_key(new.public_key())),
+        ),
     )
-    message = seal(
+    message = seal_parcel(
         {"params": torch.zeros(4)}, run="local", peer="n1", inc=2, address=Address(0, 0, 1), schema="",
-        sign=local.signer(new),
+        sign=local.make_signer(new),
     )  # fmt: skip
     for name, versions in (("good", (ROSTER, second)), ("bad", (ROSTER,))):
         with opened(tmp_path / name, 0) as log:
-            log.start(ROSTER, inc=1)
+            log.record_start(ROSTER, inc=1)
             for one in versions[1:]:
-                log.roster(one, rekeyed=["n1"])
-            log.received("n1", Address(0, 0, 1), delivered(message, 1, 0))
-    assert auditor.check(tmp_path / "good", [ROSTER, second]).problems == []
-    assert auditor.check(tmp_path / "good", [ROSTER, second]).confirmed == {1, 2}
-    assert "not signed by n1's key" in auditor.check(tmp_path / "bad").problems[0]
+                log.record_roster(one, rekeyed=["n1"])
+            log.record_delivery("n1", Address(0, 0, 1), delivered(message, 1, 0))
+    assert auditor.check_log(tmp_path / "good", [ROSTER, second]).problems == []
+    assert auditor.check_log(tmp_path / "good", [ROSTER, second]).confirmed == {1, 2}
+    assert "not signed by n1's key" in auditor.check_log(tmp_path / "bad").problems[0]
 
 
 def test_what_was_refused_is_summed_up_by_member_and_reason(tmp_path):
     with opened(tmp_path, 0) as log:
-        log.start(ROSTER, inc=1)
+        log.record_start(ROSTER, inc=1)
         for _ in range(3):
-            log.received("n1", Address(0, 0, 1), Missing("refused:not_finite", None, "params"))
-            log.received("n1", Address(0, 0, 1), Missing("timeout"))
-            log.answered("n1", Address(0, 0, 0), Missing("gone"))
-            log.heard("turned_away", "warning", {"reason": "certificate", "times": 2})
-            log.heard("not_sent", "warning", {"peer": "n1", "text": "closed"})
-        log.judged(0, [(0, 1, "n1", 4)])
-        log.mark(0)
-    found = auditor.check(tmp_path)
+            log.record_delivery(
+                "n1", Address(0, 0, 1), Missing("refused:not_finite", None, "params")
+            )
+            log.record_delivery("n1", Address(0, 0, 1), Missing("timeout"))
+            log.record_answer("n1", Address(0, 0, 0), Missing("gone"))
+            log.record_event("turned_away", "warning", {"reason": "certificate", "times": 2})
+            log.record_event("not_sent", "warning", {"peer": "n1", "text": "closed"})
+        log.record_rejections(0, [(0, 1, "n1", 4)])
+        log.end_round(0)
+    found = auditor.check_log(tmp_path)
     assert found.problems == []
     assert found.traffic["n1"].refused == {"not_finite": 3, "rejected": 1, "not_sent": 3}
     assert found.traffic["n1"].missing == {"timeout": 3}
@@ -257,25 +269,25 @@ def test_what_was_refused_is_summed_up_by_member_and_reason(tmp_path):
 def test_starts_without_an_end_and_torn_lines_are_counted(logs):
     path = logs[0] / audit.FILE
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]) + b'{"half')
-    assert "it is torn" in auditor.check(logs[0]).problems[0]
+    assert "it is torn" in auditor.check_log(logs[0]).problems[0]
     with opened(logs[0], 0) as log:
-        log.start(ROSTER, inc=2)
-    found = auditor.check(logs[0])
+        log.record_start(ROSTER, inc=2)
+    found = auditor.check_log(logs[0])
     assert found.problems == []
     assert (found.starts, found.unended, found.repaired) == (2, 1, 1)
 
 
 def test_the_files_of_a_chain_are_read_as_one_and_one_alone_says_where_it_begins(tmp_path):
     folder = written(tmp_path, rounds=9, max_bytes=4000)[0]
-    assert len(audit.files(folder)) > 2
-    assert auditor.check(folder, [ROSTER]).problems == []
-    assert auditor.check(folder / audit.FILE).lines == auditor.check(folder).lines
-    second = audit.files(folder)[1]
-    alone = auditor.check(second, [ROSTER])
+    assert len(audit.list_files(folder)) > 2
+    assert auditor.check_log(folder, [ROSTER]).problems == []
+    assert auditor.check_log(folder / audit.FILE).lines == auditor.check_log(folder).lines
+    second = audit.list_files(folder)[1]
+    alone = auditor.check_log(second, [ROSTER])
     assert alone.problems == []
     assert alone.begins == len((folder / "audit-000001.log").read_text().splitlines())
     second.unlink()
-    assert "it does not follow the line before" in auditor.check(folder).problems[0]
+    assert "it does not follow the line before" in auditor.check_log(folder).problems[0]
 
 
 NO_LOGS = (
@@ -294,7 +306,7 @@ NO_LOGS = (
 @pytest.mark.parametrize("content", NO_LOGS, ids=range(len(NO_LOGS)))
 def test_what_is_no_log_is_said_to_be_none(tmp_path, content):
     (tmp_path / audit.FILE).write_bytes(content)
-    assert auditor.check(tmp_path).problems
+    assert auditor.check_log(tmp_path).problems
 
 
 FIELDS = (
@@ -324,7 +336,7 @@ def test_no_value_of_a_field_makes_it_fall_over(logs, field, value):
         path = logs[0] / audit.FILE
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**line, field: value}) + "\n" for line in lines))
-    assert auditor.check(logs[0]).problems
+    assert auditor.check_log(logs[0]).problems
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -343,7 +355,7 @@ def test_the_command_says_what_is_in_logs_and_whether_they_agree(logs, tmp_path)
     assert said.count("the chain is whole, and signed by") == 2
     assert "see --roster" in said
     identity.make_authority(tmp_path, "local")
-    rosters.write(tmp_path / "roster.toml", ROSTER, tmp_path / "organizer.key")
+    rosters.write_signed(tmp_path / "roster.toml", ROSTER, tmp_path / "organizer.key")
     status, said = run(
         *logs, "--roster", tmp_path / "roster.toml", "--organizer", tmp_path / "organizer.pub"
     )

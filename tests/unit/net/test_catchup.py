@@ -11,7 +11,7 @@ import pytest
 from coterie.errors import TransportError
 from coterie.methods import METHODS
 from coterie.net import local
-from coterie.net.catchup import RunClock, backed
+from coterie.net.catchup import RunClock, newest_backed_round
 from coterie.net.head import Head, study_hash
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
@@ -38,19 +38,19 @@ FAR = (1 << 31) - 1
     ],
 )
 def test_most_of_the_others_must_be_in_a_round(rounds, others, newest):
-    assert backed(rounds, others) == newest
+    assert newest_backed_round(rounds, others) == newest
 
 
 def test_no_more_rounds_have_passed_than_time_allows():
     """In round 5 at 100 s, then 20 s in which a node that trains 2 s a round trains 10: others 100, and the 8 kept."""
     now = [100.0]
     clock = RunClock(-1, None, lambda: now[0])
-    assert clock.newest(2.0) is None, "nothing is known before a message has come"
-    clock.in_step(5)
+    assert clock.newest_possible_round(2.0) is None, "nothing is known before a message has come"
+    clock.note_in_step(5)
     now[0] = 120.0
-    assert clock.newest(2.0) == 5 + KEEP + 100
+    assert clock.newest_possible_round(2.0) == 5 + KEEP + 100
     now[0] = 90.0
-    assert clock.newest(2.0) == 5 + KEEP, "a clock that was set back"
+    assert clock.newest_possible_round(2.0) == 5 + KEEP, "a clock that was set back"
 
 
 class Liar(InProcess):
@@ -82,7 +82,7 @@ class Honest:
         self.hub, self.folder = Hub(), folder
         method = METHODS[kind](**({"num_peers": 2} if kind == "random" else {}))
         self.plan = RunSpec(method, tiny_settings(rounds=rounds), "linear", "linear", seed=3)
-        self.roster, self.keys = local.members(
+        self.roster, self.keys = local.make_members(
             [[0], [1], [2]], server="n2" if method.server else ""
         )
         self.federation = tiny_federation(num_clients=3)
@@ -96,7 +96,7 @@ class Honest:
                 self.federation.host([number]),
                 self.roster,
                 InProcess(self.hub, name),
-                local.signer(self.keys[number]),
+                local.make_signer(self.keys[number]),
                 self.folder / name,
                 terms=Terms(deadline=20.0, redraws=0),
                 patience=Patience(start=start, linger=0.0, ask=2.0, poll=0.02),
@@ -126,7 +126,7 @@ def honest(tmp_path) -> Iterator[Honest]:
 def test_a_member_that_says_that_the_run_is_over_ends_nobodys_training(honest):
     """It answers every question with a round far ahead, without a signature, and signs heads that say the same."""
     a, b = honest.node(0), honest.node(1)
-    liar = Liar(honest.hub, "n2", a, local.signer(honest.keys[2]))
+    liar = Liar(honest.hub, "n2", a, local.make_signer(honest.keys[2]))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(Node.run, (a, b)))
     liar.close()
@@ -142,7 +142,7 @@ def test_a_member_that_says_that_the_run_is_over_ends_nobodys_training(honest):
 def test_a_member_that_has_started_alone_hurries_nobody(honest):
     """Its head says that it is far ahead, before the second honest node is there: that one is waited for."""
     a = honest.node(0)
-    liar = Liar(honest.hub, "n2", a, local.signer(honest.keys[2]))
+    liar = Liar(honest.hub, "n2", a, local.make_signer(honest.keys[2]))
     liar.ahead = True
     seen = a.patience
     a.patience = replace(seen, poll=0.01)
@@ -183,7 +183,7 @@ def test_the_clock_of_the_run_bounds_a_jump(honest, monkeypatch):
     a.loop.next_round = 1
     now = [100.0]
     a.clock = RunClock(0, 99.0, lambda: now[0])
-    monkeypatch.setattr(a, "_pace", lambda: 10.0)
+    monkeypatch.setattr(a, "_seconds_per_round", lambda: 10.0)
     monkeypatch.setattr(
         a, "ask_heads", lambda names: {name: replace_head(a, name, 30) for name in ("n1", "n2")}
     )
@@ -203,7 +203,7 @@ def left_out(tmp_path) -> Iterator[tuple[Honest, Node, Liar]]:
     """A node whose server answers "absent" each time."""
     honest = Honest(tmp_path, "fedavg", rounds=3)
     a = honest.node(0, start=0.0)
-    server = Liar(honest.hub, "n2", a, local.signer(honest.keys[2]))
+    server = Liar(honest.hub, "n2", a, local.make_signer(honest.keys[2]))
     server.outbox.ask = lambda asker, address, wait, answer: answer(Missing("absent", FAR))  # type: ignore
     yield honest, a, server
     server.close()
@@ -229,6 +229,6 @@ def test_a_server_that_leaves_a_node_out_of_every_round_gives_it_no_success(left
     server.ahead = True
     with pytest.raises(TransportError, match="left this node out of every round"):
         a.run()
-    assert not checkpoint.done(a.folder)
+    assert not checkpoint.is_done(a.folder)
     stored = json.loads((a.folder / checkpoint.PROVENANCE).read_text())
     assert stored["skipped"] == [[-1, 2]]

@@ -2,11 +2,11 @@
 
 import threading
 
-from coterie.net.desks import Desks
+from coterie.net.desks import PeerQueues
 
 
 def test_one_that_never_reads_its_answers_holds_up_only_itself():
-    desks, free, others = Desks(threads=4, room=3), threading.Event(), threading.Event()
+    desks, free, others = PeerQueues(threads=4, room=3), threading.Event(), threading.Event()
     order: list[int] = []
     desks.put("slow", lambda: order.append(0) if free.wait(60) else None)
     assert desks.put("other", others.set)
@@ -25,7 +25,7 @@ def test_one_that_never_reads_its_answers_holds_up_only_itself():
 
 
 def test_a_desk_takes_more_work_when_it_is_done():
-    desks, done = Desks(threads=2, room=1), threading.Semaphore(0)
+    desks, done = PeerQueues(threads=2, room=1), threading.Semaphore(0)
     for _ in range(50):
         while not desks.put("one", lambda: done.release()):
             pass

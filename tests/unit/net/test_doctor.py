@@ -12,7 +12,7 @@ import pytest
 from coterie.engine import device as devices
 from coterie.methods.random_gossip import Random
 from coterie.net import doctor, fleet, identity, local, nodefile
-from coterie.net.doctor import examine
+from coterie.net.doctor import check_node
 from coterie.net.head import Head
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.transport import Hub, InProcess
@@ -34,13 +34,15 @@ num_peers = 1
 
 def laid_out(folder: Path, port: int, **options) -> Path:
     """The node file of the first of two nodes on this host."""
-    return fleet.lay_out(folder, config.loads(STUDY), port=port, days=9.0, **options)["node-00"]
+    return fleet.lay_out(folder, config.parse_study_text(STUDY), port=port, days=9.0, **options)[
+        "node-00"
+    ]
 
 
 def told(file: Path) -> dict[str, bool]:
     """What the doctor says of a node file, and whether each is good."""
     sentences: dict[str, bool] = {}
-    fine = examine(nodefile.load(file), sentences.__setitem__)
+    fine = check_node(nodefile.load(file), sentences.__setitem__)
     assert fine == all(sentences.values())
     return sentences
 
@@ -87,7 +89,10 @@ def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_
     (only,) = wrong(file)
     assert only.startswith("device is 'cuda:77'")
     study.write_text(text)
-    assert any(sentence.startswith(f"trains on cpu; {devices.here()}") for sentence in told(file))
+    assert any(
+        sentence.startswith(f"trains on cpu; {devices.describe_devices()}")
+        for sentence in told(file)
+    )
 
 
 def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path, port):
@@ -109,17 +114,17 @@ def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_
 @pytest.fixture
 def three(tmp_path, port):
     """n0, who asks; n1, who is there; n2, who is not."""
-    who, keys = local.members([[0], [1], [2, 3, 4, 5]], port=port)
+    who, keys = local.make_members([[0], [1], [2, 3, 4, 5]], port=port)
     plan, hub, nodes = RunSpec(Random(num_peers=2), tiny_settings(), "linear", "linear"), Hub(), []
     for number in range(2):
         rows = tiny_federation().host([number])
-        place, sign = InProcess(hub, f"n{number}"), local.signer(keys[number])
+        place, sign = InProcess(hub, f"n{number}"), local.make_signer(keys[number])
         patience = Patience(start=0.0, ask=1.0, poll=0.01)
         nodes.append(Node(plan, rows, who, place, sign, tmp_path / f"n{number}", patience=patience))
     asking, there = nodes
     there.transport.serve_head(there._head)
     there.post.serve_probe()
-    yield asking, there, local.signer(keys[1])
+    yield asking, there, local.make_signer(keys[1])
     for node in nodes:
         node.close()
         node.transport.close()
@@ -128,7 +133,7 @@ def three(tmp_path, port):
 def test_each_member_is_told_of_with_its_state_clock_and_rate(three, port, monkeypatch):
     asking, _, _ = three
     monkeypatch.setattr(doctor, "_LOOK", 0.1)
-    (one, good), (two, bad), (round_, _) = doctor._others(asking)
+    (one, good), (two, bad), (round_, _) = doctor._check_others(asking)
     assert one.startswith(f"n1 at 127.0.0.1:{port + 1}: starting in round -1, clock ")
     assert one.endswith(" MB/s")
     assert two == f"n2 at 127.0.0.1:{port + 2}: no answer (nothing listens there)"
@@ -148,7 +153,7 @@ def test_a_wrong_clock_an_older_roster_and_another_study_are_told(three, monkeyp
         return replace(Head(**json.loads(text)), time=time.time() - 3600).seal(sign)
 
     there.transport.serve_head(skewed)
-    one, good = next(iter(doctor._others(asking)))
+    one, good = next(iter(doctor._check_others(asking)))
     assert not good
     for part in (
         "clock -3600.0 s",
@@ -173,6 +178,6 @@ def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(
         return replace(Head(**json.loads(text)), time=time.time() + seconds).seal(sign)
 
     there.transport.serve_head(skewed)
-    one, good = next(iter(doctor._others(asking)))
+    one, good = next(iter(doctor._check_others(asking)))
     assert f"clock {seconds:+.0f}" in one.replace(".0 s", "")
     assert good is fine

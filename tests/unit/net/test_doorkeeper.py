@@ -35,7 +35,7 @@ class Door:
     def flooded(self, times: int = 3) -> None:
         for _ in range(times):
             self.now += 0.1
-            self.keeper.failed()
+            self.keeper.note_failure()
 
     def knocks(self, source: str) -> socket.socket:
         """Begin to connect from an address; on loopback the first packet has arrived when this returns."""
@@ -115,8 +115,8 @@ def test_addresses_of_version_six(known, fine):
         door = Door(socket.AF_INET6, "::1", [])
     except OSError:
         pytest.skip("no IPv6 on this machine")
-    door.keeper.met(f"[{known}]:1")
-    door.keeper.met("[2001:db8::7]:1")
+    door.keeper.add_known(f"[{known}]:1")
+    door.keeper.add_known("[2001:db8::7]:1")
     door.flooded()
     assert door.lets_in("::1") is fine
     door.keeper.close()
@@ -135,5 +135,7 @@ def test_looking_for_the_listening_socket_leaves_no_file_open():
         tempfile.TemporaryFile(),
     ):
         before = opened()
-        assert [found.fileno() for found in doorkeeper._listening(server.getsockname()[1])] != []
+        assert [
+            found.fileno() for found in doorkeeper._iterate_listeners(server.getsockname()[1])
+        ] != []
         assert opened() == before

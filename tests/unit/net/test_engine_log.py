@@ -35,7 +35,7 @@ class Heard:
 
     def hear(self, *lines: str) -> list[tuple]:
         for text in lines:
-            self.log.line(text)
+            self.log.take_line(text)
         told, self.events = self.events, []
         return told
 
@@ -172,7 +172,7 @@ def test_what_comes_again_is_counted_and_told_every_ten_seconds_and_at_the_end()
     heard.hear(expired[4])
     heard.log.close()
     assert heard.events == [("certificate", "", "expired: 4 s ago", 1)]
-    assert [(labels, number) for _, _, labels, number in heard.log.samples()] == [
+    assert [(labels, number) for _, _, labels, number in heard.log.prometheus_samples()] == [
         ({"reason": "certificate"}, 5)
     ]
 

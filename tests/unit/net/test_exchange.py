@@ -29,7 +29,7 @@ def network() -> Iterator:
     def make(size: int, **terms):
         events: list = []
         terms = {"deadline": 5.0, "redraws": 0, **terms}
-        hub, exchanges = local.in_process(
+        hub, exchanges = local.connect_in_process(
             [[i] for i in range(size)], terms=Terms(**terms), journal=events.append
         )
         made.extend(exchanges)
@@ -47,7 +47,7 @@ def message(client: int, **fields) -> Message:
 
 
 def begin(exchange, round: int = 0) -> None:
-    exchange.begin(Rng(0).at(round))
+    exchange.begin(Rng(0).at_round(round))
     exchange.enter(exchange.ids)
 
 
@@ -514,7 +514,9 @@ def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_ha
 
 def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
     """A method that says nothing of its answers: two clients of one node are sent extras of different widths."""
-    _, exchanges = local.in_process([[0], [1, 2]], terms=Terms(deadline=5.0, server_wait=0.0))
+    _, exchanges = local.connect_in_process(
+        [[0], [1, 2]], terms=Terms(deadline=5.0, server_wait=0.0)
+    )
     a, b = exchanges
     try:
         begin(b)
@@ -529,7 +531,7 @@ def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
         with pytest.raises(
             TransportError, match="answers to two clients of this node differ in form"
         ):
-            b.serve(own, double, torch.zeros(()))
+            b.ask_server(own, double, torch.zeros(()))
     finally:
         for exchange in exchanges:
             exchange.post.close()
@@ -537,9 +539,9 @@ def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
 
 
 def test_a_method_with_a_server_needs_one_in_the_roster():
-    _, (a,) = local.in_process([[0]], server="")
+    _, (a,) = local.connect_in_process([[0]], server="")
     with pytest.raises(ExchangeError, match="the roster names none"):
-        a.serve(message(0), double, None)
+        a.ask_server(message(0), double, None)
     a.post.close()
     a.post.transport.close()
 

@@ -20,7 +20,7 @@ from coterie.exchange.base import Message, Reply
 from coterie.net import local
 from coterie.net.exchange import RemoteExchange
 from coterie.net.post import RoundMissed, Terms
-from coterie.net.wire import Manifest, Parcel, canonical
+from coterie.net.wire import Manifest, Parcel, canonical_json
 from coterie.rng import Rng
 
 Parts = list[tuple[bytes, bytes]]
@@ -31,15 +31,15 @@ class Network:
     """Three nodes with a client each; n0 is the server. Damage is done to what one sender's messages say."""
 
     def __init__(self) -> None:
-        self.hub, self.exchanges = local.in_process(
+        self.hub, self.exchanges = local.connect_in_process(
             [[0], [1], [2]], terms=Terms(deadline=5.0, redraws=0, server_wait=0.0)
         )
         for exchange in self.exchanges:
             self.begin(exchange, 0)
 
     def begin(self, exchange: RemoteExchange, round: int) -> None:
-        exchange.begin(Rng(0).at(round))
-        exchange.enter(exchange.ids)
+        exchange.begin_round(Rng(0).at_round(round))
+        exchange.set_active(exchange.ids)
 
     def damage(
         self, kind: str, change: Callable[[dict, bytes], tuple[dict, bytes]], client: int = 1
@@ -52,9 +52,9 @@ class Network:
                 return parts
             sender = next(e for e in self.exchanges if e.name == manifest["peer"])
             manifest, payload = change(manifest, b"".join(chunk for _, chunk in parts))
-            text = canonical(manifest)
+            text = canonical_json(manifest)
             again = Parcel(text, sender.post._sign(b"coterie manifest 1\n" + text), payload)
-            return [(attachment, bytes(chunk)) for attachment, chunk in again.chunks()]
+            return [(attachment, bytes(chunk)) for attachment, chunk in again.iterate_chunks()]
 
         self.hub.tamper = tamper
 

@@ -6,7 +6,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie.net import identity, local
-from coterie.net.head import Head, read
+from coterie.net.head import Head, parse_head
 from coterie.net.payload import Refused
 
 KEY = ec.generate_private_key(ec.SECP256R1())
@@ -17,8 +17,8 @@ HEAD = Head(
 
 def answered(head: Head, key: ec.EllipticCurvePrivateKey = KEY) -> Head:
     """Read a sealed head as the member that asked n1 with this nonce."""
-    data = head.seal(local.signer(key))
-    return read(
+    data = head.seal(local.make_signer(key))
+    return parse_head(
         data,
         lambda s, d: identity.verify(KEY.public_key(), s, d),
         run="run",

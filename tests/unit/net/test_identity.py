@@ -175,8 +175,8 @@ def test_a_signature_is_64_bytes_and_of_one_key_and_text():
 
 def test_public_keys_are_written_as_66_digits():
     key = ec.generate_private_key(ec.SECP256R1()).public_key()
-    text = identity.public_text(key)
+    text = identity.encode_public_key(key)
     assert len(text) == 66
-    assert identity.public_text(identity.public_key(text)) == text
+    assert identity.encode_public_key(identity.decode_public_key(text)) == text
     with pytest.raises(TransportError, match="is no public key"):
-        identity.public_key("00" * 33)
+        identity.decode_public_key("00" * 33)

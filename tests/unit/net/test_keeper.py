@@ -34,9 +34,9 @@ PLAN = RunSpec(
 def organizer(tmp_path) -> Path:
     """The folder of the organizer of a run of four."""
     folder = tmp_path / "organizer"
-    who, _ = local.members([[0], [1], [2], [3]])
-    local.provision(folder, who, study=head.study_hash(PLAN.agreed(4)))
-    setup._store(folder, {m.name: m.address for m in who.members})
+    who, _ = local.make_members([[0], [1], [2], [3]])
+    local.create_credentials(folder, who, study=head.study_hash(PLAN.common_settings(4)))
+    setup._save_members(folder, {m.name: m.address for m in who.members})
     return folder
 
 
@@ -63,17 +63,17 @@ def test_a_version_of_before_is_not_taken_again(organizer, tmp_path):
     send(organizer, tmp_path / "first")
     file = send(organizer, tmp_path / "n0")
     kept = keeper(organizer, file.parent, told)
-    kept.keep()
-    assert kept.look() is None
+    kept.save_roster()
+    assert kept.reload_file() is None
     first = kept.sealed
-    setup.remove(organizer, "n3")
+    setup.remove_member(organizer, "n3")
     send(organizer, file.parent)
-    new = kept.look()
+    new = kept.reload_file()
     assert new is not None
     assert (new.version, new.removed) == (2, (3,))
     send(tmp_path / "first", file.parent)
-    assert kept.look() is None
-    assert kept.offered(first, "n2") is None
+    assert kept.reload_file() is None
+    assert kept.accept_offer(first, "n2") is None
     assert [(event, rest["source"]) for event, rest in told] == [
         ("roster_refused", str(file)),
         ("roster_refused", "n2"),
@@ -90,20 +90,22 @@ def test_only_the_organizers_roster_is_taken(organizer, tmp_path):
     other = tmp_path / "other"
     identity.make_authority(other, "local")
     newer = replace(kept.roster, version=9)
-    roster.write(other / "roster.toml", newer, other / "organizer.key")
-    assert kept.offered(roster.sealed(other / "roster.toml"), "n1") is None
-    roster.write(other / "roster.toml", replace(newer, run="another"), organizer / "organizer.key")
-    assert kept.offered(roster.sealed(other / "roster.toml"), "n1") is None
-    roster.write(other / "roster.toml", newer, organizer / "organizer.key")
-    good = roster.sealed(other / "roster.toml")
-    assert kept.offered(good[:-1], "n1") is None
-    assert kept.offered(b"", "n1") is None
-    assert kept.offered(bytes(2 << 20), "n1") is None
+    roster.write_signed(other / "roster.toml", newer, other / "organizer.key")
+    assert kept.accept_offer(roster.load_signed(other / "roster.toml"), "n1") is None
+    roster.write_signed(
+        other / "roster.toml", replace(newer, run="another"), organizer / "organizer.key"
+    )
+    assert kept.accept_offer(roster.load_signed(other / "roster.toml"), "n1") is None
+    roster.write_signed(other / "roster.toml", newer, organizer / "organizer.key")
+    good = roster.load_signed(other / "roster.toml")
+    assert kept.accept_offer(good[:-1], "n1") is None
+    assert kept.accept_offer(b"", "n1") is None
+    assert kept.accept_offer(bytes(2 << 20), "n1") is None
     file.write_bytes(good[64:])  # the signature has not been copied yet
-    assert kept.look() is None
+    assert kept.reload_file() is None
     assert [event for event, _ in told] == ["roster_refused"] * 6
     send(other, file.parent)
-    assert kept.look() == newer
+    assert kept.reload_file() == newer
 
 
 class Run:
@@ -123,7 +125,7 @@ class Run:
         own = identity.load_key(key or self.organizer / f"{name}.key")
         self.nodes[name] = Node(
             PLAN, FEDERATION.host(list(kept.roster.member(name).clients)), kept.roster, InProcess(self.hub, name),
-            local.signer(own), place / "run", terms=Terms(deadline=20.0),
+            local.make_signer(own), place / "run", terms=Terms(deadline=20.0),
             patience=Patience(start=20.0, linger=5.0, ask=2.0, poll=0.02), log=Log(name, stream=log), keeper=kept,
         )  # fmt: skip
         return self.nodes[name]
@@ -174,7 +176,7 @@ def test_a_member_that_is_removed_is_read_by_nobody_from_the_next_round_on(run, 
     nodes = [run.node(f"n{i}") for i in range(4)]
 
     def remove() -> None:
-        setup.remove(organizer, "n3")
+        setup.remove_member(organizer, "n3")
         for i in (0, 1, 2):
             send(organizer, run.folder / f"n{i}")
 
@@ -201,7 +203,7 @@ def test_one_member_that_has_the_new_roster_gives_it_to_the_others(run, organize
     nodes = [run.node(f"n{i}") for i in range(3)]
 
     def remove() -> None:
-        setup.remove(organizer, "n3")
+        setup.remove_member(organizer, "n3")
         send(organizer, run.folder / "n1")
 
     run.at("n1", 0, remove)
@@ -222,7 +224,7 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
         node.loop.exchange.enter(node.exchange.ids)
     request = identity.make_request(tmp_path / "new", "n2", a.roster.member("n2").address)
     a.post._newest["n2"] = 1 << 52  # the thief said that it had been started often
-    setup.rekey(organizer, "n2", request)
+    setup.rekey_member(organizer, "n2", request)
     for name in ("n0", "n2"):
         send(organizer, run.folder / name)
     a.renew()
@@ -245,20 +247,20 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
 
 def test_a_member_that_was_removed_ends(run, organizer):
     node = run.node("n3")
-    setup.remove(organizer, "n3")
+    setup.remove_member(organizer, "n3")
     send(organizer, run.folder / "n3")
     with pytest.raises(TransportError, match="n3 was removed from run local in version 2"):
         node.renew()
 
 
 def test_a_removed_name_and_id_are_not_used_again(organizer, tmp_path):
-    setup.remove(organizer, "n1")
+    setup.remove_member(organizer, "n1")
     with pytest.raises(
         ConfigError, match="n1 was removed, and neither names nor ids are used again"
     ):
         setup.check_member(organizer, "n1")
     with pytest.raises(TransportError, match="'n1' is not on the roster"):
-        setup.remove(organizer, "n1")
+        setup.remove_member(organizer, "n1")
     study = tmp_path / "study.toml"
     study.write_text(
         'name = "s"\nrounds = 2\nseeds = [0]\nmodel = { kind = "linear" }\ndata = { dataset = "digits" }\n'
@@ -271,30 +273,32 @@ def test_a_removed_name_and_id_are_not_used_again(organizer, tmp_path):
 
 def test_the_server_and_the_last_member_are_not_removed(organizer, tmp_path):
     old = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
-    roster.write(organizer / "roster.toml", replace(old, server="n2"), organizer / "organizer.key")
+    roster.write_signed(
+        organizer / "roster.toml", replace(old, server="n2"), organizer / "organizer.key"
+    )
     with pytest.raises(ConfigError, match="n2 has the server role"):
-        setup.remove(organizer, "n2")
+        setup.remove_member(organizer, "n2")
     for name in ("n0", "n1", "n3"):
-        setup.remove(organizer, name)
-    roster.write(
+        setup.remove_member(organizer, name)
+    roster.write_signed(
         organizer / "roster.toml",
         replace(roster.load(organizer / "roster.toml", organizer / "organizer.pub"), server=""),
         organizer / "organizer.key",
     )
     with pytest.raises(ConfigError, match="n2 is the only member"):
-        setup.remove(organizer, "n2")
+        setup.remove_member(organizer, "n2")
 
 
 def test_a_removed_client_is_not_asked_by_a_server_either():
     """Whatever cohort was drawn: its message is missing for the reason that it was removed."""
-    hub, exchanges = local.in_process([[0], [1], [2]], terms=Terms(deadline=5.0))
+    hub, exchanges = local.connect_in_process([[0], [1], [2]], terms=Terms(deadline=5.0))
     try:
         post = exchanges[0].post
-        post.renew(replace(post.roster, members=post.roster.members[:2], removed=(2,)))
-        exchanges[0].begin(Rng(0).at(0))
-        assert exchanges[0].reachable().tolist() == [True, True, False]
-        found = post.gather(
-            [replace(exchanges[0]._at(0, 2), kind="request")],
+        post.use_roster(replace(post.roster, members=post.roster.members[:2], removed=(2,)))
+        exchanges[0].begin_round(Rng(0).at_round(0))
+        assert exchanges[0].reachable_clients().tolist() == [True, True, False]
+        found = post.fetch_all(
+            [replace(exchanges[0]._address_of(0, 2), kind="request")],
             Template.of({"params": torch.zeros(4)}),
             1.0,
         )

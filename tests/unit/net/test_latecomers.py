@@ -8,12 +8,12 @@ from coterie.methods import METHODS
 from coterie.net import latecomers, local
 from coterie.testing import tiny_federation, tiny_settings
 
-WHO, _ = local.members([[0], [1], [2], [3], [4, 5]])
+WHO, _ = local.make_members([[0], [1], [2], [3], [4, 5]])
 RANDOM = METHODS["random"]()
 
 
 def sides(roster, wanted):
-    found = latecomers.sides(roster, RANDOM, tiny_settings(new_clients=wanted), 0)
+    found = latecomers.find_participants(roster, RANDOM, tiny_settings(new_clients=wanted), 0)
     assert found is not None
     return found
 
@@ -25,22 +25,28 @@ def hosted(roster):
 def test_those_who_take_part_are_numbered_from_0_and_newcomers_behind_them():
     found = sides(WHO, ["n1", "n3"])
     assert found.ids.tolist() == [0, 2, 4, 5, 1, 3]
-    assert hosted(found.taking) == {"n0": (0,), "n2": (1,), "n4": (2, 3)}
-    assert hosted(found.whole) == {"n0": (0,), "n1": (4,), "n2": (1,), "n3": (5,), "n4": (2, 3)}
-    assert (found.taking.population, found.whole.population) == (4, 6)
-    assert found.late == ["n1", "n3"]
-    assert found.answers("n0")
-    assert not found.answers("n1")
-    assert (found.roster("n0"), found.roster("n1")) == (found.taking, found.whole)
+    assert hosted(found.run_roster) == {"n0": (0,), "n2": (1,), "n4": (2, 3)}
+    assert hosted(found.full_roster) == {
+        "n0": (0,),
+        "n1": (4,),
+        "n2": (1,),
+        "n3": (5,),
+        "n4": (2, 3),
+    }
+    assert (found.run_roster.population, found.full_roster.population) == (4, 6)
+    assert found.late_members == ["n1", "n3"]
+    assert found.answers_newcomers("n0")
+    assert not found.answers_newcomers("n1")
+    assert (found.roster_for("n0"), found.roster_for("n1")) == (found.run_roster, found.full_roster)
     whole = tiny_federation(num_clients=6)
-    rows = found.numbered(whole.host([4, 5]), "n4")
+    rows = found.renumber_rows(whole.host([4, 5]), "n4")
     assert (rows.ids.tolist(), rows.population) == ([2, 3], 4)
     assert torch.equal(rows.x, whole.x[[4, 5]])
-    assert found.numbered(whole.host([1]), "n1").ids.tolist() == [4]
+    assert found.renumber_rows(whole.host([1]), "n1").ids.tolist() == [4]
 
 
 def test_nobody_is_late_where_the_study_holds_nobody_out():
-    assert latecomers.sides(WHO, RANDOM, tiny_settings(), 0) is None
+    assert latecomers.find_participants(WHO, RANDOM, tiny_settings(), 0) is None
 
 
 def test_clients_of_members_that_were_removed_keep_their_numbers():
@@ -48,9 +54,9 @@ def test_clients_of_members_that_were_removed_keep_their_numbers():
     left = tuple(member for member in WHO.members if member.name != "n0")
     found = sides(replace(WHO, members=left, removed=(0,)), [3])
     assert found.ids.tolist() == [0, 1, 2, 4, 5, 3]
-    assert hosted(found.taking) == {"n1": (1,), "n2": (2,), "n4": (3, 4)}
-    assert (found.taking.removed, found.taking.population) == ((0,), 5)
+    assert hosted(found.run_roster) == {"n1": (1,), "n2": (2,), "n4": (3, 4)}
+    assert (found.run_roster.removed, found.run_roster.population) == ((0,), 5)
     less = tuple(member for member in left if member.name != "n2")
-    newer = found.renewed(replace(WHO, members=less, removed=(0, 2), version=2))
-    assert hosted(newer.whole) == {"n1": (1,), "n3": (5,), "n4": (3, 4)}
-    assert (newer.taking.removed, newer.late) == ((0, 2), ["n3"])
+    newer = found.with_roster(replace(WHO, members=less, removed=(0, 2), version=2))
+    assert hosted(newer.full_roster) == {"n1": (1,), "n3": (5,), "n4": (3, 4)}
+    assert (newer.run_roster.removed, newer.late_members) == ((0, 2), ["n3"])

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from coterie.net.log import Log, MetricsServer, Rarely
+from coterie.net.log import Log, MetricsServer, RateLimit
 
 
 class Full(io.StringIO):
@@ -76,7 +76,7 @@ def test_a_page_of_another_site_that_is_rebound_to_this_machine_reads_nothing(po
 
 def test_what_happens_without_end_is_told_so_often_in_so_many_seconds():
     now = [0.0]
-    rarely = Rarely(2, 10.0, clock=lambda: now[0])
+    rarely = RateLimit(2, 10.0, clock=lambda: now[0])
     assert [rarely() for _ in range(5)] == [0, 0, None, None, None]
     now[0] = 9.9
     assert rarely() is None

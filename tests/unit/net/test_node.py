@@ -22,7 +22,7 @@ from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.head import Head, check_study, study_hash
-from coterie.net.log import Log, exposition
+from coterie.net.log import Log, format_samples
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
@@ -48,7 +48,7 @@ class Network:
     def __init__(self, folder: Path, plan: RunSpec, **roster) -> None:
         self.folder, self.plan, self.hub = folder, plan, Hub()
         server = "n0" if plan.method.server else ""
-        who, self.keys = local.members([[i] for i in range(6)], server=server)
+        who, self.keys = local.make_members([[i] for i in range(6)], server=server)
         truth = FEDERATION.truth
         assert truth is not None
         self.roster = replace(who, clusters=tuple(truth.cluster.tolist()), **roster)
@@ -66,7 +66,7 @@ class Network:
             federation.host([number]),
             self.roster,
             InProcess(self.hub, name),
-            local.signer(self.keys[number]),
+            local.make_signer(self.keys[number]),
             self.folder / name,
             terms=Terms(deadline=20.0),
             patience=Patience(start=start, linger=20.0, ask=2.0, poll=0.02),
@@ -178,7 +178,7 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
     for i in range(6):  # each node has the model of its own client in its folder
         models = load_models(network.folder / f"n{i}")
         assert models.clients == (i,)
-        assert torch.equal(models.row(i), run.models.row(i))
+        assert torch.equal(models.load_row(i), run.models.load_row(i))
 
 
 @pytest.mark.parametrize("kind", ["dac", "panm-grad"])
@@ -404,7 +404,7 @@ def test_a_node_that_is_done_stays_while_others_are_not(networks, monkeypatch, h
     network, calls = networks("random"), iter(heads)
     node = network.node(0)
     there = frozenset(name for found in heads for name in found)
-    monkeypatch.setattr(node.transport, "alive", lambda: there)
+    monkeypatch.setattr(node.transport, "alive_members", lambda: there)
     asks = []
 
     def ask_heads(names):
@@ -421,7 +421,7 @@ def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     """A member that did not answer at the start; with a server it is the server that misses it."""
     node = networks(kind).node(0)
     node.exchange.away(["n3"])
-    node.exchange.begin(Rng(3).at(0))
+    node.exchange.begin(Rng(3).at_round(0))
     everybody = torch.arange(6)
     rnd = node.loop._context(0, torch.tensor([0]), everybody)
     assert everybody[~rnd.reachable].tolist() == away
@@ -627,7 +627,7 @@ def test_finished_members_that_are_started_again_answer_whom_nobody_knew_of(tmp_
     first = Network(tmp_path, replace(plan, settings=replace(settings, new_clients=None)))
     five = replace(first.roster, members=first.roster.members[:5], population=5, clusters=())
     whole, first.roster = replace(first.roster, clusters=()), five
-    five_alone = FEDERATION.part(torch.arange(5))
+    five_alone = FEDERATION.select_clients(torch.arange(5))
     try:
         nodes = [first.node(i, federation=five_alone) for i in range(5)]
         with ThreadPoolExecutor(5) as pool:
@@ -693,7 +693,7 @@ def test_whom_a_run_between_machines_cannot_hold_out_is_said(
 def test_numbers_for_prometheus_are_in_its_text_format(networks):
     node = networks("random").node(0)
     node.post.traffic.missing["timeout"] = 2
-    text = exposition(node.samples())
+    text = format_samples(node.samples())
     assert "# TYPE coterie_received_total counter" in text
     assert 'coterie_missing_total{node="n0",reason="timeout"} 2' in text
     assert 'coterie_round{node="n0"} -1' in text
@@ -733,10 +733,10 @@ def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_p
         params = network.nodes[0].task.layout.size
     finally:
         network.close()
-    setting = traffic.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
+    setting = traffic.CostSetting(population=6, params=params, samples=12, group=3, number_bytes=8)
     away = 6 - plan.method.server  # the client on the server's node needs no network
     assert counted == pytest.approx(
-        away * traffic.between_machines(plan.method, setting, 2), rel=0.005
+        away * traffic.predict_network_bytes(plan.method, setting, 2), rel=0.005
     )
 
 
@@ -773,11 +773,11 @@ def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, k
     finally:
         network.close()
     assert counted == pytest.approx(models * 4 * 32_004, rel=0.05)
-    setting = replace(traffic.Setting.of(task), population=6)
+    setting = replace(traffic.CostSetting.from_task(task), population=6)
     assert setting.params == 32_004
     away = 6 - plan.method.server
     assert counted == pytest.approx(
-        away * traffic.between_machines(plan.method, setting, 2), rel=0.005
+        away * traffic.predict_network_bytes(plan.method, setting, 2), rel=0.005
     )
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from coterie._util import manifest
-from coterie._util.lines import Lines
+from coterie._util.lines import LineFile
 from coterie.errors import DiskFull
 from coterie.methods import METHODS
 from coterie.net import audit, auditor, local
 from coterie.net.audit import Audit
-from coterie.net.identity import public_text
+from coterie.net.identity import encode_public_key
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
@@ -34,22 +34,22 @@ class Audited:
 
     def __init__(self, folder: Path, plan: RunSpec) -> None:
         self.folder, self.plan, self.hub = folder, plan, Hub()
-        self.roster, self.keys = local.members(
+        self.roster, self.keys = local.make_members(
             [[i] for i in range(SIZE)], server="n0" if plan.method.server else ""
         )
         self.nodes: dict[int, Node] = {}
 
     def run_one(self, number: int) -> None:
-        """Run a node from its checkpoint or the start, as `process.opened` does."""
+        """Run a node from its checkpoint or the start, as `process.open_node` does."""
         name, key = f"n{number}", self.keys[number]
-        sign, place = local.signer(key), self.folder / name
-        with Audit(place, name, "local", public_text(key.public_key()), sign) as log:
+        sign, place = local.make_signer(key), self.folder / name
+        with Audit(place, name, "local", encode_public_key(key.public_key()), sign) as log:
             transport = InProcess(self.hub, name)
-            transport.outbox.permit = log.answered
+            transport.outbox.permit = log.record_answer
             node = Node(
                 self.plan, FEDERATION.host([number]), self.roster, transport, sign, place / "run",
                 terms=Terms(deadline=60.0), patience=Patience(start=60.0, linger=60.0, ask=2.0, poll=0.02),
-                log=Log(name, stream=io.StringIO(), also=log.heard), audit=log,
+                log=Log(name, stream=io.StringIO(), also=log.record_event), audit=log,
             )  # fmt: skip
             self.nodes[number] = node
             try:
@@ -69,7 +69,7 @@ class Audited:
             try:
                 self.run_one(0)
             except OSError as error:
-                if not DiskFull.is_said_by(error):
+                if not DiskFull.matches(error):
                     raise
                 again()
                 self.run_one(0)
@@ -82,7 +82,7 @@ class Audited:
                 done.result()
 
     def reports(self) -> list[auditor.Report]:
-        return [auditor.check(self.folder / f"n{i}", [self.roster]) for i in range(SIZE)]
+        return [auditor.check_log(self.folder / f"n{i}", [self.roster]) for i in range(SIZE)]
 
     def models(self) -> torch.Tensor:
         return torch.cat([self.nodes[i].loop.tracker.best for i in range(SIZE)])
@@ -119,8 +119,8 @@ def test_the_logs_of_all_nodes_are_whole_and_agree(nodes, kind):
         others = [f"n{i}" for i in range(SIZE) if i != number]
         assert sorted(a.members) == others
         for b in reports[:number]:
-            assert auditor.compare(a, b) == []
-            assert auditor.lost(a, b) == 0
+            assert auditor.compare_logs(a, b) == []
+            assert auditor.count_lost(a, b) == 0
     got = sum(len(of.received) for report in reports for of in report.traffic.values())
     assert got == sum(node.post.traffic.received for node in network.nodes.values())
     if kind == "dac":  # whom the simulation's clients read is who sent something
@@ -159,7 +159,7 @@ def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(
 ):
     """The others wait for it; the disk is full from some moment on, until it is started again."""
     network, full, times = nodes("fedavg"), [False], [0]
-    append, replace_files = Lines.append, manifest.replace_files
+    append, replace_files = LineFile.append, manifest.replace_files
 
     def counted(path: Path, wanted: bool) -> None:
         if path.is_relative_to(network.folder / "n0"):
@@ -184,7 +184,7 @@ def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(
         before.append((network.folder / "n0" / "run" / checkpoint.FILE).exists())
 
     before: list[bool] = []
-    monkeypatch.setattr(Lines, "append", adding)
+    monkeypatch.setattr(LineFile, "append", adding)
     monkeypatch.setattr(manifest, "replace_files", replacing)
     network.run(room)
     assert len(before) == 1
@@ -193,4 +193,4 @@ def test_a_server_whose_disk_is_full_goes_on_later_to_the_same_bytes(
     reports = network.reports()
     assert [report.problems for report in reports] == [[]] * SIZE
     assert reports[0].starts == 2
-    assert [auditor.compare(reports[0], other) for other in reports[1:]] == [[]] * (SIZE - 1)
+    assert [auditor.compare_logs(reports[0], other) for other in reports[1:]] == [[]] * (SIZE - 1)

@@ -16,7 +16,7 @@ from coterie.simulation.run import simulate
 from coterie.studies import config
 from coterie.testing import tiny_federation, tiny_settings
 
-STUDY = config.loads(
+STUDY = config.parse_study_text(
     'rounds = 2\nseeds = [4]\n[data]\ndataset = "digits"\nnum_clients = 3\n[[methods]]\nkind = "random"\n'
 )
 DRAW = np.random.default_rng(0)
@@ -42,12 +42,14 @@ def written(folder: Path, text: str) -> nodefile.NodeFile:
 
 
 def rows(folder: Path, text: str, client: int = 1, population: int = 3):
-    return nodefile.own_rows(written(folder, f"[data]\n{text}\n"), STUDY, (client,), population)
+    return nodefile.load_own_rows(
+        written(folder, f"[data]\n{text}\n"), STUDY, (client,), population
+    )
 
 
 def test_paths_are_seen_from_the_file(tmp_path):
     file = written(tmp_path, 'roster = "../r.toml"\n[network]\ndeadline = 3\n')
-    assert file.path(file.roster) == tmp_path.resolve() / "../r.toml"
+    assert file.resolve_path(file.roster) == tmp_path.resolve() / "../r.toml"
     assert file.network.terms.deadline == 3.0
     assert file.network.patience.start == 60.0
 
@@ -95,7 +97,7 @@ def test_arrays_get_their_place_in_the_population(tmp_path):
     np.savez(tmp_path / "d.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6])
     federation = rows(tmp_path, 'arrays = "d.npz"\nclasses = 3')
     assert (federation.ids.tolist(), federation.population, federation.classes) == ([1], 3, 3)
-    assert federation.counts("train").tolist() == [24]
+    assert federation.count_samples("train").tolist() == [24]
     assert len(federation.tests[0].x) == 6
 
 
@@ -153,23 +155,23 @@ def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, text, error
 
 
 def test_one_run_of_a_study_is_chosen():
-    many = config.loads(
+    many = config.parse_study_text(
         'seeds = [0, 1]\n[data]\ndataset = "digits"\n[[methods]]\nkind = "random"\n[[methods]]\nkind = "local"\n'
     )
     with pytest.raises(ConfigError, match="the study has the methods random, local; say which"):
-        nodefile.choose(many)
+        nodefile.select_run(many)
     with pytest.raises(ConfigError, match=r"the study has the seeds \[0, 1\]; say which"):
-        nodefile.choose(many, "local")
+        nodefile.select_run(many, "local")
     with pytest.raises(ConfigError, match="no method 'dac'"):
-        nodefile.choose(many, "dac")
-    study, label, seed = nodefile.choose(many, "local", 1)
+        nodefile.select_run(many, "dac")
+    study, label, seed = nodefile.select_run(many, "local", 1)
     assert (label, seed, len(study.methods), list(study.seeds)) == ("local", 1, 1, [1])
 
 
 def test_a_node_with_arrays_is_called_as_the_roster_says(tmp_path):
     """Its federation of one client has no name for it: that of all members comes from the roster."""
     np.savez(tmp_path / "own.npz", x=X, y=Y)
-    assert rows(tmp_path, 'arrays = "own.npz"\nclasses = 3').names == {}
+    assert rows(tmp_path, 'arrays = "own.npz"\nclasses = 3').names_by_id == {}
 
 
 def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
@@ -178,7 +180,7 @@ def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
         client_names=("Oslo", "Lima", "Rio"),
     )
     named.save(tmp_path / "all.safetensors")
-    assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
+    assert rows(tmp_path, 'federation = "all.safetensors"').names_by_id == {1: "Lima"}
 
 
 TABLE = "age,color,site,ill\n" + "\n".join(
@@ -202,7 +204,7 @@ def test_a_table_beside_the_file_is_a_clients_own_data(tmp_path):
     federation = table_rows(tmp_path, client=2)
     assert (federation.ids.tolist(), federation.population, federation.classes) == ([2], 3, 3)
     assert federation.feature_names == ("age", "color=green", "color=red", "color=blue")
-    assert federation.counts("train").tolist() == [26]  # 40: 8 tests, 6 validation
+    assert federation.count_samples("train").tolist() == [26]  # 40: 8 tests, 6 validation
     with pytest.raises(
         DataError, match="the data hold 2 clients; the roster says that this node hosts 1"
     ):
@@ -214,7 +216,7 @@ def test_a_table_is_tested_on_the_fold_of_the_seed(tmp_path):
     (tmp_path / "t.csv").write_text(TABLE)
     options = 'path = "t.csv"\ntarget = "ill"\nfeatures = ["age"]\nclass_names = ["no", "yes"]'
     made = rows(tmp_path, f'dataset = "table"\nfolds = 4\n[data.options]\n{options}')
-    assert made.counts("train").tolist() == [24]  # 40: 10 tests, 6 validation
+    assert made.count_samples("train").tolist() == [24]  # 40: 10 tests, 6 validation
     assert len(made.tests[0].y) == 10
     again = rows(tmp_path, f'dataset = "table"\nfolds = 4\n[data.options]\n{options}', client=2)
     assert not torch.equal(made.tests[0].x, again.tests[0].x), (
@@ -259,7 +261,10 @@ def test_what_nodes_agree_on_names_the_model_with_its_arguments():
         "{ kind = 'a.b:Net' }",
         "{ kind = 'a.b:Net', options = { width = 3 } }",
     )
-    agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
+    agreed = [
+        nodefile.make_run_spec(config.parse_study_text(text + kind)).common_settings(3)["model"]
+        for kind in kinds
+    ]
     assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']
 
 
@@ -268,7 +273,9 @@ def test_members_judge_what_they_receive_unless_the_study_says_no():
     text = "seeds = [0]\ndata = { dataset = 'digits' }\nmodel = { kind = 'linear' }\n"
 
     def rules(rest):
-        return nodefile.plan_of(config.loads(text + rest)).settings.accepts
+        return nodefile.make_run_spec(
+            config.parse_study_text(text + rest)
+        ).settings.acceptance_rules
 
     assert rules("methods = [{ kind = 'dac' }]") == Acceptance()
     assert rules("acceptance = { clip = 7 }\nmethods = [{ kind = 'dac' }]") == Acceptance(clip=7.0)
@@ -286,4 +293,6 @@ def test_who_judges_where(value, simulated, nodes):
     settings, method = tiny_settings(rounds=1, acceptance=value), METHODS["random"](num_peers=1)
     run = simulate(tiny_federation(), method, model="linear", settings=settings)
     assert ("refused" in {*map(str, run.metrics["metric"])}) == bool(simulated)
-    assert (nodefile.between_machines(method, settings).rules_of(method) is not None) == bool(nodes)
+    assert (
+        nodefile.between_machines(method, settings).acceptance_rules_for(method) is not None
+    ) == bool(nodes)

@@ -40,7 +40,7 @@ def test_a_signal_waits_for_the_end_of_the_block():
     events: list[object] = []
     signal.signal(signal.SIGTERM, lambda number, frame: events.append(number))
     before = signal.getsignal(signal.SIGINT)
-    with process.unbroken():
+    with process.defer_signals():
         signal.raise_signal(signal.SIGTERM)
         events.append("inside")
     assert events == ["inside", signal.SIGTERM]
@@ -55,7 +55,7 @@ def test_other_threads_leave_the_handlers_alone():
 
     def work() -> None:
         try:
-            with process.unbroken():
+            with process.defer_signals():
                 pass
         except ValueError as error:
             failed.append(error)
@@ -97,8 +97,8 @@ def test_a_node_told_to_end_while_its_transport_starts_closes_it(
             yield EngineLog(log, out)
 
     monkeypatch.setattr(zenoh_transport, "ZenohTransport", Starting)
-    monkeypatch.setattr(process, "listening", silent)
-    files = fleet.lay_out(tmp_path, config.loads(STUDY))
+    monkeypatch.setattr(process, "capture_engine_log", silent)
+    files = fleet.lay_out(tmp_path, config.parse_study_text(STUDY))
     with pytest.raises(expected):
-        process.run(files["node-00"], insecure=True)
+        process.run_node(files["node-00"], insecure=True)
     assert events == ["threads begin", "closed"]

@@ -14,8 +14,8 @@ from coterie.net.roster import Member
 def made(tmp_path_factory):
     """A folder with the signed roster of three members, and their identities."""
     folder = tmp_path_factory.mktemp("net")
-    who, _ = local.members([[0], [1, 2], [3]], server="n1")
-    signed, people = local.provision(folder, who, days=10, study="5" * 16, schema="6" * 64)
+    who, _ = local.make_members([[0], [1, 2], [3]], server="n1")
+    signed, people = local.create_credentials(folder, who, days=10, study="5" * 16, schema="6" * 64)
     return folder, signed, people
 
 
@@ -68,8 +68,8 @@ def test_a_changed_roster_is_refused_before_it_is_read(made, tmp_path):
 
 def test_a_good_roster_has_no_problems(made):
     folder, _, people = made
-    assert roster.check(*files(folder)) == []
-    assert roster.check(*files(folder), own=people[0]) == []
+    assert roster.check_file(*files(folder)) == []
+    assert roster.check_file(*files(folder), own=people[0]) == []
 
 
 def test_problems_of_a_member_are_named(made, tmp_path):
@@ -78,17 +78,17 @@ def test_problems_of_a_member_are_named(made, tmp_path):
     stranger = replace(people[0], name="n9")
     assert (
         "'n9' is not on the roster of run local; members: n0, n1, n2"
-        in roster.check(*files(folder), own=stranger)[0]
+        in roster.check_file(*files(folder), own=stranger)[0]
     )
     other = replace(people[0], key=people[1].key)
-    assert "another key for n0" in roster.check(*files(folder), own=other)[0]
+    assert "another key for n0" in roster.check_file(*files(folder), own=other)[0]
     later = datetime.now(UTC) + timedelta(days=9)
-    assert ["less than two days" in text for text in roster.check(*files(folder), now=later)] == [
-        True
-    ] * 3
-    assert "ended on" in roster.check(*files(folder), now=later + timedelta(days=2))[0]
-    roster.write(tmp_path / "r.toml", replace(signed, study=""), folder / "organizer.key")
-    assert "names no study" in roster.check(tmp_path / "r.toml", folder / "organizer.pub")[0]
+    assert [
+        "less than two days" in text for text in roster.check_file(*files(folder), now=later)
+    ] == [True] * 3
+    assert "ended on" in roster.check_file(*files(folder), now=later + timedelta(days=2))[0]
+    roster.write_signed(tmp_path / "r.toml", replace(signed, study=""), folder / "organizer.key")
+    assert "names no study" in roster.check_file(tmp_path / "r.toml", folder / "organizer.pub")[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from coterie.net import identity
 from coterie.net.payload import Refused, Template, decode, encode
-from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical, seal
+from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical_json, seal_parcel
 
 KEY = ec.derive_private_key(7, ec.SECP256R1())
 STRANGER = ec.derive_private_key(8, ec.SECP256R1())
@@ -30,7 +30,7 @@ TENSORS = {
 
 def sealed(tensors=TENSORS, key=KEY, **changes) -> Parcel:
     options = {"run": "r", "peer": "a", "inc": 2, "address": AT, "schema": "5" * 64, **changes}
-    return seal(tensors, sign=lambda data: identity.sign(key, data), **options)
+    return seal_parcel(tensors, sign=lambda data: identity.sign(key, data), **options)
 
 
 def expected(tensors=TENSORS, **changes) -> Expectation:
@@ -54,8 +54,10 @@ def refusal(parts, expect=None) -> str:
 
 def signed(manifest: dict, payload: bytes = b"", key=KEY) -> list:
     """A message whose manifest is whatever one likes, properly signed."""
-    text = canonical(manifest)
-    return list(Parcel(text, identity.sign(key, b"coterie manifest 1\n" + text), payload).chunks())
+    text = canonical_json(manifest)
+    return list(
+        Parcel(text, identity.sign(key, b"coterie manifest 1\n" + text), payload).iterate_chunks()
+    )
 
 
 def manifest(**changes) -> dict:
@@ -69,7 +71,7 @@ def with_header(header: str, data: bytes = b"") -> bytearray:
 
 
 def test_a_message_comes_out_as_it_went_in():
-    found = opened(sealed().chunks())
+    found = opened(sealed().iterate_chunks())
     assert found.keys() == TENSORS.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, TENSORS[name])
@@ -104,7 +106,7 @@ def test_any_tensors_round_trip_and_the_library_reads_the_same(kinds):
 def test_a_large_message_travels_in_chunks_of_at_most_512_kib():
     """1.5 million bytes: two full chunks and a rest; each but the first carries four bytes of number."""
     tensors = {"params": torch.arange(375_000.0)}
-    parts = list(sealed(tensors).chunks())
+    parts = list(sealed(tensors).iterate_chunks())
     assert [len(chunk) for _, chunk in parts][:2] == [524288, 524288]
     assert [len(attachment) for attachment, _ in parts[1:]] == [4, 4]
     assert torch.equal(opened(parts, expected(tensors))["params"], tensors["params"])
@@ -113,7 +115,7 @@ def test_a_large_message_travels_in_chunks_of_at_most_512_kib():
 def test_half_precision_halves_the_models_and_not_the_extras():
     """Values that float16 holds exactly come back as they were; the extras keep their own type."""
     parcel = sealed(half=frozenset({"params"}))
-    out = opened(parcel.chunks())
+    out = opened(parcel.iterate_chunks())
     assert torch.equal(out["params"], TENSORS["params"])
     assert out["params"].dtype == torch.float32
     assert load(parcel.payload)["params"].dtype == torch.float16
@@ -158,17 +160,17 @@ def test_where_values_may_be_missing_nan_passes_and_infinity_never(bad):
 )
 def test_a_message_that_is_not_what_was_asked_is_refused(code, expect):
     """A replayed message belongs to another round, exchange or incarnation, which its sender signed."""
-    assert refusal(sealed().chunks(), expected(**expect)) == code
+    assert refusal(sealed().iterate_chunks(), expected(**expect)) == code
 
 
 def test_a_message_for_another_reader_is_refused():
-    assert refusal(sealed(to="c").chunks()) == "reader"
-    assert torch.equal(opened(sealed(to="b").chunks())["params"], TENSORS["params"])
+    assert refusal(sealed(to="c").iterate_chunks()) == "reader"
+    assert torch.equal(opened(sealed(to="b").iterate_chunks())["params"], TENSORS["params"])
 
 
 def test_one_changed_bit_is_noticed_wherever_it_is():
     """In the payload the digest differs; in the manifest or the signature the signature does not hold."""
-    (attachment, chunk), *_ = sealed().chunks()
+    (attachment, chunk), *_ = sealed().iterate_chunks()
     for place, code in ((4, "signature"), (80, "signature"), (len(attachment) - 1, "signature")):
         changed = bytearray(attachment)
         changed[place] ^= 1
@@ -181,7 +183,7 @@ def test_one_changed_bit_is_noticed_wherever_it_is():
 
 def test_missing_doubled_and_swapped_chunks_are_refused():
     tensors = {"params": torch.arange(375_000.0)}
-    parts, expect = list(sealed(tensors).chunks()), expected(tensors)
+    parts, expect = list(sealed(tensors).iterate_chunks()), expected(tensors)
     assert refusal(parts[:2], expect) == "truncated"
     assert refusal([], expect) == "truncated"
     assert refusal(parts[1:], expect) == "chunk"
@@ -197,7 +199,7 @@ def test_more_bytes_than_the_model_has_are_refused_before_they_are_kept():
     assembler = Assembler(expected())
     with pytest.raises(Refused, match="size"):
         assembler.feed(signed(manifest(bytes=1 << 30))[0][0], b"x")
-    assert not assembler.complete
+    assert not assembler.is_complete
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import zenoh
 
 from coterie.net import local
-from coterie.net.desks import Desks
+from coterie.net.desks import PeerQueues
 from coterie.net.outbox import Outbox
-from coterie.net.zenoh_transport import ZenohTransport, access
+from coterie.net.zenoh_transport import ZenohTransport, access_list
 
 NAMES = {name: f"cn-of-{name}" for name in ("n0", "n1", "n2")}
 BASE = "coterie/1/r"
@@ -21,7 +21,7 @@ BASE = "coterie/1/r"
 
 def allowed(peer: str, flow: str, message: str, key: str) -> bool:
     """Whether n0's list lets a message pass on the link of a peer; the keys here have no wildcards but * and **."""
-    rules = access("n0", NAMES, "r")
+    rules = access_list("n0", NAMES, "r")
     subjects = {s["id"] for s in rules["subjects"] if NAMES[peer] in s["cert_common_names"]}
     granted = {
         rule
@@ -87,7 +87,7 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
     """The engine blocks for seconds when an answer is for a link whose other end reads nothing."""
     node = ZenohTransport.__new__(ZenohTransport)
     node.name, node._names, node._base, node._closed = "n0", frozenset(NAMES), BASE, False
-    node._head, node._desks, node.outbox = (lambda nonce: b"here"), Desks(), Outbox()
+    node._head, node._desks, node.outbox = (lambda nonce: b"here"), PeerQueues(), Outbox()
     free, served = threading.Event(), threading.Event()
     asked = [
         Question(f"{BASE}/n0/head/n1", "n=1", lambda: free.wait(120)),
@@ -109,7 +109,7 @@ def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkey
     """Here first, then at n1, whose token goes for a moment; n2 was removed. After some seconds only tokens count."""
     for name in ("_end", "_begin"):
         monkeypatch.setattr(ZenohTransport, name, lambda node: None)
-    monkeypatch.setattr(ZenohTransport, "_open", lambda node, patience: None)
+    monkeypatch.setattr(ZenohTransport, "_open_session", lambda node, patience: None)
     node = ZenohTransport.__new__(ZenohTransport)
     node.name, node._names, node._base, node._announced = "n0", frozenset(NAMES), BASE, False
     node._lock, node._log, node._renewed = (
@@ -122,14 +122,14 @@ def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkey
     def seen(*kinds: zenoh.SampleKind) -> None:
         samples = [SimpleNamespace(key_expr=f"{BASE}/n1/alive", kind=one) for one in kinds]
         node._tokens = SimpleNamespace(handler=samples)
-        node._watch()
+        node._watch_members()
 
-    who, _ = local.members([[0], [1], [2]])
-    node.renew(replace(who, members=who.members[:2], removed=(2,), version=2))
-    assert node.alive() == {"n1"}
+    who, _ = local.make_members([[0], [1], [2]])
+    node.use_roster(replace(who, members=who.members[:2], removed=(2,), version=2))
+    assert node.alive_members() == {"n1"}
     seen(zenoh.SampleKind.PUT, zenoh.SampleKind.DELETE)
-    assert node.alive() == {"n1"}
+    assert node.alive_members() == {"n1"}
     node._renewed -= 60
-    assert node.alive() == set()
+    assert node.alive_members() == set()
     seen(zenoh.SampleKind.PUT)
-    assert node.alive() == {"n1"}
+    assert node.alive_members() == {"n1"}

@@ -18,7 +18,7 @@ from coterie.methods.base import Method
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SosicFl
 from coterie.papers import analyses
-from coterie.papers.analyses import Options, analyze
+from coterie.papers.analyses import AnalysisOptions, analyze_runs
 from coterie.studies import config
 from coterie.studies.run import reopen_run, run_study
 
@@ -56,18 +56,18 @@ regions = 2
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three methods, two of which can be analyzed."""
-    return run_study(config.loads(STUDY), out=tmp_path_factory.mktemp("runs")).folder
+    return run_study(config.parse_study_text(STUDY), out=tmp_path_factory.mktemp("runs")).folder
 
 
 def follow(method: Method, **settings: Any):
     """The finished loop of a run of the tiny federation."""
-    return testing.follow(method, settings=testing.tiny_settings(evaluate="final", **settings))
+    return testing.run_method(method, settings=testing.tiny_settings(evaluate="final", **settings))
 
 
 def test_points_of_a_simplex_are_scored_by_their_models():
     """Each row is the accuracy of theta_f with the mixed head, on one client's test set or on all together."""
     loop = follow(SosicFl(endpoints=3, regions=2))
-    table = analyses.simplex_scores(loop, Options(points=5, clients=[4]))
+    table = analyses.evaluate_simplex(loop, AnalysisOptions(points=5, clients=[4]))
     assert table["client"].tolist() == [-1] * 6 + [4] * 6
     assert table["point"].tolist() == [-1, 0, 1, 2, 3, 4] * 2
     federation, row = testing.tiny_federation(), loop.state.shared.models[0]
@@ -91,9 +91,11 @@ def test_points_of_a_simplex_are_scored_by_their_models():
 def test_the_first_row_is_where_models_are_served():
     """The barycenter for everybody, the center of its region for a client: as in the run's own evaluation."""
     loop = follow(SosicFl(endpoints=3, regions=2), extra_metrics=("global_accuracy",))
-    loop.final()
+    loop.evaluate_final()
     table = (
-        analyses.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
+        analyses.evaluate_simplex(loop, AnalysisOptions(points=1))
+        .query("point == -1")
+        .set_index("client")
     )
     final = loop.record.metrics.query("split == 'test'").pivot(
         index="client", columns="metric", values="value"
@@ -109,11 +111,11 @@ def test_the_first_row_is_where_models_are_served():
 def test_interactions_are_the_servers():
     """P, W and N by pairs, with the found clusters."""
     loop = follow(FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=2.0))
-    table, shared = analyses.interactions(loop, Options()), loop.state.shared
+    table, shared = analyses.tabulate_interactions(loop, AnalysisOptions()), loop.state.shared
     assert len(table) == 36
     pair = table.query("client == 1 and other == 3").iloc[0]
     assert pair.interaction == float(shared.matrix[1, 3])
-    assert pair.affinity == float(clustering.affinity(shared.matrix, 2.0)[1, 3])
+    assert pair.affinity == float(clustering.affinity_matrix(shared.matrix, 2.0)[1, 3])
     assert pair.pairs == int(shared.pairs[1, 3])
     assert (pair.label, pair.other_label) == (int(shared.label[1]), int(shared.label[3]))
 
@@ -127,40 +129,42 @@ def test_beta_on_two_planted_blocks():
     loop.state = dataclasses.replace(
         loop.state, shared=dataclasses.replace(loop.state.shared, matrix=block)
     )
-    table = analyses.beta_sensitivity(loop, Options(betas=[0.5, 4.0]))
+    table = analyses.evaluate_betas(loop, AnalysisOptions(betas=[0.5, 4.0]))
     assert table[["beta", "n_clusters", "rand", "adjusted_rand"]].to_numpy().tolist() == [
         [0.5, 2, 1, 1],
         [4, 2, 1, 1],
     ]
-    assert table.was[0] == pytest.approx(metrics.was(loop.task.class_counts(), truth))
+    assert table.was[0] == pytest.approx(
+        metrics.wasserstein_silhouette(loop.task.class_counts(), truth)
+    )
     same = dataclasses.replace(
         loop.state.shared, matrix=torch.full((6, 6), 0.5, dtype=torch.float64)
     )
     loop.state = dataclasses.replace(loop.state, shared=same)
-    whole = analyses.beta_sensitivity(loop, Options(betas=[1.0]))
+    whole = analyses.evaluate_betas(loop, AnalysisOptions(betas=[1.0]))
     assert whole.n_clusters.tolist() == [1.0]
     assert np.isnan(whole.was[0])
 
 
 def test_a_study_is_analyzed_run_by_run(study: Path):
     """Tables lie in the folders of the runs they are of; the study is read as before."""
-    (path,) = analyze(study, "interaction")
+    (path,) = analyze_runs(study, "interaction")
     assert path == study / "fedgwc/seed-0/analyses/interaction.parquet"
     assert len(pd.read_parquet(path)) == 36
-    (path,) = analyze(study / "sosicfl/seed-0", "simplex", Options(points=3))
+    (path,) = analyze_runs(study / "sosicfl/seed-0", "simplex", AnalysisOptions(points=3))
     assert len(pd.read_parquet(path)) == 3 * 4
     loop = reopen_run(study / "fedgwc/seed-0")
-    assert loop.finished
+    assert loop.is_finished
     assert config.load(study / "config.toml").name == "small"
 
 
 def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
     """Unknown analyses, runs of other methods, ids and numbers that make no sense, runs without a checkpoint."""
     wrong: list[tuple[Any, str, type[CoterieError]]] = [
-        (lambda: analyze(study, "simplx"), "did you mean 'simplex'", ConfigError),
-        (lambda: analyze(study / "fedavg", "beta"), "holds fedavg; .* takes runs of fedgwc", ConfigError),
-        (lambda: analyze(study, "simplex", Options(clients=[6])), "clients is 6; expected ids from", ConfigError),
-        (lambda: Options(points=0), "points is 0; expected a whole number, 1 or more", ConfigError),
+        (lambda: analyze_runs(study, "simplx"), "did you mean 'simplex'", ConfigError),
+        (lambda: analyze_runs(study / "fedavg", "beta"), "holds fedavg; .* takes runs of fedgwc", ConfigError),
+        (lambda: analyze_runs(study, "simplex", AnalysisOptions(clients=[6])), "clients is 6; expected ids from", ConfigError),
+        (lambda: AnalysisOptions(points=0), "points is 0; expected a whole number, 1 or more", ConfigError),
         (lambda: reopen_run(study), "is a study; expected the folder of one run", ConfigError),
         (lambda: reopen_run(tmp_path), "holds no run", ConfigError),
     ]  # fmt: skip
@@ -169,7 +173,7 @@ def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
             call()
     (study / "fedgwc/seed-0/checkpoint.safetensors").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors is missing"):
-        analyze(study, "beta")
+        analyze_runs(study, "beta")
     (tmp_path / "away").rename(study / "fedgwc/seed-0/checkpoint.safetensors")
 
 
@@ -191,4 +195,4 @@ def test_a_simplex_over_numbers_is_refused_in_words():
         ConfigError,
         match="scores models by their accuracy; these targets are not one class a sample",
     ):
-        analyses.simplex_scores(loop, Options())
+        analyses.evaluate_simplex(loop, AnalysisOptions())

@@ -13,9 +13,9 @@ from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.functional import metrics
 from coterie.papers import compare, numbers
-from coterie.papers.compare import UNTOLD
+from coterie.papers.compare import TRIALS_UNKNOWN
 from coterie.studies import config
-from coterie.studies.sweep import expand
+from coterie.studies.sweep import expand_sweep
 
 STUDY = """
 name = "mine"
@@ -41,8 +41,8 @@ paper = "random/fedavg"
 def write_study(folder, text=STUDY, **means):
     """A stored study with these means over clients, each ± 1 over two seeds."""
     folder.mkdir(parents=True)
-    study = config.loads(text)
-    write_atomically(folder / "config.toml", config.dumps(study).encode())
+    study = config.parse_study_text(text)
+    write_atomically(folder / "config.toml", config.format_study(study).encode())
     rows = [
         {
             "method": label,
@@ -60,38 +60,38 @@ def write_study(folder, text=STUDY, **means):
 
 
 def test_the_rule_is_twice_the_deviation_of_the_difference_or_one_point():
-    assert compare.allowed("accuracy", 0.003, 0.004) == pytest.approx(0.01)
-    assert compare.allowed("accuracy", 0.03, 0.04) == pytest.approx(0.1)
-    assert compare.allowed("mse", 0.3, None) == pytest.approx(0.6)
+    assert compare.allowed_difference("accuracy", 0.003, 0.004) == pytest.approx(0.01)
+    assert compare.allowed_difference("accuracy", 0.03, 0.04) == pytest.approx(0.1)
+    assert compare.allowed_difference("mse", 0.3, None) == pytest.approx(0.6)
 
 
 def test_numbers_stand_beside_the_published_ones(tmp_path):
     folder = write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)
-    found = compare.with_paper(compare.read(folder))
+    found = compare.compare_with_paper(compare.load_result(folder))
     lines = {(line.label, line.cluster): line for line in found.lines}
     oracle, alone = lines["Oracle", "all"], lines["Alone", "all"]
     assert (oracle.paper, oracle.paper_std, oracle.within) == (9.43, 0.33, True)
     assert oracle.difference == pytest.approx(0.07)
     assert (alone.paper, alone.within) == (30.26, False)  # 4.74 > 2 sqrt(1 + 1.73^2) = 4.0
     assert lines["Random", "all"].within is None, "1494.84 ± 1973 is an order of magnitude"
-    assert found.notes == numbers.notes("similarity/synthetic_concept_3c")
+    assert found.notes == numbers.find_notes("similarity/synthetic_concept_3c")
 
 
 def test_the_orderings_of_the_paper_are_checked(tmp_path):
     """The paper: oracle 9.43 below local 30.26 below random 1494.84 (which is not above local, so not in the chain)."""
-    good = compare.with_paper(
-        compare.read(write_study(tmp_path / "a", Oracle=9, Alone=30, Random=100))
+    good = compare.compare_with_paper(
+        compare.load_result(write_study(tmp_path / "a", Oracle=9, Alone=30, Random=100))
     )
     assert [(o.better, o.worse, o.kept) for o in good.chain] == [("oracle", "random", True)]
     assert [(o.better, o.worse, o.kept) for o in good.pairs] == [
         ("oracle/fedavg", "local/none", True)
     ]
-    bad = compare.with_paper(
-        compare.read(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20))
+    bad = compare.compare_with_paper(
+        compare.load_result(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20))
     )
     assert [o.kept for o in bad.chain] == [False]
     assert [o.kept for o in bad.pairs] == [False]
-    last_good, last_bad = _tables.against_paper(good)[-1], _tables.against_paper(bad)[-1]
+    last_good, last_bad = _tables.build_paper_tables(good)[-1], _tables.build_paper_tables(bad)[-1]
     assert (
         last_good.foot
         == "1 of the 1 pairs that are clearly apart in the paper are in its order here."
@@ -103,20 +103,22 @@ def test_the_orderings_of_the_paper_are_checked(tmp_path):
 def test_a_study_without_published_numbers_says_so(tmp_path):
     text = STUDY.replace('paper = "similarity/synthetic_concept_3c"', "")
     with pytest.raises(ConfigError, match="'mine' names no published experiment"):
-        compare.with_paper(compare.read(write_study(tmp_path / "mine", text, Oracle=9)))
+        compare.compare_with_paper(
+            compare.load_result(write_study(tmp_path / "mine", text, Oracle=9))
+        )
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds no study"):
-        compare.read(tmp_path)
+        compare.load_result(tmp_path)
     with pytest.raises(DataError, match="no finished run"):
-        compare.read(write_study(tmp_path / "mine"))
+        compare.load_result(write_study(tmp_path / "mine"))
 
 
 def test_studies_side_by_side_keep_their_gaps(tmp_path):
-    a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
-    b = compare.read(write_study(tmp_path / "b", Oracle=8))
-    (sheet,) = _tables.side_by_side([a, b])
+    a = compare.load_result(write_study(tmp_path / "a", Oracle=9, Random=100))
+    b = compare.load_result(write_study(tmp_path / "b", Oracle=8))
+    (sheet,) = _tables.build_side_by_side([a, b])
     assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "2", "8.00 ± 1.00", "2")
     assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "2", "", "")
     assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"
@@ -132,11 +134,11 @@ def values(label, folder):
 
 def of_methods(folder, *labels, seeds=(0, 1)):
     """Write the study's file of a folder of made-up runs."""
-    study = config.loads(
+    study = config.parse_study_text(
         f"name = {json.dumps(folder.name)}\nseeds = {list(seeds)}\n[data]\ndataset = 'digits'\n"
         + "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
     )
-    write_atomically(folder / "config.toml", config.dumps(study).encode())
+    write_atomically(folder / "config.toml", config.format_study(study).encode())
     return folder
 
 
@@ -154,26 +156,26 @@ def test_an_old_summary_is_not_believed_where_the_runs_are(small):
     }
     (small / "summary.json").write_text(json.dumps({"study": "small", "rows": [old], "timing": []}))
     shutil.rmtree(small / "DAC" / "seed-0")
-    found = compare.read(small)
+    found = compare.load_result(small)
     assert values("DAC", found) == [pytest.approx(0.65)]
-    assert found.notes() == [
+    assert found.describe_gaps() == [
         "DAC: seeds 0, 2 missing",
         "Local: seed 2 missing",
         "Means are over the seeds that all have: 1; left out: Local 0.",
     ]
-    (sheet,) = _tables.side_by_side([found])
+    (sheet,) = _tables.build_side_by_side([found])
     assert sheet.rows == [("DAC", "65.00", "1"), ("Local", "50.00", "1")]
 
 
 def test_a_summary_without_its_runs_is_compared_and_called_so(tmp_path):
     """Two seeds of two were stored for Oracle; Alone and Random have no numbers."""
-    found = compare.read(write_study(tmp_path / "mine", Oracle=9))
-    assert found.notes() == [
+    found = compare.load_result(write_study(tmp_path / "mine", Oracle=9))
+    assert found.describe_gaps() == [
         "No run is there: the numbers are those that summary.json has kept.",
         "Alone: 0 of 2 seeds.",
         "Random: 0 of 2 seeds.",
     ]
-    assert compare.as_json(found)["archived"] is True
+    assert compare.to_json(found)["archived"] is True
 
 
 def test_studies_are_compared_over_the_seeds_that_both_have(small, write_run, final_rows):
@@ -190,12 +192,14 @@ def test_studies_are_compared_over_the_seeds_that_both_have(small, write_run, fi
             study="other",
         )
     results = [of_methods(small, "DAC", "Local"), of_methods(other, "DAC", seeds=(1, 2))]
-    found, notes = compare.on_common_seeds([compare.read(folder) for folder in results])
+    found, notes = compare.restrict_to_common_seeds(
+        [compare.load_result(folder) for folder in results]
+    )
     assert notes == [
         "Means are over the seeds that all studies have: 1; they have: small 0, 1; other 1, 2."
     ]
     assert [values("DAC", one) for one in found] == [[pytest.approx(0.65)], [pytest.approx(0.5)]]
-    (sheet,) = _tables.side_by_side(found)
+    (sheet,) = _tables.build_side_by_side(found)
     assert sheet.rows == [("DAC", "65.00", "1", "50.00", "1"), ("Local", "50.00", "1", "", "")]
 
 
@@ -211,27 +215,27 @@ def test_studies_without_a_common_seed_keep_their_own_and_it_is_said(small, writ
         study="other",
     )
     results = [
-        compare.read(of_methods(small, "DAC", "Local")),
-        compare.read(of_methods(other, "DAC", seeds=(7,))),
+        compare.load_result(of_methods(small, "DAC", "Local")),
+        compare.load_result(of_methods(other, "DAC", seeds=(7,))),
     ]
-    found, notes = compare.on_common_seeds(results)
+    found, notes = compare.restrict_to_common_seeds(results)
     assert found == results
     assert notes == ["Each study is averaged over seeds of its own: small 0, 1; other 7."]
-    stored = compare.read(write_study(small.parent / "mine", Oracle=9, Alone=9, Random=9))
-    _, notes = compare.on_common_seeds([results[0], stored])
+    stored = compare.load_result(write_study(small.parent / "mine", Oracle=9, Alone=9, Random=9))
+    _, notes = compare.restrict_to_common_seeds([results[0], stored])
     assert notes[-1] == "Each study is averaged over seeds of its own: small 0, 1; mine unknown."
 
 
 def test_n_stands_beside_the_paper_and_one_seed_has_no_deviation(tmp_path):
     """± 1 over two seeds; of a single seed the deviation that was stored is none."""
     folder = write_study(tmp_path / "mine", Oracle=9.5)
-    (sheet,) = _tables.against_paper(compare.with_paper(compare.read(folder)))
+    (sheet,) = _tables.build_paper_tables(compare.compare_with_paper(compare.load_result(folder)))
     place = sheet.head.index("n")
     assert (sheet.rows[0][place - 1], sheet.rows[0][place]) == ("9.50 ± 1.00", "2")
     text = (folder / "summary.json").read_text().replace('"seeds": 2', '"seeds": 1')
     (folder / "summary.json").write_text(text)
-    comparison = compare.with_paper(compare.read(folder))
-    (sheet,) = _tables.against_paper(comparison)
+    comparison = compare.compare_with_paper(compare.load_result(folder))
+    (sheet,) = _tables.build_paper_tables(comparison)
     assert (sheet.rows[0][place - 1], sheet.rows[0][place]) == ("9.50", "1")
     assert comparison.missing[0].startswith("No run is there")
 
@@ -252,7 +256,7 @@ def test_the_command_prints_tables_and_json(tmp_path):
 
 def test_a_markdown_table_has_one_line_a_row():
     sheet = _tables.TextTable("t", ("a", "b"), [("x|y", "1")], "foot")
-    assert _tables.markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
+    assert _tables.format_markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
 
 
 @pytest.fixture
@@ -296,7 +300,7 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     whole = {frozenset((pair["method_a"], pair["method_b"])): pair for pair in content["pairs"]}
     assert len(whole) == 3
     assert len(content["verdicts"]) == 6
-    assert content["verdicts"][-1] == UNTOLD, "without --tuned nobody knows"
+    assert content["verdicts"][-1] == TRIALS_UNKNOWN, "without --tuned nobody knows"
     (content,) = json.loads(
         told("compare", five, "--baseline", "Local", "--metric", "loss", "--json")
     )
@@ -382,13 +386,15 @@ def test_a_summary_that_was_stored_without_pairs_is_said_to_be(tmp_path):
 
 def test_a_deviation_as_large_as_its_number_tells_nothing(tmp_path):
     """1494.84 ± 1973 of Random: 100 is not called near it, and 9.43 ± 0.33 of Oracle is judged as ever."""
-    found = compare.with_paper(
-        compare.read(write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0))
+    found = compare.compare_with_paper(
+        compare.load_result(write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0))
     )
     assert [line.within for line in found.lines] == [True, False, None]
-    assert "1 of 3 numbers are within the rule" in (foot := _tables.against_paper(found)[0].foot)
+    assert "1 of 3 numbers are within the rule" in (
+        foot := _tables.build_paper_tables(found)[0].foot
+    )
     assert "1 cannot be told" in foot
-    assert not compare.useless("was", -0.8, 3.0), (
+    assert not compare.is_too_uncertain("was", -0.8, 3.0), (
         "zero is no end of the scale of a score that may be negative"
     )
 
@@ -402,7 +408,7 @@ def test_where_the_paper_prints_no_deviation_ours_stands_for_it(tmp_path):
         for n, std in enumerate((0.3, 0.4, 0.5))
     ]  # fmt: skip
     (folder / "summary.json").write_text(json.dumps({"study": "mine", "rows": rows, "timing": []}))
-    lines = compare.with_paper(compare.read(folder)).lines
+    lines = compare.compare_with_paper(compare.load_result(folder)).lines
     assert {round(line.pooled, 3) for line in lines} == {0.408}  # sqrt((0.09 + 0.16 + 0.25) / 3)
     # differences 1.10, 1.35 and 1.18; allowed 2 hypot(std, .408): 1.01, 1.14 and 1.29
     assert [line.within for line in lines] == [False, False, True]
@@ -438,7 +444,7 @@ def test_ratios_of_times_stand_beside_the_papers_of_the_same_accuracy(tmp_path):
         }
     ]
     (folder / "summary.json").write_text(json.dumps({**content, "rows": rows}))
-    lines = compare.with_paper(compare.read(folder)).lines
+    lines = compare.compare_with_paper(compare.load_result(folder)).lines
     assert [(line.metric, line.ours, line.std, line.paper, line.within) for line in lines] == [
         # 0.8 is more than twice of ours, pooled: 2 x 0.25 sqrt(2)
         ("global_tta_ratio", 2.0, 0.25, 1.2, False),
@@ -451,45 +457,47 @@ def test_rows_chosen_here_are_counted_apart(tmp_path):
     tuned = (
         STUDY + '[[methods]]\nkind = "oracle"\nlabel = "Tuned"\npaper = "oracle/fedavg"\nlr = 0.1\n'
     )
-    result = compare.read(write_study(tmp_path / "mine", tuned, Oracle=20.0, Tuned=9.4))
-    found = compare.with_paper(result)
+    result = compare.load_result(write_study(tmp_path / "mine", tuned, Oracle=20.0, Tuned=9.4))
+    found = compare.compare_with_paper(result)
     assert [(line.label, line.chosen) for line in found.lines] == [
         ("Oracle", False),
         ("Tuned", True),
     ]
-    published, chosen = _tables.against_paper(found)[:2]
+    published, chosen = _tables.build_paper_tables(found)[:2]
     assert [row[0] for row in published.rows] == ["Oracle"]
     assert published.foot.startswith("0 of 1 numbers")
     assert [row[0] for row in chosen.rows] == ["Tuned"]
-    one = next(one for one in compare.covered([result]) if one.source == "similarity")
+    one = next(one for one in compare.count_coverage([result]) if one.source == "similarity")
     assert (one.published, one.full, one.reduced, one.none, one.within) == (271, 0, 1, 270, 0)
 
 
 def test_full_size_is_that_of_the_built_in_study():
     """Fewer seeds leave the size; fewer rounds, fewer clients or a study of one's own do not."""
-    assert compare.full_size(config.load("similarity/synthetic", ["seeds=1"]))
-    assert not compare.full_size(config.load("similarity/synthetic", ["scale=0.5"]))
-    assert not compare.full_size(config.load("similarity/synthetic", ["rounds=20"]))
-    assert not compare.full_size(config.loads(STUDY))
-    assert compare.full_size(config.load("similarity/samples", ["seeds=1"])), (
+    assert compare.is_full_size(config.load("similarity/synthetic", ["seeds=1"]))
+    assert not compare.is_full_size(config.load("similarity/synthetic", ["scale=0.5"]))
+    assert not compare.is_full_size(config.load("similarity/synthetic", ["rounds=20"]))
+    assert not compare.is_full_size(config.parse_study_text(STUDY))
+    assert compare.is_full_size(config.load("similarity/samples", ["seeds=1"])), (
         "its paper prints no numbers"
     )
-    assert not compare.full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
-    (stored,) = expand(config.load("dac/tau"))
-    assert compare.full_size(stored), "as it is stored: with a method for each point"
+    assert not compare.is_full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
+    (stored,) = expand_sweep(config.load("dac/tau"))
+    assert compare.is_full_size(stored), "as it is stored: with a method for each point"
 
 
 def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
     """n = 100, l = 4, T1 = 100, T2 = 200, a correction in every tenth round; bags of the 24 others of a cluster."""
     study = config.load("panm/low-budget")
-    lines = {(line.row.partition("/")[0], line.metric): line for line in compare.predicted(study)}
+    lines = {
+        (line.row.partition("/")[0], line.metric): line for line in compare.predict_costs(study)
+    }
     assert len(lines) == 16
     moved, bandwidth = metrics.MODELS_MOVED.name, metrics.BANDWIDTH.name
     for row, models in (("fedavg", 1), ("ifca_c2", 2), ("ifca_c3", 3), ("ifca_c4", 4)):
         assert (lines[row, moved].ours, lines[row, bandwidth].ours) == (300 * (models + 1), models)
         assert lines[row, moved].within
         assert lines[row, bandwidth].within
-    told = " ".join(numbers.notes("panm/panm_low_budget_cifar10_4c"))
+    told = " ".join(numbers.find_notes("panm/panm_low_budget_cifar10_4c"))
     for k in (2, 3):
         printed = 4 + 99 * (4 + k) + 20 * 8 + 180 * k
         # of k members of the bag, drawn anew, those that are not among the four examined
@@ -506,16 +514,16 @@ def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
 
 def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     """A tenth of the rounds moves a tenth of the models; the numbers are counted as predictions once."""
-    text = config.dumps(config.load("panm/low-budget", ["scale=0.1", "seeds=1"]))
-    result = compare.read(write_study(tmp_path / "mine", text, **{"FedAvg": 0.3}))
-    found = compare.with_paper(result)
+    text = config.format_study(config.load("panm/low-budget", ["scale=0.1", "seeds=1"]))
+    result = compare.load_result(write_study(tmp_path / "mine", text, **{"FedAvg": 0.3}))
+    found = compare.compare_with_paper(result)
     fedavg = next(
         line
         for line in found.lines
         if (line.label, line.metric) == ("FedAvg", metrics.MODELS_MOVED.name)
     )
     assert (fedavg.ours, fedavg.paper, fedavg.within, fedavg.predicted) == (60, 600, False, True)
-    titles = [sheet.title for sheet in _tables.against_paper(found)]
+    titles = [sheet.title for sheet in _tables.build_paper_tables(found)]
     assert any(title.endswith("costs beside the paper, in models") for title in titles)
-    (one,) = [one for one in compare.covered([]) if one.source == "panm"]
+    (one,) = [one for one in compare.count_coverage([]) if one.source == "panm"]
     assert (one.published, one.predicted, one.none, one.within) == (49, 16, 33, 8)

@@ -8,7 +8,7 @@ import pytest
 
 from coterie.errors import DataError
 from coterie.papers import figures
-from coterie.report.plots import bare, single_figure
+from coterie.report.plots import make_single_figure, strip_settings
 
 
 def numbers(path):
@@ -151,7 +151,7 @@ def test_a_sweep_keeps_its_methods_apart(swept, tmp_path):
     ],
 )
 def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
-    assert bare(label, ["tau"]) == expected
+    assert strip_settings(label, ["tau"]) == expected
 
 
 def test_what_was_not_analyzed_is_said_with_the_command(tmp_path, write_run, final_rows):
@@ -247,8 +247,8 @@ def test_similarities_that_run_away_are_drawn_on_a_logarithmic_axis():
         np.array([1e6, 2.0, 1.5, 0.5, 0.4, 0.5]),
         np.array([True, True, True, False, False, False]),
     )
-    _, axes = single_figure()
-    table = figures._histograms(axes, value, own, "similarity")
+    _, axes = make_single_figure()
+    table = figures._plot_histograms(axes, value, own, "similarity")
     assert axes.get_xscale() == "log"
     assert np.ptp(np.log(table["high"] / table["low"])) == pytest.approx(0, abs=1e-9)
     drawn = table[table["count"] > 0].groupby("pairs")["count"].sum()
@@ -257,7 +257,7 @@ def test_similarities_that_run_away_are_drawn_on_a_logarithmic_axis():
     x, share = axes.lines[1].get_data()
     assert 0.4 < x[share.argmax()] < 0.55
     assert (
-        figures._histograms(axes, np.minimum(value, 3.0), own, "similarity")["low"]
+        figures._plot_histograms(axes, np.minimum(value, 3.0), own, "similarity")["low"]
         .diff()
         .iloc[1:29]
         .std()
@@ -268,7 +268,7 @@ def test_similarities_that_run_away_are_drawn_on_a_logarithmic_axis():
 def test_pairs_of_equal_values_are_not_above_one_another():
     """2 of 4 comparisons are won, 1 is a tie."""
     value, own = np.array([1.0, 3.0, 1.0, 2.0]), np.array([True, True, False, False])
-    assert figures._above(value, own) == pytest.approx((2 + 0.5) / 4)
+    assert figures._probability_above(value, own) == pytest.approx((2 + 0.5) / 4)
 
 
 def test_neighbors_of_the_own_cluster_stand_beside_the_accuracy(recorded, tmp_path):

@@ -11,7 +11,7 @@ from coterie.papers import numbers
     [("similarity", 271), ("dac", 107), ("panm", 49), ("fedgwc", 175), ("sosicfl", 144)],
 )
 def test_every_number_is_there_once(source, rows):
-    table = numbers.table(source)
+    table = numbers.load_table(source)
     assert len(table) == rows
     assert (
         len(
@@ -27,13 +27,13 @@ def test_every_number_is_there_once(source, rows):
 def test_what_is_printed_twice_is_there_once():
     """The papers print 762 numbers; FedGWC's tables 5, 8 and 9 repeat 4, 4 and 8 of them, two with another value."""
     again = [(source, *one) for source, lines in numbers.PRINTED_AGAIN.items() for one in lines]
-    assert sum(len(numbers.table(source)) for source in numbers.SOURCES) + len(again) == 762
+    assert sum(len(numbers.load_table(source)) for source in numbers.SOURCES) + len(again) == 762
     assert len({one[:4] for one in again}) == 16
     other = []
     for source, where, name, row, mean in again:
         found = [
             p.mean
-            for p in numbers.published(f"{source}/{name}")
+            for p in numbers.load_published(f"{source}/{name}")
             if p.row == row and "accuracy" in p.metric
         ]
         assert len(found) == 1, row
@@ -44,18 +44,21 @@ def test_what_is_printed_twice_is_there_once():
         ("table 9", "emnist-dirichlet", "fedavg/fedavg"),
     ]
     assert all(
-        word in " ".join(numbers.notes("fedgwc/emnist-dirichlet"))
+        word in " ".join(numbers.find_notes("fedgwc/emnist-dirichlet"))
         for word in ("76.6", "76.1", "76.0")
     )
 
 
 def test_accuracies_are_shares_and_errors_stay_as_they_are():
-    found = {(p.row, p.cluster): p for p in numbers.published("similarity/synthetic_concept_3c")}
+    found = {
+        (p.row, p.cluster): p for p in numbers.load_published("similarity/synthetic_concept_3c")
+    }
     assert found["inv_loss/fedavg", "all"].mean == 31.69
     assert found["inv_loss/fedavg", "targets 1"].mean == 30.40
     assert found["inv_loss/fedavg", "targets 1"].std is None
     shares = {
-        (p.row, p.cluster): p for p in numbers.published("similarity/mnist_fmnist_domain_2c_cnn")
+        (p.row, p.cluster): p
+        for p in numbers.load_published("similarity/mnist_fmnist_domain_2c_cnn")
     }
     assert shares["cos_grad/fedavg", "all"].mean == pytest.approx(0.9114)
     assert shares["cos_grad/fedavg", "all"].std == pytest.approx(0.0017)
@@ -64,19 +67,25 @@ def test_accuracies_are_shares_and_errors_stay_as_they_are():
 
 def test_only_accuracies_of_the_server_papers_are_turned_into_shares():
     five = {
-        (p.row, p.metric): p.mean for p in numbers.published("sosicfl/cifar10-simplecnn-5-fold")
+        (p.row, p.metric): p.mean
+        for p in numbers.load_published("sosicfl/cifar10-simplecnn-5-fold")
     }
     table = {
-        (r["experiment"], r["method"], r["metric"]): r["mean"] for r in numbers.table("sosicfl")
+        (r["experiment"], r["method"], r["metric"]): r["mean"]
+        for r in numbers.load_table("sosicfl")
     }
     printed = table["cifar10-simplecnn-5-fold", "sosicfl", "accuracy_max"]
     assert five["sosicfl/fedavg", "accuracy_max"] == pytest.approx(float(printed) / 100)
     ratio = table["cifar10-simplecnn-5-fold", "sosicfl", "tta_ratio"]
     assert five["sosicfl/fedavg", "tta_ratio"] == float(ratio)
-    noise = {(p.row, p.metric): p.mean for p in numbers.published("fedgwc/cifar10-clean-noise")}
+    noise = {
+        (p.row, p.metric): p.mean for p in numbers.load_published("fedgwc/cifar10-clean-noise")
+    }
     assert noise["fedgwc/fedavg", "rand"] == 1.0
     assert noise["fedgwc/fedavg", "n_clusters"] == 2
-    hundred = {(p.row, p.metric): p.mean for p in numbers.published("fedgwc/cifar100-dirichlet")}
+    hundred = {
+        (p.row, p.metric): p.mean for p in numbers.load_published("fedgwc/cifar100-dirichlet")
+    }
     assert hundred["fedgwc/fedavg", "balanced_accuracy"] == pytest.approx(0.534)
     assert hundred["ifca_c5/fedavg", "was"] == -0.8
 
@@ -85,9 +94,9 @@ def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
     """Translating cluster names wrongly would break the means of the paper's own tables."""
     sizes = {"rotation 0": 70, "rotation 180": 20, "rotation 10": 5, "rotation 350": 5}
     found = {
-        (p.row, p.cluster): p.mean for p in numbers.published("similarity/fmnist_covariate_4c")
+        (p.row, p.cluster): p.mean for p in numbers.load_published("similarity/fmnist_covariate_4c")
     }
-    rows = numbers.rows("similarity/fmnist_covariate_4c")
+    rows = numbers.list_rows("similarity/fmnist_covariate_4c")
     assert len(rows) == 11
     for row in rows:
         mean = sum(n * found[row, cluster] for cluster, n in sizes.items()) / 100
@@ -95,27 +104,27 @@ def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
 
 
 def test_the_synthetic_table_has_eleven_rows():
-    assert len(numbers.rows("similarity/synthetic_concept_3c")) == 11
+    assert len(numbers.list_rows("similarity/synthetic_concept_3c")) == 11
 
 
 def test_every_experiment_of_a_study_is_known_and_can_be_read():
     for experiment in numbers.EXPERIMENTS.values():
-        assert numbers.published(experiment)
+        assert numbers.load_published(experiment)
     every = {
         f"{source}/{name}"
         for source in numbers.SOURCES
-        for name in {r["experiment"] for r in numbers.table(source)}
+        for name in {r["experiment"] for r in numbers.load_table(source)}
     }
     assert every == set(numbers.EXPERIMENTS.values())
 
 
 def test_an_unknown_experiment_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match="did you mean 'dac/cifar10_label_40_60'"):
-        numbers.published("dac/cifar10_label_4060")
+        numbers.load_published("dac/cifar10_label_4060")
     with pytest.raises(ConfigError, match="unknown paper 'simlarity'; did you mean 'similarity'"):
-        numbers.published("simlarity/x")
+        numbers.load_published("simlarity/x")
 
 
 def test_notes_belong_to_experiments():
-    assert numbers.notes("dac/cifar10_label_40_60")
-    assert numbers.notes("dac/cifar10_covariate_4x25") == ()
+    assert numbers.find_notes("dac/cifar10_label_40_60")
+    assert numbers.find_notes("dac/cifar10_covariate_4x25") == ()

@@ -6,11 +6,18 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from coterie.report.data import payload
-from coterie.report.data.packing import MOST_CLIENTS, dense, over_seeds, pack, sampled, thin
-from coterie.report.data.reads import cells
-from coterie.results.equal_bytes import at_equal_bytes
-from coterie.results.summary import find_runs
+from coterie.report.data import build_payload
+from coterie.report.data.packing import (
+    MOST_CLIENTS,
+    build_dense_table,
+    nan_mean_std,
+    pack_array,
+    sample_clients,
+    thin_indices,
+)
+from coterie.report.data.reads import assign_cells
+from coterie.results.equal_bytes import rank_at_equal_bytes
+from coterie.results.summary import load_runs
 
 
 def unpack(packed):
@@ -25,37 +32,37 @@ def unpack(packed):
 
 @pytest.fixture(scope="module")
 def data(population):
-    return payload(*find_runs([population]))
+    return build_payload(*load_runs([population]))
 
 
 def test_counts_are_packed_exactly():
     """Whole numbers come back as they were."""
     values = np.array([[0, 255], [7, 1]])
-    np.testing.assert_array_equal(unpack(pack(values, "u8")), values)
-    np.testing.assert_array_equal(unpack(pack(values * 200, "u16")), values * 200)
+    np.testing.assert_array_equal(unpack(pack_array(values, "u8")), values)
+    np.testing.assert_array_equal(unpack(pack_array(values * 200, "u16")), values * 200)
 
 
 def test_floats_are_packed_within_half_a_step_and_nan_survives():
     """A range of 2 in 65,534 steps: no value moves by more than 2e-5."""
     values = np.array([-1.0, 0.123456, np.nan, 1.0])
-    np.testing.assert_allclose(unpack(pack(values, "q16")), values, atol=1.6e-5)
+    np.testing.assert_allclose(unpack(pack_array(values, "q16")), values, atol=1.6e-5)
 
 
 def test_floats_that_are_all_the_same_or_all_missing_are_packed():
     """No division by a range of zero."""
-    np.testing.assert_array_equal(unpack(pack(np.array([3.0, 3.0]), "q16")), [3.0, 3.0])
-    assert np.isnan(unpack(pack(np.array([np.nan]), "q16"))).all()
+    np.testing.assert_array_equal(unpack(pack_array(np.array([3.0, 3.0]), "q16")), [3.0, 3.0])
+    assert np.isnan(unpack(pack_array(np.array([np.nan]), "q16"))).all()
 
 
 def test_thinning_keeps_the_first_and_the_last_point():
     """Of 1,000 rounds five are kept, evenly spread; of three all."""
-    np.testing.assert_array_equal(thin(1001, 5), [0, 250, 500, 750, 1000])
-    np.testing.assert_array_equal(thin(3, 5), [0, 1, 2])
+    np.testing.assert_array_equal(thin_indices(1001, 5), [0, 250, 500, 750, 1000])
+    np.testing.assert_array_equal(thin_indices(3, 5), [0, 1, 2])
 
 
 def test_a_mean_over_seeds_is_over_those_that_have_a_value():
     """1 and 3; 4 alone, which has no deviation; none."""
-    mean, spread = over_seeds(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
+    mean, spread = nan_mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
     np.testing.assert_array_equal(mean, [2.0, 4.0, np.nan])
     np.testing.assert_array_equal(spread, [1.0, np.nan, np.nan])
 
@@ -67,8 +74,8 @@ def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
         for r, c, v in [(0, 0, 1.0), (1, 0, 2.0), (1, 1, 5.0), (2, 0, 3.0)]
     ]
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
-    (run,), _ = find_runs([tmp_path])
-    rounds, values = dense(run, "validation", "loss")
+    (run,), _ = load_runs([tmp_path])
+    rounds, values = build_dense_table(run, "validation", "loss")
     assert rounds.tolist() == [0, 1, 2]
     np.testing.assert_array_equal(values, [[1, np.nan], [2, 5], [3, 5]])
 
@@ -86,15 +93,15 @@ def test_what_is_not_a_number_in_any_round_is_no_curve_of_the_page(tmp_path, wri
     write_run(
         run, kind="dac", label="A", seed=0, metrics=[*rows, *final_rows([0.75], [0], round=2)]
     )
-    page = payload(*find_runs([tmp_path / "s"]))
+    page = build_payload(*load_runs([tmp_path / "s"]))
     assert [one["split"] for one in page["curves"]] == ["train", "test"]
     assert [list(one["rounds"]) for one in page["curves"]] == [[0, 1, 2]] * 2
 
 
 def test_cells_hold_neighbors_of_one_cluster():
     """Five clients in at most three cells: two a cell, but never of two clusters."""
-    np.testing.assert_array_equal(cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
-    np.testing.assert_array_equal(cells(np.array([1, 0, 1])), [1, 0, 2])
+    np.testing.assert_array_equal(assign_cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
+    np.testing.assert_array_equal(assign_cells(np.array([1, 0, 1])), [1, 0, 2])
 
 
 def test_heatmap_frames_add_up_to_every_read(data):
@@ -114,7 +121,7 @@ def test_heatmap_frames_add_up_to_every_read(data):
 def test_frames_are_merged_when_a_run_is_long(population_study, tmp_path):
     """130 rounds in 60 frames: none is lost, and the last ends with the run."""
     study = population_study(tmp_path / "long", clusters=[0, 0, 1, 1], rounds=130, seeds=1, reads=2)
-    reads = payload(*find_runs([study]))["reads"]
+    reads = build_payload(*load_runs([study]))["reads"]
     assert len(reads["ends"]) == 60
     assert reads["ends"][-1] == 130
     assert unpack(reads["methods"][0]["counts"]).sum() == 130 * 4 * 2
@@ -122,8 +129,8 @@ def test_frames_are_merged_when_a_run_is_long(population_study, tmp_path):
 
 def test_curves_are_means_over_clients_and_over_clusters(population):
     """Against the table itself, at the last round, with clusters of 6, 4 and 2."""
-    runs, _ = find_runs([population])
-    data = payload(runs)
+    runs, _ = load_runs([population])
+    data = build_payload(runs)
     (curve,) = [
         c
         for c in data["curves"]
@@ -145,7 +152,7 @@ def test_curves_are_means_over_clients_and_over_clusters(population):
 
 def test_gain_of_a_client_is_its_mean_over_seeds(small):
     """DAC against Local: (.2 + .2) / 2, (.1 + .2) / 2, (.3 + .2) / 2, (-.1 + 0) / 2."""
-    data = payload(*find_runs([small]))
+    data = build_payload(*load_runs([small]))
     gain = unpack(data["clients"]["gain"])
     np.testing.assert_allclose(gain[0], [0.2, 0.15, 0.25, -0.05], atol=1e-6)
     assert np.isnan(gain[1]).all()
@@ -153,7 +160,7 @@ def test_gain_of_a_client_is_its_mean_over_seeds(small):
 
 def test_a_study_without_any_read_has_no_heatmaps(small):
     """Local alone never reads."""
-    assert payload(*find_runs([small]))["reads"] is None
+    assert build_payload(*load_runs([small]))["reads"] is None
 
 
 def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
@@ -165,7 +172,7 @@ def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
     write_run(
         tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
     )
-    (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
+    (reads,) = build_payload(*load_runs([tmp_path]))["reads"]["methods"]
     peers, read = unpack(reads["peers"]), unpack(reads["times"])
     most = [
         {int(j): int(n) for j, n in zip(*row, strict=True) if n}
@@ -178,11 +185,11 @@ def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
 def test_a_sample_has_clients_of_every_cluster_in_its_share():
     """Of 40 and 10 clients a tenth: four and one or so, and always the first and the last in order of cluster."""
     cluster = np.array([0, 0, 0, 0, 1] * 10)
-    chosen = sampled(cluster, 5)
+    chosen = sample_clients(cluster, 5)
     assert np.bincount(cluster[chosen]).tolist() == [4, 1]
     assert {0, 49} <= set(chosen.tolist())
     np.testing.assert_array_equal(chosen, np.sort(chosen))
-    np.testing.assert_array_equal(sampled(cluster, 50), np.arange(50))
+    np.testing.assert_array_equal(sample_clients(cluster, 50), np.arange(50))
 
 
 def test_of_a_large_population_a_sample_is_shown_and_means_are_over_all(write_run, tmp_path):
@@ -210,7 +217,7 @@ def test_of_a_large_population_a_sample_is_shown_and_means_are_over_all(write_ru
     told = {"labels": [[1, int(i)] for i in ids], "classes": ["a", "b"], "train": ids.tolist()}
     told |= {"shift": [], "validation": ids.tolist(), "name": "made up", "fingerprint": "0"}
     (tmp_path / "small" / "federation.json").write_text(json.dumps(told))
-    page = payload(*find_runs([tmp_path / "small"]))
+    page = build_payload(*load_runs([tmp_path / "small"]))
     shown = np.array(page["clients"]["shown"])
     assert len(shown) == MOST_CLIENTS < clients
     np.testing.assert_array_equal(unpack(page["clients"]["final"])[0], shown)
@@ -245,7 +252,7 @@ def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):
     write_run(
         tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
     )
-    (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
+    (reads,) = build_payload(*load_runs([tmp_path]))["reads"]["methods"]
     windows = [(one["round"], one["groups"], pytest.approx(one["ari"])) for one in reads["windows"]]
     assert windows == [(0, 2, -1 / 6), (1, 2, 1.0)]
 
@@ -281,7 +288,7 @@ def test_every_round_of_a_curve_is_a_mean_over_the_same_seeds(write_run, tmp_pat
             metrics=rows,
             rounds=3,
         )
-    rounds, mean, deviation, seeds = curve_of(payload(*find_runs([tmp_path])), "A")
+    rounds, mean, deviation, seeds = curve_of(build_payload(*load_runs([tmp_path])), "A")
     assert (rounds, seeds) == ([0, 1, 2], 2)
     assert mean == pytest.approx([5.0, 2.5, 1.5], abs=1e-3)
     assert deviation == pytest.approx([1.0, 0.5, 0.5], abs=1e-3)
@@ -289,7 +296,7 @@ def test_every_round_of_a_curve_is_a_mean_over_the_same_seeds(write_run, tmp_pat
     write_run(
         tmp_path / "s" / "B" / "seed-0", kind="dac", label="B", seed=0, metrics=rows, rounds=3
     )
-    data = payload(*find_runs([tmp_path]))
+    data = build_payload(*load_runs([tmp_path]))
     rounds, mean, deviation, seeds = curve_of(data, "A")
     assert (mean, seeds) == (pytest.approx([4.0, 3.0, 1.0], abs=1e-3), 1)
     assert np.isnan(deviation).all(), "a single seed has no deviation"
@@ -301,13 +308,16 @@ def test_while_runs_go_on_a_curve_ends_where_all_seeds_have_come(write_run, tmp_
     for seed, values in enumerate([[4.0, 3.0, 1.0], [6.0, 2.0]]):
         rows, folder = losses(values, 1.0)[:-1], tmp_path / "s" / "A" / f"seed-{seed}"
         write_run(folder, kind="dac", label="A", seed=seed, metrics=rows, rounds=9, done=False)
-    rounds, mean, _, _ = curve_of(payload(*find_runs([tmp_path])), "A")
+    rounds, mean, _, _ = curve_of(build_payload(*load_runs([tmp_path])), "A")
     assert (rounds, mean) == ([0, 1], pytest.approx([5.0, 2.5], abs=1e-3))
 
 
 def test_the_page_ranks_at_equal_bytes_as_the_command_does(population):
     """The same rows, metric and split, from the same definition."""
-    found, ranking = payload(*find_runs([population]))["equal_bytes"], at_equal_bytes(population)
+    found, ranking = (
+        build_payload(*load_runs([population]))["equal_bytes"],
+        rank_at_equal_bytes(population),
+    )
     assert found["rows"] == json.loads(json.dumps([asdict(row) for row in ranking.rows]))
     assert (found["metric"], found["split"], found["heading"]) == (
         ranking.metric,
@@ -331,7 +341,7 @@ def test_cost_is_per_client_and_cumulative(write_run, tmp_path):
     write_run(
         tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges
     )
-    (cost,) = payload(*find_runs([tmp_path]))["cost"]
+    (cost,) = build_payload(*load_runs([tmp_path]))["cost"]
     assert (cost["bytes"], cost["reads"], cost["missing"], cost["counted"]["passes"]) == (
         200.0,
         1.0,
@@ -352,7 +362,7 @@ def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_p
         for c, v in enumerate(row)
     ]
     write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
-    data = payload(*find_runs([tmp_path]))
+    data = build_payload(*load_runs([tmp_path]))
     (labels,) = data["labels"]
     assert (labels["ari"], labels["groups"]) == ([0.0, 1.0], [1.0, 2.0])
     np.testing.assert_array_equal(unpack(labels["label"]), [[3, 3, 3, 3], [5, 5, 2, 2]])
@@ -372,7 +382,7 @@ def test_a_node_that_hosts_one_client_has_a_page(write_run, tmp_path):
         edges=edges,
         done=False,
     )
-    data = payload(*find_runs([tmp_path / "s"]))
+    data = build_payload(*load_runs([tmp_path / "s"]))
     assert data["cluster"] == [-1] * 6
     assert data["clusters"] == []
     assert data["reads"]["expected"] is None
@@ -382,14 +392,14 @@ def test_a_node_that_hosts_one_client_has_a_page(write_run, tmp_path):
 def test_names_of_clients_are_in_the_page_once(named):
     """A client without a name has none; the provenance of the runs does not repeat them."""
     study, names = named
-    data = payload(*find_runs([study]))
+    data = build_payload(*load_runs([study]))
     assert data["names"] == [*names.values(), None]
     assert all("client_names" not in run["stored"] for run in data["provenance"])
-    assert payload(*find_runs([study]))["cluster"] == [0, 0, 0, 1]
+    assert build_payload(*load_runs([study]))["cluster"] == [0, 0, 0, 1]
 
 
 def test_numbered_clients_have_no_names_in_the_page(small):
-    assert payload(*find_runs([small]))["names"] is None
+    assert build_payload(*load_runs([small]))["names"] is None
 
 
 def test_feature_and_class_names_of_the_data_reach_the_page(small):
@@ -400,7 +410,7 @@ def test_feature_and_class_names_of_the_data_reach_the_page(small):
         "client_names": ["a"] * 4,
     }
     (small / "federation.json").write_text(json.dumps(told))
-    data = payload(*find_runs([small]))["data"]
+    data = build_payload(*load_runs([small]))["data"]
     assert (data["classes"], data["features"]) == (["no", "<b>"], ["age", "ضغط"])
     assert "client_names" not in data
 
@@ -408,7 +418,7 @@ def test_feature_and_class_names_of_the_data_reach_the_page(small):
 def test_the_command_of_a_renamed_study_is_of_its_folder(small):
     moved = small.rename(small.parent / "an other")
     assert (
-        payload(*find_runs([moved]), moved)["command"]
+        build_payload(*load_runs([moved]), moved)["command"]
         == "coterie run 'an other/config.toml' --out again"
     )
 
@@ -418,6 +428,6 @@ def test_rounds_that_a_node_left_out_are_said_on_the_page(small, listed):
     path = small / "DAC" / "seed-0" / "provenance.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"skipped": [[2, 5]]}))
     listed(path.parent)
-    assert payload(*find_runs([small]))["notes"] == [
+    assert build_payload(*load_runs([small]))["notes"] == [
         "DAC, seed 0: rounds 2 to 5 were left out, not trained: the others went on."
     ]

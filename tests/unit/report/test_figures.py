@@ -12,7 +12,7 @@ from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.papers import figures as _published  # noqa: F401 (adds those of the papers)
 from coterie.report import figures, plots
-from coterie.results.summary import find_runs
+from coterie.results.summary import load_runs
 
 
 def numbers(path):
@@ -239,9 +239,9 @@ def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, 
     for label, value in {"Near": 9.0, "Far": 90.0}.items():
         rows = final_rows([value], [0], metric="loss")
         write_run(tmp_path / "s" / label / "seed-0", kind="dac", label=label, seed=0, metrics=rows)
-    runs, _ = find_runs([tmp_path / "s"])
+    runs, _ = load_runs([tmp_path / "s"])
     for methods, scale in {("Near", "Far"): "log", ("Near",): "linear"}.items():
-        drawn, _ = plots.bars([(run.label, run) for run in runs if run.label in methods])
+        drawn, _ = plots.draw_bars([(run.label, run) for run in runs if run.label in methods])
         assert drawn.axes[0].get_yscale() == scale
     text = figures.plot([tmp_path / "s"], "bars", out=tmp_path / "b.svg").read_text()
     assert ">10<" in text

@@ -8,7 +8,7 @@ import pytest
 from coterie.errors import DataError
 from coterie.functional.metrics import ACCURACY
 from coterie.report import page
-from coterie.results.summary import StoredRun, find_runs, gains, summarize
+from coterie.results.summary import StoredRun, compute_study_gains, load_runs, summarize_study
 
 HOSTILE = '</script><script>alert("x")</script><b>&'
 
@@ -44,7 +44,7 @@ def test_accessibility_attributes_exist():
         "selected",
         "sort",
     }
-    text = "".join(page.asset(name) for name in (*page.SCRIPTS, "report.html"))
+    text = "".join(page.load_asset(name) for name in (*page.SCRIPTS, "report.html"))
     assert set(re.findall(r"aria-([a-z]+)", text)) <= known | {"valuetext"}
 
 
@@ -53,13 +53,13 @@ def test_numbers_of_the_page_are_those_of_the_summary(population):
     tables = Tables(page.write_report(population).read_text()).tables
     for metric in ("accuracy", "loss"):
         expected: dict[str, list[float]] = {}
-        for row in summarize(population)["rows"]:
+        for row in summarize_study(population)["rows"]:
             if row["metric"] == metric:
                 expected.setdefault(row["label"], []).append(row["mean"])
         assert tables["results", metric] == expected
     gained = {
         row["label"]: [row["mean"], row["worst_tenth"], row["lost"]]
-        for row in gains(population)["rows"]
+        for row in compute_study_gains(population)["rows"]
     }
     assert tables["gains", "accuracy"] == gained
 
@@ -88,8 +88,8 @@ def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows)
     write_run(
         small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE
     )
-    runs, problems = find_runs([small / "x", small / "Local"])
-    text = page.page(runs, problems, small)
+    runs, problems = load_runs([small / "x", small / "Local"])
+    text = page.render_runs(runs, problems, small)
     assert "alert(" in text
     assert '<script>alert("x")' not in text
     assert text.count("<script") == 3
@@ -253,7 +253,7 @@ def test_the_study_is_described_in_words(small, write_run, final_rows):
         "clusters": [{"name": "up", "size": 1}],
         "methods": [{"label": "DAC", "kind": "dac"}],
     }
-    text = page.words(config, data)
+    text = page.render_study_description(config, data)
     for said in (
         "rotation: degrees 0, 90",
         "2, each with 60 training and 15 validation samples",
@@ -263,7 +263,10 @@ def test_the_study_is_described_in_words(small, write_run, final_rows):
     ):
         assert said in text
     config["local"]["lr_schedule"] = [{"kind": "warmup", "length": 3}, "cosine"]
-    assert "adam, learning rate 0.001 (warmup, cosine), batches of 8" in page.words(config, data)
+    assert (
+        "adam, learning rate 0.001 (warmup, cosine), batches of 8"
+        in page.render_study_description(config, data)
+    )
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
@@ -279,8 +282,10 @@ def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_sta
     """The size that the page promises: twelve runs, with curves of every client and the models that each used."""
     clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5
     study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=3, reads=5)
-    runs, _ = find_runs([study])
-    assert [(run.rounds, run.population, run.finished) for run in runs] == [(300, 100, True)] * 12
+    runs, _ = load_runs([study])
+    assert [(run.num_rounds, run.population, run.is_finished) for run in runs] == [
+        (300, 100, True)
+    ] * 12
     assert page.write_report(study).stat().st_size < 5_000_000
 
 
@@ -301,7 +306,7 @@ class Ended(StoredRun):
         for name, value in {"label": label, "seed": seed, "own": own}.items():
             object.__setattr__(self, name, value)
 
-    def final(self, metric: str) -> pd.Series:
+    def final_values(self, metric: str) -> pd.Series:
         return pd.Series(self.own)
 
 
@@ -315,9 +320,9 @@ def test_a_few_clients_with_names_have_a_table_of_their_own():
     }
     runs = [Ended(label, seed, own) for (label, seed), own in values.items()]
     data = {"names": ["Åre", "<b>"], "clusters": [], "results": {"seeds": [0, 1]}}
-    made = page.client_table(data, runs, ACCURACY)
+    made = page.render_client_table(data, runs, ACCURACY)
     assert re.findall(r'data-value="([^"]*)"', made) == ["0.5", "0.5", "1.0", "1.0"]
     assert re.findall(r'scope="col">([^<]*)<', made) == ["Method", "Åre", "&lt;b&gt;"]
-    assert page.client_table({**data, "clusters": ["rotated"]}, runs, ACCURACY) == ""
-    assert page.client_table({**data, "names": ["Åre", ""]}, runs, ACCURACY) == ""
-    assert page.client_table({**data, "names": []}, runs, ACCURACY) == ""
+    assert page.render_client_table({**data, "clusters": ["rotated"]}, runs, ACCURACY) == ""
+    assert page.render_client_table({**data, "names": ["Åre", ""]}, runs, ACCURACY) == ""
+    assert page.render_client_table({**data, "names": []}, runs, ACCURACY) == ""

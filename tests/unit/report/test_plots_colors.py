@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.report import plots
-from coterie.report.page import asset
+from coterie.report.page import load_asset
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 SIGHTS = {
@@ -59,14 +59,14 @@ def linear(colors):
 
 def listed(name):
     """A palette as the page's script says it."""
-    found = re.search(rf"const {name} = \[([^\]]+)\]", asset("core.js"))
+    found = re.search(rf"const {name} = \[([^\]]+)\]", load_asset("core.js"))
     assert found is not None
     return re.findall(r"#[0-9A-Fa-f]{6}", found[1])
 
 
 def grounds(name):
     """What lies behind the charts in the theme of a palette: the page, and what is raised from it."""
-    light, dark = asset("report.css").split(':root[data-theme="dark"]', 1)
+    light, dark = load_asset("report.css").split(':root[data-theme="dark"]', 1)
     return re.findall(
         r"--(?:page|raised): (#[0-9a-f]{6})", dark if name.endswith("DARK") else light
     )
@@ -112,7 +112,7 @@ def test_colors_are_told_apart_with_any_sight(name, sight):
 
 def test_a_gray_copy_tells_lines_and_points_by_dash_and_shape():
     """Eight dashes and eight shapes, all different, in figures and in the page."""
-    script = asset("core.js")
+    script = load_asset("core.js")
     for name in ("DASHES", "MARKS", "GLYPHS"):
         found = re.search(rf"const {name} = \[(.*?)\];", script, re.DOTALL)
         assert found is not None
@@ -124,11 +124,11 @@ def test_a_gray_copy_tells_lines_and_points_by_dash_and_shape():
 
 def test_sixty_four_methods_differ_from_one_another():
     """The ninth has the color of the first with another dash and another mark."""
-    looks = [tuple(map(str, plots.look(place).values())) for place in range(64)]
+    looks = [tuple(map(str, plots.select_style(place).values())) for place in range(64)]
     assert len(set(looks)) == 64
-    assert plots.look(8)["color"] == plots.look(0)["color"]
-    assert plots.look(8)["linestyle"] != plots.look(0)["linestyle"]
-    assert plots.look(8)["marker"] != plots.look(0)["marker"]
+    assert plots.select_style(8)["color"] == plots.select_style(0)["color"]
+    assert plots.select_style(8)["linestyle"] != plots.select_style(0)["linestyle"]
+    assert plots.select_style(8)["marker"] != plots.select_style(0)["marker"]
 
 
 def test_figures_have_the_colors_of_the_page():
@@ -139,7 +139,7 @@ def test_figures_have_the_colors_of_the_page():
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_scale_of_heatmaps_is_even_in_gray(theme):
     """Darker and darker in the light theme, lighter and lighter in the dark one, so that a copy in gray can be read."""
-    found = re.search(rf"  {theme}: (\[\[.*?\]\]),", asset("core.js"))
+    found = re.search(rf"  {theme}: (\[\[.*?\]\]),", load_asset("core.js"))
     assert found is not None
     stops = [[int(n) for n in stop.split(",")] for stop in re.findall(r"\[([\d, ]+)\]", found[1])]
     steps = np.diff(luminance([f"#{r:02x}{g:02x}{b:02x}" for r, g, b in stops]))

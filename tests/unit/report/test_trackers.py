@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from coterie.cli.app import app
 from coterie.errors import ConfigError
 from coterie.report import trackers
-from coterie.results.summary import find_runs
+from coterie.results.summary import load_runs
 from coterie.simulation.run import Progress
 
 
@@ -39,7 +39,7 @@ def kept():
 def test_a_live_study_feeds_a_writer_for_each_run(kept):
     """Warm-up is step 0; a value that is not a number (no accuracy in regression) is left out; all are closed."""
     opened, open_writer = kept
-    with trackers.live(open_writer, {"rounds": 2}) as observe:
+    with trackers.feed_while_running(open_writer, {"rounds": 2}) as observe:
         for label, seed in (("DAC", 0), ("DAC", 1)):
             for index in (-1, 0):
                 observe(
@@ -63,7 +63,7 @@ def test_writers_are_closed_when_a_study_is_interrupted(kept):
     opened, open_writer = kept
 
     def interrupted():
-        with trackers.live(open_writer) as observe:
+        with trackers.feed_while_running(open_writer) as observe:
             observe(Progress("DAC", 0, 0, 2, loss=1.0, score=0.5, seconds=1.0))
             raise KeyboardInterrupt
 
@@ -75,8 +75,8 @@ def test_writers_are_closed_when_a_study_is_interrupted(kept):
 def test_stored_runs_are_exported_with_means_over_clients_and_clusters(small, kept):
     """DAC, seed 0: test accuracy of the best models .625, in cluster 0 .7; settings by dotted path."""
     opened, open_writer = kept
-    runs, _ = find_runs([small])
-    assert trackers.export(runs, open_writer) == 4
+    runs, _ = load_runs([small])
+    assert trackers.export_runs(runs, open_writer) == 4
     assert opened[0].name == "small-DAC-seed-0"
     ((step, values),) = opened[0].steps
     assert step == 2
@@ -89,21 +89,21 @@ def test_stored_runs_are_exported_with_means_over_clients_and_clusters(small, ke
 def test_rounds_are_exported_in_order(population, kept):
     """Ten rounds are steps 1 to 10."""
     opened, open_writer = kept
-    trackers.export(find_runs([population / "DAC" / "seed-0"])[0], open_writer)
+    trackers.export_runs(load_runs([population / "DAC" / "seed-0"])[0], open_writer)
     assert [step for step, _ in opened[0].steps] == list(range(1, 11))
 
 
 def test_an_unknown_tracker_is_refused(tmp_path):
     """With the names of those that there are."""
     with pytest.raises(ConfigError, match="expected one of: tensorboard, mlflow, wandb"):
-        trackers.opener("tensorbord", tmp_path)
+        trackers.make_opener("tensorbord", tmp_path)
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):
     """One line, not a traceback of an import."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'wandb>="):
-        trackers.opener("wandb", tmp_path)("run", {})
+        trackers.make_opener("wandb", tmp_path)("run", {})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -112,8 +112,8 @@ def test_tensorboard_reads_back_what_was_written(small, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers.export(
-        find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("tensorboard", tmp_path)
+    trackers.export_runs(
+        load_runs([small / "DAC" / "seed-0"])[0], trackers.make_opener("tensorboard", tmp_path)
     )
     events = EventAccumulator(str(tmp_path / "small-DAC-seed-0")).Reload()
     (event,) = events.Scalars("best test/accuracy")
@@ -124,7 +124,9 @@ def test_tensorboard_reads_back_what_was_written(small, tmp_path):
 def test_mlflow_reads_back_what_was_written(small, tmp_path):
     """Its store is a file of this machine."""
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("mlflow", tmp_path))
+    trackers.export_runs(
+        load_runs([small / "DAC" / "seed-0"])[0], trackers.make_opener("mlflow", tmp_path)
+    )
     store = sqlite3.connect(tmp_path / "mlflow.db")
     rows = store.execute(
         "select step, value from metrics where key = 'best test/accuracy'"
@@ -137,7 +139,9 @@ def test_mlflow_reads_back_what_was_written(small, tmp_path):
 def test_weights_and_biases_stays_offline(small, tmp_path):
     """A folder of an offline run, ready for `wandb sync`."""
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("wandb", tmp_path))
+    trackers.export_runs(
+        load_runs([small / "DAC" / "seed-0"])[0], trackers.make_opener("wandb", tmp_path)
+    )
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(folder.glob("*.wandb"))
 
@@ -162,5 +166,5 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
 def test_a_tracker_is_told_the_names_of_clients(kept, named):
     opened, open_writer = kept
     study, names = named
-    trackers.export(find_runs([study])[0], open_writer)
+    trackers.export_runs(load_runs([study])[0], open_writer)
     assert opened[0].settings["client_names"] == ", ".join(names.values())

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.report.watch import HOST, Follower, Watch
+from coterie.report.watch import HOST, FolderFollower, WatchServer
 
 
 def ask(watch, path, *, method="GET", host=None):
@@ -22,7 +22,7 @@ def ask(watch, path, *, method="GET", host=None):
 
 @pytest.fixture
 def watch(small):
-    with Watch(small) as page:
+    with WatchServer(small) as page:
         yield page
 
 
@@ -86,8 +86,8 @@ def test_news_come_once(watch, small, write_run, final_rows):
 
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path, write_run, final_rows):
     """The page says that there is nothing; when the run comes it follows."""
-    follower = Follower(tmp_path / "later")
-    assert "Nothing to show yet" in follower.message()["overview"]
+    follower = FolderFollower(tmp_path / "later")
+    assert "Nothing to show yet" in follower.load_message()["overview"]
     write_run(
         tmp_path / "later" / "A" / "seed-0",
         kind="dac",
@@ -95,13 +95,13 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path, write_run, final
         seed=0,
         metrics=final_rows([0.5], [0]),
     )
-    assert follower.message()["data"]["methods"][0]["label"] == "A"
+    assert follower.load_message()["data"]["methods"][0]["label"] == "A"
 
 
 def test_a_run_that_is_started_again_is_followed(small):
     """The folder is emptied and filled again: what was there is gone, without an error."""
-    follower = Follower(small)
-    assert len(follower.message()["data"]["methods"]) == 2
+    follower = FolderFollower(small)
+    assert len(follower.load_message()["data"]["methods"]) == 2
     kept = {
         path.relative_to(small): path.read_bytes()
         for path in (small / "DAC").rglob("*")
@@ -109,16 +109,16 @@ def test_a_run_that_is_started_again_is_followed(small):
     }
     for path in small.rglob("*.*"):
         path.unlink()
-    assert follower.message()["data"]["methods"] == []
+    assert follower.load_message()["data"]["methods"] == []
     for path, content in kept.items():
         (small / path).write_bytes(content)
-    assert [method["label"] for method in follower.message()["data"]["methods"]] == ["DAC"]
+    assert [method["label"] for method in follower.load_message()["data"]["methods"]] == ["DAC"]
 
 
 def test_an_unchanged_folder_is_not_read_again(small):
     """The same object is answered: reading a long run takes seconds."""
-    follower = Follower(small)
-    assert follower.message() is follower.message()
+    follower = FolderFollower(small)
+    assert follower.load_message() is follower.load_message()
 
 
 @pytest.mark.parametrize("behind", ["metrics.parquet", "edges.parquet"])
@@ -129,13 +129,16 @@ def test_a_table_that_is_behind_the_other_is_followed(tmp_path, population_study
     table = pd.read_parquet(run / behind)
     table[table["round"] < table["round"].max()].to_parquet(run / behind)
     listed(run)
-    assert Follower(study).message()["data"]["reads"]["ends"]
+    assert FolderFollower(study).load_message()["data"]["reads"]["ends"]
 
 
 def test_a_single_run_can_be_followed(small):
     """One run folder, as a node leaves it."""
     assert (
-        Follower(small / "DAC" / "seed-1").message()["data"]["methods"][0]["runs"][0]["seed"] == 1
+        FolderFollower(small / "DAC" / "seed-1").load_message()["data"]["methods"][0]["runs"][0][
+            "seed"
+        ]
+        == 1
     )
 
 
@@ -145,4 +148,4 @@ def test_a_taken_port_is_said_plainly(small):
         taken.bind((HOST, 0))
         taken.listen()
         with pytest.raises(ConfigError, match="choose another --port"):
-            Watch(small, port=taken.getsockname()[1])
+            WatchServer(small, port=taken.getsockname()[1])

@@ -15,18 +15,32 @@ def spent(**used):
 
 def test_what_is_alike_is_not_said():
     """Within one in a hundred; and only of the methods that are compared."""
-    assert conditions.unequal(spent(A=(1000, 20), B=(1009, 20), C=(0, 5)), ["A", "B"]) == ""
-    assert conditions.unequal([], ["A", "B"]) == ""
-    assert conditions.unequal(spent(A=(0, 20), B=(0, 20)), ["A", "B"], {"A": 3, "B": 3}) == ""
+    assert (
+        conditions.describe_unequal_conditions(
+            spent(A=(1000, 20), B=(1009, 20), C=(0, 5)), ["A", "B"]
+        )
+        == ""
+    )
+    assert conditions.describe_unequal_conditions([], ["A", "B"]) == ""
+    assert (
+        conditions.describe_unequal_conditions(
+            spent(A=(0, 20), B=(0, 20)), ["A", "B"], {"A": 3, "B": 3}
+        )
+        == ""
+    )
 
 
 def test_what_differs_is_said_in_one_line():
-    said = conditions.unequal(spent(A=(1.5e6, 20), B=(3e6, 40)), ["A", "B"], {"A": 9})
+    said = conditions.describe_unequal_conditions(
+        spent(A=(1.5e6, 20), B=(3e6, 40)), ["A", "B"], {"A": 9}
+    )
     assert said == (
         "Not equal: bytes of a client (A 1.5 MB, B 3 MB); client-rounds of training (A 20, B 40); settings tried in "
         "tuning (A 9, B 0); --equal-bytes ranks at equal bytes."
     )
-    assert "bytes" not in conditions.unequal(spent(A=(5, 20), B=(5, 40)), ["A", "B"])
+    assert "bytes" not in conditions.describe_unequal_conditions(
+        spent(A=(5, 20), B=(5, 40)), ["A", "B"]
+    )
 
 
 def test_settings_tried_are_counted_once_for_all_seeds(tmp_path):
@@ -38,7 +52,7 @@ def test_settings_tried_are_counted_once_for_all_seeds(tmp_path):
         for seed in (0, 1)
     ]
     (tmp_path / "x-tuned.json").write_text(json.dumps(trials))
-    assert conditions.tried(tmp_path / "x-tuned.json") == {"A": 2, "B": 1}
+    assert conditions.count_tried_settings(tmp_path / "x-tuned.json") == {"A": 2, "B": 1}
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '["A"]', '[{"lr": 1}]', None])
@@ -47,4 +61,4 @@ def test_a_file_without_trials_is_refused(tmp_path, text):
     if text is not None:
         path.write_text(text)
     with pytest.raises(DataError, match="holds no trials"):
-        conditions.tried(path)
+        conditions.count_tried_settings(path)

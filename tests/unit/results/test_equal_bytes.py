@@ -8,7 +8,7 @@ import pytest
 
 from coterie._util import manifest
 from coterie.results import summary
-from coterie.results.equal_bytes import at_equal_bytes
+from coterie.results.equal_bytes import rank_at_equal_bytes
 from coterie.simulation.record import EDGE_COLUMNS
 
 BOTH = ("validation", "test")
@@ -84,7 +84,7 @@ def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
     write_run(tmp_path, "thrifty", [0.1, 0.3, 0.6, 0.5], per_round=10)
     write_run(tmp_path, "dear", [0.2, 0.4, 0.8, 0.9], per_round=10, counted=(10, 0, 0))
     write_run(tmp_path, "alone", [0.3, 0.6, 0.1, 0.1])
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert (found.budget, found.split, found.model, found.metric) == (
         40,
         "validation",
@@ -93,7 +93,7 @@ def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
     )
     assert told(found) == [("thrifty", 4, 40, 0.5), ("dear", 2, 40, 0.4), ("alone", 4, 0, 0.1)]
     assert found.heading == "validation accuracy in % of the newest models"
-    assert "not tested" in found.notes()[-1]
+    assert "not tested" in found.describe_coverage()[-1]
 
 
 def test_the_best_model_is_chosen_on_validation_data_and_scored_on_test_data(tmp_path):
@@ -104,11 +104,11 @@ def test_the_best_model_is_chosen_on_validation_data_and_scored_on_test_data(tmp
     """
     write_run(tmp_path, "A", [0.1, 0.9, 0.7, 0.95], [0.1, 0.6, 0.8, 0.3], per_round=10)
     write_run(tmp_path, "thrifty", [0.1, 0.1], [0.2, 0.2], per_round=15)
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert (found.split, found.model) == ("test", "best")
     assert told(found) == [("A", 3, 30, 0.6), ("thrifty", 2, 30, 0.2)]
     assert found.heading == "test accuracy in % of each client's best model by validation"
-    assert found.notes() == []
+    assert found.describe_coverage() == []
 
 
 def test_a_whole_run_has_the_number_of_the_final_evaluation(tmp_path):
@@ -117,10 +117,12 @@ def test_a_whole_run_has_the_number_of_the_final_evaluation(tmp_path):
     write_run(tmp_path, "B", [0.5, 0.4], [0.25, 0.7], final=0.25)
     rows = {
         row["label"]: row["mean"]
-        for row in summary.summarize(tmp_path)["rows"]
+        for row in summary.summarize_study(tmp_path)["rows"]
         if row["metric"] == "accuracy"
     }
-    assert {row.label: row.value for row in at_equal_bytes(tmp_path).rows} == pytest.approx(rows)
+    assert {row.label: row.value for row in rank_at_equal_bytes(tmp_path).rows} == pytest.approx(
+        rows
+    )
     assert rows == {"A": 0.6, "B": 0.25}
 
 
@@ -128,13 +130,13 @@ def test_later_rounds_than_the_budget_choose_nothing(tmp_path):
     """The dear one has had two rounds of four when the bytes are used: its best validation is in round 0 of them."""
     write_run(tmp_path, "thrifty", [0.1, 0.2], [0.3, 0.4], per_round=20)
     write_run(tmp_path, "dear", [0.5, 0.4, 0.9, 0.9], [0.7, 0.1, 0.9, 0.9], per_round=20)
-    assert told(at_equal_bytes(tmp_path)) == [("dear", 2, 40, 0.7), ("thrifty", 2, 40, 0.4)]
+    assert told(rank_at_equal_bytes(tmp_path)) == [("dear", 2, 40, 0.7), ("thrifty", 2, 40, 0.4)]
 
 
 def test_where_the_last_model_is_evaluated_in_the_end_it_is_evaluated_here(tmp_path):
     """`evaluate = "final"`: the newest model, whatever validation says."""
     write_run(tmp_path, "A", [0.9, 0.2], [0.8, 0.3], per_round=10, evaluate="final")
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert (found.model, found.split) == ("current", "test")
     assert told(found) == [("A", 2, 20, 0.3)]
 
@@ -146,7 +148,7 @@ def test_of_losses_the_lowest_comes_first(tmp_path):
     write_run(
         tmp_path, "none", [0.8, 0.8], [0.8, math.nan], per_round=10, classes=False, loss=[0.5, 0.2]
     )
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert found.metric == "loss"
     assert told(found)[:2] == [("low", 2, 20, 0.2), ("high", 2, 20, 0.7)]
     assert found.rows[2].label == "none"
@@ -159,7 +161,7 @@ def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
     """A server's client receives 6 and sends 4 bytes a round: as much as one that reads 10 from peers."""
     write_run(tmp_path, "peers", [0.1, 0.3], per_round=10)
     write_run(tmp_path, "server", [0.2, 0.4, 0.8, 0.9], counted=(0, 6, 4))
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert found.budget == 20
     assert [(row.label, row.rounds, row.used) for row in found.rows] == [
         ("server", 2, 20),
@@ -172,8 +174,10 @@ def test_the_seeds_are_those_that_all_have(tmp_path):
     write_run(tmp_path, "A", [0.2, 0.2], [0.2, 0.2], per_round=10, seed=0)
     write_run(tmp_path, "A", [0.6, 0.6], [0.6, 0.6], per_round=10, seed=1)
     write_run(tmp_path, "B", [0.5, 0.5], [0.5, 0.5], per_round=10, seed=1)
-    found = at_equal_bytes(tmp_path)
+    found = rank_at_equal_bytes(tmp_path)
     assert [(row.label, row.value, row.std, row.seeds) for row in found.rows] == [
         ("A", 0.6, None, 1), ("B", 0.5, None, 1)
     ]  # fmt: skip
-    assert found.notes() == ["Means are over the seeds that all have: 1; left out: A 0."]
+    assert found.describe_coverage() == [
+        "Means are over the seeds that all have: 1; left out: A 0."
+    ]

@@ -16,31 +16,33 @@ def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:
 
 def test_heatmap_counts_reads_with_readers_as_rows():
     """Client 0 read client 1 twice and client 2 once; nobody is credited for being read."""
-    counts = graph.heatmap(edges((0, 0, 1), (1, 0, 1), (1, 0, 2), (1, 2, 0)), 3)
+    counts = graph.count_reads(edges((0, 0, 1), (1, 0, 1), (1, 0, 2), (1, 2, 0)), 3)
     np.testing.assert_array_equal(counts, [[0, 2, 1], [0, 0, 0], [1, 0, 0]])
 
 
 def test_heatmap_leaves_out_a_client_that_reads_itself():
     """Reading one's own model is not collaboration."""
-    np.testing.assert_array_equal(graph.heatmap(edges((0, 1, 1), (0, 1, 0)), 2), [[0, 0], [1, 0]])
+    np.testing.assert_array_equal(
+        graph.count_reads(edges((0, 1, 1), (0, 1, 0)), 2), [[0, 0], [1, 0]]
+    )
 
 
 def test_a_message_that_did_not_arrive_was_not_read():
     """An edge of purpose "missing" is an attempt, not a read."""
     table = edges((0, 0, 1), (0, 1, 0)).assign(purpose=["mix", "missing"])
-    np.testing.assert_array_equal(graph.heatmap(table, 2), [[0, 1], [0, 0]])
+    np.testing.assert_array_equal(graph.count_reads(table, 2), [[0, 1], [0, 0]])
 
 
 def test_heatmap_of_a_run_without_exchange_is_zero():
     """A method that never reads has an empty heatmap, not an error."""
-    np.testing.assert_array_equal(graph.heatmap(edges(), 2), np.zeros((2, 2)))
+    np.testing.assert_array_equal(graph.count_reads(edges(), 2), np.zeros((2, 2)))
 
 
 @pytest.mark.parametrize("row", [(0, 0, 3), (0, 3, 0), (0, -1, 0)])
 def test_heatmap_refuses_a_client_outside_the_population(row):
     """An edge to client 3 of 3 clients means that the table belongs to another run."""
     with pytest.raises(DataError, match="expected ids from 0 to 2"):
-        graph.heatmap(edges(row), 3)
+        graph.count_reads(edges(row), 3)
 
 
 def test_within_share_is_per_round():
@@ -109,24 +111,28 @@ def test_communities_find_two_groups_that_hardly_read_each_other():
     counts = np.zeros((8, 8), dtype=np.int64)
     counts[:4, :4] = counts[4:, 4:] = 5
     counts[0, 4] = 1
-    np.testing.assert_array_equal(graph.communities(counts), [0, 0, 0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(graph.find_communities(counts), [0, 0, 0, 0, 1, 1, 1, 1])
 
 
 def test_communities_of_everyone_reading_everyone_are_one():
     """No grouping of a complete graph has positive modularity."""
-    np.testing.assert_array_equal(graph.communities(np.ones((6, 6), dtype=np.int64)), np.zeros(6))
+    np.testing.assert_array_equal(
+        graph.find_communities(np.ones((6, 6), dtype=np.int64)), np.zeros(6)
+    )
 
 
 def test_communities_are_not_told_how_many_there_are():
     """Five planted groups of four come back as five."""
     truth = np.repeat(np.arange(5), 4)
     counts = 10 * (truth[:, None] == truth) + 1
-    np.testing.assert_array_equal(graph.communities(counts), truth)
+    np.testing.assert_array_equal(graph.find_communities(counts), truth)
 
 
 def test_communities_of_a_run_without_exchange_are_one():
     """Nobody read anybody: nothing was found."""
-    np.testing.assert_array_equal(graph.communities(np.zeros((4, 4), dtype=np.int64)), np.zeros(4))
+    np.testing.assert_array_equal(
+        graph.find_communities(np.zeros((4, 4), dtype=np.int64)), np.zeros(4)
+    )
 
 
 def planted_reads(clients: int, groups: int, inside: int, outside: int) -> pd.DataFrame:
@@ -145,21 +151,21 @@ def test_communities_of_many_clients_come_from_the_leading_eigenvectors_alone(ou
 
     Without any read outside, the largest eigenvalue is there five times.
     """
-    counts = graph.counted(planted_reads(600, 5, 8, outside), 600)
+    counts = graph.count_reads_sparse(planted_reads(600, 5, 8, outside), 600)
     truth = np.repeat(np.arange(5), 120)
-    found = graph.communities(counts)
+    found = graph.find_communities(counts)
     assert len(counts.indices) < 600 * 12
     np.testing.assert_array_equal(found, truth)
-    np.testing.assert_array_equal(found, graph.communities(counts))
+    np.testing.assert_array_equal(found, graph.find_communities(counts))
     monkeypatch.setattr(graph, "WHOLE_SPECTRUM", 600)
-    np.testing.assert_array_equal(graph.communities(counts), truth)
-    np.testing.assert_array_equal(graph.communities(counts.toarray()), truth)
+    np.testing.assert_array_equal(graph.find_communities(counts), truth)
+    np.testing.assert_array_equal(graph.find_communities(counts.toarray()), truth)
 
 
 def test_communities_of_many_clients_without_structure_have_hardly_any_modularity():
     """1,000 clients that read four of anybody: whatever groups are found agree with no partition."""
-    found = graph.communities(graph.counted(planted_reads(1000, 4, 0, 4), 1000))
-    assert abs(graph.agreement(found, np.repeat(np.arange(4), 250))["ari"]) < 0.02
+    found = graph.find_communities(graph.count_reads_sparse(planted_reads(1000, 4, 0, 4), 1000))
+    assert abs(graph.compare_partitions(found, np.repeat(np.arange(4), 250))["ari"]) < 0.02
 
 
 def test_counted_reads_are_those_of_the_heatmap():
@@ -167,9 +173,9 @@ def test_counted_reads_are_those_of_the_heatmap():
     table = edges((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 2, 0)).assign(
         purpose=["mix", "probe", "mix", "missing"]
     )
-    counts = graph.counted(table, 3)
+    counts = graph.count_reads_sparse(table, 3)
     assert counts.nnz == 1
-    np.testing.assert_array_equal(counts.toarray(), graph.heatmap(table, 3))
+    np.testing.assert_array_equal(counts.toarray(), graph.count_reads(table, 3))
 
 
 def test_modularity_of_two_separate_pairs_is_a_half():
@@ -185,13 +191,15 @@ def test_agreement_of_a_hand_worked_partition():
     truth, label = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 1, 1])
     # Contingency [[2, 1], [0, 3]]: pairs together in both 1 + 3 = 4, in truth 6, in label 1 + 6 =
     # 7; expected 42 / 15.
-    assert graph.agreement(label, truth)["ari"] == pytest.approx((4 - 2.8) / ((6 + 7) / 2 - 2.8))
-    assert graph.agreement(np.zeros(6, dtype=np.int64), truth) == {"ari": 0.0, "nmi": 0.0}
+    assert graph.compare_partitions(label, truth)["ari"] == pytest.approx(
+        (4 - 2.8) / ((6 + 7) / 2 - 2.8)
+    )
+    assert graph.compare_partitions(np.zeros(6, dtype=np.int64), truth) == {"ari": 0.0, "nmi": 0.0}
 
 
 def test_in_degree_is_the_column_sum():
     """How often each was read, not how often each read."""
-    np.testing.assert_array_equal(graph.in_degree(np.array([[0, 2], [3, 0]])), [3, 2])
+    np.testing.assert_array_equal(graph.count_readers(np.array([[0, 2], [3, 0]])), [3, 2])
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def one(found, a, b, cluster="all"):
 
 def test_a_pair_is_the_paired_t_test_of_the_means_of_the_seeds():
     values = made(A=0.8, B=0.75, C=0.78)
-    found = pairs.compare(*study(values), ACCURACY, {})
+    found = pairs.compare_pairs(*study(values), ACCURACY, {})
     assert len(found) == 3
     for pair in found:
         first, second = values[pair.method_a], values[pair.method_b]
@@ -63,7 +63,7 @@ def test_a_pair_is_the_paired_t_test_of_the_means_of_the_seeds():
 
 
 def test_the_better_method_comes_first_also_where_less_is_better():
-    (pair,) = pairs.compare(
+    (pair,) = pairs.compare_pairs(
         *study({"A": [[3.0, 2.0], [2.0, 2.5]], "B": [[1.0, 1.0], [1.0, 2.5]]}), LOSS, {}
     )
     assert (pair.method_a, pair.method_b, pair.difference) == (
@@ -77,7 +77,7 @@ def test_the_better_method_comes_first_also_where_less_is_better():
 def test_clusters_are_compared_each_and_with_equal_weight():
     """Seed by seed: A is better by .1 .1 .1 .5 in clusters of three and one: .2 over clients, .3 over clusters."""
     values = {"A": [[0.6, 0.6, 0.6, 1.0], [0.6, 0.6, 0.6, 0.9]], "B": [[0.5] * 4, [0.5] * 4]}
-    found = pairs.compare(*study(values, [0, 0, 0, 2]), ACCURACY, {0: "upright"})
+    found = pairs.compare_pairs(*study(values, [0, 0, 0, 2]), ACCURACY, {0: "upright"})
     assert [pair.cluster for pair in found] == ["upright", "2", "all", "clusters"]
     assert [pair.difference for pair in found] == pytest.approx([0.1, 0.45, 0.1875, 0.275])
     assert [pair.clients for pair in found] == [3, 1, 4, 4]
@@ -92,7 +92,7 @@ def test_clients_without_a_value_are_left_out_in_pairs_and_a_diverged_one_is_not
     for own in values.values():
         own[0] = own[0].drop(1)
     values["C"][1][0] = math.nan
-    found = pairs.compare(values, planted, ACCURACY, {})
+    found = pairs.compare_pairs(values, planted, ACCURACY, {})
     kept = one(found, "A", "B")
     assert kept.clients == 3
     expected = [
@@ -108,7 +108,7 @@ def test_clients_without_a_value_are_left_out_in_pairs_and_a_diverged_one_is_not
         None,
         False,
     )
-    assert "diverged" in pairs.verdict(lost, ACCURACY)
+    assert "diverged" in pairs.describe_pair(lost, ACCURACY)
     assert kept.p_corrected == kept.p, "the only pair with a test"
 
 
@@ -117,25 +117,25 @@ def test_only_seeds_that_both_have_are_compared():
     del values["B"][3], values["C"]
     values["C"] = {9: pd.Series([0.1] * 4)}
     planted[9] = planted[0]
-    (pair,) = pairs.compare(values, planted, ACCURACY, {})
+    (pair,) = pairs.compare_pairs(values, planted, ACCURACY, {})
     assert (pair.method_a, pair.method_b, pair.seeds) == ("A", "B", 3)
 
 
 def test_one_value_of_a_whole_run_is_compared_over_all_alone():
     whole = Metric("share", better="higher", over="run")
-    (pair,) = pairs.compare(*study({"A": [[2.0, 2.0]], "B": [[1.0, 1.0]]}, [0, 1]), whole, {})
+    (pair,) = pairs.compare_pairs(*study({"A": [[2.0, 2.0]], "B": [[1.0, 1.0]]}, [0, 1]), whole, {})
     assert (pair.cluster, pair.difference, pair.low) == ("all", 1.0, None)
 
 
 def test_fewer_pairs_have_a_smaller_correction():
-    found = pairs.compare(*study(made(A=0.8, B=0.78, C=0.76, D=0.74)), ACCURACY, {})
-    against = pairs.chosen(found, metric="accuracy", baseline="A")
+    found = pairs.compare_pairs(*study(made(A=0.8, B=0.78, C=0.76, D=0.74)), ACCURACY, {})
+    against = pairs.select_pairs(found, metric="accuracy", baseline="A")
     assert [pair.method_b for pair in against] == ["A"] * 3
     assert all(pair.difference < 0 and pair.low < pair.high and pair.effect < 0 for pair in against)
     alone = sorted(pair.p for pair in against)
     assert min(pair.p_corrected for pair in against) == pytest.approx(3 * alone[0])
     assert all(pair.p_corrected <= one(found, *pair.key).p_corrected for pair in against)
-    back = [pair.turned() for pair in against]
+    back = [pair.swap_methods() for pair in against]
     assert [(pair.gained, pair.low) for pair in back] == [
         (one(found, *pair.key).gained, one(found, *pair.key).low) for pair in back
     ]
@@ -143,29 +143,29 @@ def test_fewer_pairs_have_a_smaller_correction():
 
 def test_shared_training_data_make_intervals_wider_as_nadeau_and_bengio_say():
     values = made(A=0.8, B=0.75)
-    (pair,) = pairs.compare(*study(values), ACCURACY, {})
-    (wider,) = pairs.chosen([pair], share=0.2)
+    (pair,) = pairs.compare_pairs(*study(values), ACCURACY, {})
+    (wider,) = pairs.select_pairs([pair], share=0.2)
     own = (values["A"] - values["B"]).mean(1)
     error = own.std(ddof=1) * math.sqrt(1 / 6 + 0.2 / 0.8)
     assert wider.high - wider.difference == pytest.approx(stats.t.ppf(0.975, 5) * error)
     assert wider.p == pytest.approx(2 * stats.t.sf(own.mean() / error, 5))
-    assert pairs.chosen([pair]) == [pair]
+    assert pairs.select_pairs([pair]) == [pair]
 
 
 def test_seeds_that_are_folds_are_widened_once_whoever_asks():
     values = made(A=0.8, B=0.75)
-    (plain,) = pairs.compare(*study(values), ACCURACY, {})
-    (folds,) = pairs.compare(*study(values), ACCURACY, {}, 0.25)  # five folds
+    (plain,) = pairs.compare_pairs(*study(values), ACCURACY, {})
+    (folds,) = pairs.compare_pairs(*study(values), ACCURACY, {}, 0.25)  # five folds
     wider = math.sqrt(1 + 6 * 0.25)
     assert folds.high - folds.low == pytest.approx(wider * (plain.high - plain.low))
     assert folds.p > plain.p
     assert folds.difference == plain.difference
-    (asked,) = pairs.chosen([plain], share=0.2)
+    (asked,) = pairs.select_pairs([plain], share=0.2)
     assert (asked.low, asked.high, asked.p) == pytest.approx((folds.low, folds.high, folds.p))
     assert asked.seeds_needed == folds.seeds_needed
-    assert pairs.chosen([folds], share=0.2) == pairs.chosen([folds]) == [folds]
-    assert pairs.read({"pairs": pairs.as_json([folds])}) == [folds]
-    assert "folds, 5 a division" in pairs.about(
+    assert pairs.select_pairs([folds], share=0.2) == pairs.select_pairs([folds]) == [folds]
+    assert pairs.parse_pairs({"pairs": pairs.pairs_to_json([folds])}) == [folds]
+    assert "folds, 5 a division" in pairs.describe_interval_scope(
         {"data": {"dataset": "heart-disease", "folds": 5}}, {0: "cleveland"}
     )
 
@@ -173,7 +173,7 @@ def test_seeds_that_are_folds_are_widened_once_whoever_asks():
 def test_who_leads():
     """B is close to A, D is far; Oracle is better than all and is not ranked."""
     values = made(A=0.80, B=0.795, D=0.5, Oracle=0.95, seeds=5)
-    found = pairs.compare(*study(values), ACCURACY, {})
+    found = pairs.compare_pairs(*study(values), ACCURACY, {})
     rows = [
         {
             "method": label.lower(),
@@ -184,15 +184,15 @@ def test_who_leads():
         }
         for label, own in values.items()
     ]
-    leading = pairs.leaders(rows, found, ACCURACY, "all")
+    leading = pairs.find_leaders(rows, found, ACCURACY, "all")
     assert set(leading) == {"A", "B"}
-    said = pairs.standing(rows[:-1], found, ACCURACY)
+    said = pairs.describe_leaders(rows[:-1], found, ACCURACY)
     assert (
         said
         == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
     )
     assert (
-        pairs.standing(rows, found, ACCURACY)
+        pairs.describe_leaders(rows, found, ACCURACY)
         == f"{said} Oracle, which knows the clusters, is not ranked."
     )
     own = [
@@ -200,21 +200,23 @@ def test_who_leads():
         for row in rows[:-1]
     ]
     assert (
-        pairs.standing(own, found, ACCURACY)
+        pairs.describe_leaders(own, found, ACCURACY)
         == f"{said} D, which has everybody's data in one place, is not ranked."
     )
     without = [row for row in rows if row["label"] != leading[1]]
-    assert pairs.leaders(without, found, ACCURACY, "all") == [leading[0]]
-    assert pairs.standing(without, found, ACCURACY).startswith(f"{leading[0]} is the best")
-    assert pairs.leaders(rows[:1], found, ACCURACY, "all") == []
-    assert pairs.leaders(rows, [], ACCURACY, "all") == [], "a summary that was stored without pairs"
+    assert pairs.find_leaders(without, found, ACCURACY, "all") == [leading[0]]
+    assert pairs.describe_leaders(without, found, ACCURACY).startswith(f"{leading[0]} is the best")
+    assert pairs.find_leaders(rows[:1], found, ACCURACY, "all") == []
+    assert pairs.find_leaders(rows, [], ACCURACY, "all") == [], (
+        "a summary that was stored without pairs"
+    )
     single = [
         replace(pair, seeds=1, low=None, high=None, p=None, established=False) for pair in found
     ]
-    assert pairs.leaders(rows, single, ACCURACY, "all") == []
-    assert pairs.standing(rows, single, ACCURACY).startswith("One seed settles nothing")
+    assert pairs.find_leaders(rows, single, ACCURACY, "all") == []
+    assert pairs.describe_leaders(rows, single, ACCURACY).startswith("One seed settles nothing")
     diverged = [{**row, "mean": math.nan if row["label"] == "A" else row["mean"]} for row in rows]
-    assert "A" not in pairs.leaders(diverged, found, ACCURACY, "all")
+    assert "A" not in pairs.find_leaders(diverged, found, ACCURACY, "all")
 
 
 NUMBERS = {
@@ -260,7 +262,9 @@ NUMBERS = {
 def test_verdicts_in_words(difference, low, high, more, said):
     numbers = {**NUMBERS, "seeds_needed": None, "established": False, **more}
     assert (
-        pairs.verdict(Pair("A", "B", "accuracy", "all", difference, low, high, **numbers), ACCURACY)
+        pairs.describe_pair(
+            Pair("A", "B", "accuracy", "all", difference, low, high, **numbers), ACCURACY
+        )
         == said
     )
 
@@ -280,18 +284,24 @@ def test_a_difference_has_as_many_decimals_as_its_interval_can_tell(
 ):
     numbers = {**NUMBERS, "seeds_needed": None, "established": False}
     assert (
-        pairs.shown(Pair("A", "B", metric.name, "all", difference, low, high, **numbers), metric)
+        pairs.format_difference(
+            Pair("A", "B", metric.name, "all", difference, low, high, **numbers), metric
+        )
         == expected
     )
 
 
 def test_what_intervals_are_about():
-    assert "same clients" in pairs.about({"data": {"dataset": "table"}}, {0: "Oslo"})
-    assert "same split" in pairs.about({"data": {"dataset": "digits", "fixed_seed": 1}}, {})
-    assert "other clients from the same data set" in pairs.about(
+    assert "same clients" in pairs.describe_interval_scope(
+        {"data": {"dataset": "table"}}, {0: "Oslo"}
+    )
+    assert "same split" in pairs.describe_interval_scope(
+        {"data": {"dataset": "digits", "fixed_seed": 1}}, {}
+    )
+    assert "other clients from the same data set" in pairs.describe_interval_scope(
         {"data": {"dataset": "digits"}}, {}
     )
-    assert "that it was given" in pairs.about({"data": {"dataset": "own"}}, {})
+    assert "that it was given" in pairs.describe_interval_scope({"data": {"dataset": "own"}}, {})
 
 
 def test_a_summary_has_the_pairs(small):
@@ -299,7 +309,7 @@ def test_a_summary_has_the_pairs(small):
     (small / "federation.json").write_text(json.dumps({"clusters": ["upright", "turned"]}))
     stored = json.loads(summary.write_summary(small).read_text())
     assert {field.name for field in fields(Pair)} == FIELDS == set(stored["pairs"][0])
-    by = {(pair.metric, pair.cluster): pair for pair in pairs.read(stored)}
+    by = {(pair.metric, pair.cluster): pair for pair in pairs.parse_pairs(stored)}
     assert set(by) == {("accuracy", c) for c in ("upright", "turned", "all", "clusters")} | {
         ("loss", "all")
     }
@@ -313,4 +323,4 @@ def test_a_summary_has_the_pairs(small):
 
 
 def test_a_summary_that_was_stored_before_has_none():
-    assert pairs.read({"rows": []}) == []
+    assert pairs.parse_pairs({"rows": []}) == []

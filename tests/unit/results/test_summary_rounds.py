@@ -49,7 +49,7 @@ BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: t
 
 def test_total_participation_counts_local_trainings():
     """Rounds in which a client trained; neither the warm-up nor other reports."""
-    assert summary.participation([run("fedavg", BASE, trained=7)]) == [
+    assert summary.list_participation([run("fedavg", BASE, trained=7)]) == [
         {"label": "fedavg", "seed": 0, "client_rounds": 7}
     ]
 
@@ -62,7 +62,7 @@ def test_time_to_accuracy_by_hand():
         run("sosicfl", {9: (0.6, 0.6), 19: (0.1, 0.1)}),
         run("sosicfl", {9: (0.5, 0.6), 19: (0.1, 0.1)}, seed=1),
     ]
-    (row,) = summary.time_to_accuracy(runs)
+    (row,) = summary.compute_time_to_accuracy(runs)
     assert (row["label"], row["base"], row["metric"]) == ("sosicfl", "fedavg", "accuracy")
     assert row["ratio"] == pytest.approx(19 / 9 / 2)
     assert (row["seeds"], row["reached"], row["tta"], row["reason"]) == (2, 1, 9.0, "")
@@ -71,7 +71,7 @@ def test_time_to_accuracy_by_hand():
 def test_sosicfl_plus_is_timed_against_ditto():
     """Ditto's best mean is 0.3 in round 9, reached at once; Ditto itself is timed against FedAvg, and never arrives."""
     ditto = run("ditto", {9: (0.3, 0.3), 19: (0.2, 0.2)})
-    rows = summary.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])
+    rows = summary.compute_time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])
     found = {row["label"]: row for row in rows}
     assert (found["sosicfl-plus"]["base"], found["sosicfl-plus"]["ratio"]) == ("ditto", 1.0)
     assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (
@@ -84,17 +84,17 @@ def test_sosicfl_plus_is_timed_against_ditto():
 def test_a_method_of_another_package_is_timed_against_what_it_declared_when_it_ran():
     """Its class is not here: the run's provenance says "ditto"."""
     mine = run("ring", BASE, timed_against="ditto")
-    rows = summary.time_to_accuracy([run("fedavg", BASE), run("ditto", BASE), mine])
+    rows = summary.compute_time_to_accuracy([run("fedavg", BASE), run("ditto", BASE), mine])
     assert {row["label"]: row["base"] for row in rows} == {"ring": "ditto", "ditto": "fedavg"}
 
 
 def test_no_ratio_has_a_reason():
     """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
-    (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])
+    (row,) = summary.compute_time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])
     assert math.isnan(row["ratio"])
     assert "round 0" in row["reason"]
-    assert summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []
-    assert summary.time_to_accuracy([run("ifca", BASE)]) == []
+    assert summary.compute_time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []
+    assert summary.compute_time_to_accuracy([run("ifca", BASE)]) == []
 
 
 def test_reasons_are_told_once():
@@ -103,7 +103,7 @@ def test_reasons_are_told_once():
         run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"})
         for s in range(2)
     ]
-    assert summary.undefined(runs) == [
+    assert summary.list_undefined_metrics(runs) == [
         {"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}
     ]
 
@@ -140,7 +140,7 @@ def test_what_the_command_line_shows():
     def shown(kind: str) -> str:
         study = Study(Path(), make_study([METHODS[kind]()]), summary, {}, METHODS[kind].server)
         out = io.StringIO()
-        _display.rounds(study, Console(file=out, width=80))
+        _display.print_round_results(study, Console(file=out, width=80))
         return out.getvalue()
 
     text = [" ".join(line.split()) for line in shown("cfl").splitlines()]

@@ -5,7 +5,7 @@ from scipy import stats
 from coterie.functional.metrics import ACCURACY
 from coterie.results import tables
 from coterie.results.pairs import Pair
-from coterie.results.tables import TextTable, latex, markdown
+from coterie.results.tables import TextTable, format_latex, format_markdown
 
 
 def pair(a, b, established, **more):
@@ -25,22 +25,22 @@ def rows(**means):
 def test_a_mean_has_the_interval_of_its_seeds():
     values = np.array([0.5, 0.6, 0.8])
     expected = stats.ttest_1samp(values, 0.0).confidence_interval()
-    found = tables.interval_of({"mean": values.mean(), "std": values.std(), "seeds": 3})
+    found = tables.compute_mean_interval({"mean": values.mean(), "std": values.std(), "seeds": 3})
     assert found == pytest.approx((expected.low, expected.high))
-    assert tables.interval_of({"mean": 0.5, "std": None, "seeds": 1}) is None
+    assert tables.compute_mean_interval({"mean": 0.5, "std": None, "seeds": 1}) is None
 
 
 def test_only_what_is_established_is_bold():
-    table = tables.means(
+    table = tables.build_means_table(
         rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", True), pair("A", "C", True)], ACCURACY, "t", {}
     )
     assert (table.strong, table.foot) == ({(0, 2)}, tables.BEST)
-    table = tables.means(
+    table = tables.build_means_table(
         rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", False), pair("A", "C", True)], ACCURACY, "t", {}
     )
     assert (table.strong, table.foot) == (set(), tables.SAME)
     assert [row[2].endswith("*") for row in table.rows] == [True, True, False]
-    shown = tables.of_pairs([pair("A", "B", False), pair("A", "C", True)], ACCURACY)
+    shown = tables.build_pairs_table([pair("A", "B", False), pair("A", "C", True)], ACCURACY)
     assert shown.strong == {(1, 1)}
     assert shown.rows[1] == ("A over C", "+2.0 (1.0 to 3.0)", "0.030", "1.50", "70 %", "yes")
     assert "corrected for 2 pairs" in shown.foot
@@ -48,7 +48,7 @@ def test_only_what_is_established_is_bold():
 
 def test_a_pair_without_an_interval_has_dashes():
     none = dict.fromkeys(("low", "high", "p", "p_corrected", "effect", "seeds_needed"))
-    table = tables.of_pairs([pair("A", "B", False, seeds=1, **none)], ACCURACY)
+    table = tables.build_pairs_table([pair("A", "B", False, seeds=1, **none)], ACCURACY)
     assert table.rows[0] == ("A over B", "+2.0", "–", "–", "70 %", "no")
     assert table.title.endswith("one seed")
     assert table.foot == ""
@@ -58,11 +58,11 @@ def test_markdown_and_latex_escape_what_has_a_meaning_there():
     table = TextTable(
         "t\nt", ("a_b", "c"), [("50 % & {x}", "-1.5 ± 2"), ("p|q*", "<0.001")], "100 %", {(0, 1)}
     )
-    assert markdown(table).splitlines()[2:4] == [
+    assert format_markdown(table).splitlines()[2:4] == [
         "| 50 % & {x} | **-1.5 ± 2** |",
         r"| p\|q\* | <0.001 |",
     ]
-    assert latex(table).splitlines() == [
+    assert format_latex(table).splitlines() == [
         "% t t", r"\begin{tabular}{lr}", r"\toprule", r"a\_b & c \\", r"\midrule",
         r"50 \% \& \{x\} & \textbf{$-$1.5 $\pm$ 2} \\", r"p|q* & $<$0.001 \\", r"\bottomrule", r"\end{tabular}",
         "% 100 %",

@@ -9,7 +9,7 @@ from torch import nn
 
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
-from coterie.methods.cost import Cost, Setting
+from coterie.methods.cost import Cost, CostSetting
 from coterie.methods.dac import Dac, DacNoTwoHop
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fix_topology import FixTopology
@@ -24,7 +24,7 @@ from coterie.results import traffic
 from coterie.simulation.run import make_task, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
-PAPER = Setting(population=100, params=62_006, samples=400, group=25)
+PAPER = CostSetting(population=100, params=62_006, samples=400, group=25)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -41,18 +41,22 @@ def test_panm_reads_what_its_paper_counts_and_the_bag_it_averages_with(k):
     )
     paper = 4 + 99 * (4 + k) + 20 * 8 + 180 * k
     for method in (loss, grad):
-        assert traffic.total(method, PAPER, 300).models == pytest.approx(
+        assert traffic.predict_run_cost(method, PAPER, 300).models == pytest.approx(
             paper + 20 * k * (1 - 4 / 24)
         )
-    assert traffic.total(grad, PAPER, 300).extra_models == 4 + 99 * (4 + k) + 20 * 8
-    assert traffic.total(dataclasses.replace(grad, alpha=0.0), PAPER, 300).extra_models == 0
+    assert traffic.predict_run_cost(grad, PAPER, 300).extra_models == 4 + 99 * (4 + k) + 20 * 8
+    assert (
+        traffic.predict_run_cost(dataclasses.replace(grad, alpha=0.0), PAPER, 300).extra_models == 0
+    )
 
 
 @pytest.mark.parametrize("clusters", [2, 3, 4])
 def test_server_based_methods_cost_what_the_paper_says(clusters):
     """Invariant 39: FedAvg 2 models a round, IFCA 1 + c; over 300 rounds 600 and 300 (1 + c)."""
-    assert traffic.total(FedAvg(), PAPER, 300).models == 600
-    assert traffic.total(Ifca(clusters=clusters), PAPER, 300).models == 300 * (1 + clusters)
+    assert traffic.predict_run_cost(FedAvg(), PAPER, 300).models == 600
+    assert traffic.predict_run_cost(Ifca(clusters=clusters), PAPER, 300).models == 300 * (
+        1 + clusters
+    )
 
 
 def test_loss_costs_forward_passes_and_products_do_not():
@@ -83,7 +87,7 @@ def test_pens_scores_in_stage_one_only():
     pens = Pens(num_sampled=10, num_kept=2, num_peers=5, stage_one_rounds=20)
     assert [pens.cost(PAPER, t).models for t in (0, 19, 20)] == [10, 10, 5]
     assert [pens.cost(PAPER, t).passes for t in (19, 20)] == [4000, 0]
-    assert traffic.total(pens, PAPER, 30).models == 20 * 10 + 10 * 5
+    assert traffic.predict_run_cost(pens, PAPER, 30).models == 20 * 10 + 10 * 5
 
 
 def test_every_method_is_predicted_or_says_why_not():
@@ -125,7 +129,7 @@ def test_what_is_predicted_is_what_is_counted(method, init):
         .groupby(["round", "metric"], observed=True)["value"]
         .sum()
     )
-    setting = Setting(population=6, params=15, samples=12, group=3, number_bytes=8)
+    setting = CostSetting(population=6, params=15, samples=12, group=3, number_bytes=8)
     for round in range(3):
         read = run.edges[(run.edges["round"] == round) & (run.edges["purpose"] != "missing")]
         found = {
@@ -164,9 +168,12 @@ def test_the_ledger_counts_what_is_shared_and_what_is_compared(method, shared, o
     federation = tiny_federation()
     run = simulate(federation, method, model=headed, settings=settings)
     apart = run.settings.init == "per_client"
-    setting = Setting(population=6, params=sent, samples=12, group=3, number_bytes=8, start_apart=apart,
+    setting = CostSetting(population=6, params=sent, samples=12, group=3, number_bytes=8, start_apart=apart,
                       compared=compared)  # fmt: skip
-    assert replace(Setting.of(make_task(federation, method, headed, settings)), group=3) == setting
+    assert (
+        replace(CostSetting.from_task(make_task(federation, method, headed, settings)), group=3)
+        == setting
+    )
     for round in range(2):
         read = run.edges[(run.edges["round"] == round) & (run.edges["purpose"] != "missing")]
         assert read["bytes"].sum() / 6 == pytest.approx(method.cost(setting, round).bytes)
@@ -181,7 +188,7 @@ def test_the_bytes_of_a_round_are_those_of_models_and_of_what_goes_beside_them()
     counted = [(-1, 0, "extra_bytes", 100), (0, 0, "extra_bytes", 5), (0, 1, "extra_bytes", 6)]
     counted += [(1, 0, "bytes_down", 7), (1, 1, "bytes_up", 3), (1, 1, "loss", 9)]
     edges = pd.DataFrame({"round": [0, 0], "reader": [0, 1], "read": [1, 0], "bytes": [40, 40]})
-    received, sent = traffic.traffic(pd.DataFrame(counted, columns=columns), edges, 3)
+    received, sent = traffic.count_traffic(pd.DataFrame(counted, columns=columns), edges, 3)
     assert received.tolist() == [91.0, 7.0, 0.0]
     assert sent.tolist() == [0.0, 3.0, 0.0]
 
@@ -189,6 +196,6 @@ def test_the_bytes_of_a_round_are_those_of_models_and_of_what_goes_beside_them()
 def test_counting_a_server_based_run():
     """Six clients: a model of 15 numbers down and one up, with what goes along."""
     run = simulate(tiny_federation(), FedAvg(), model="linear", settings=tiny_settings(rounds=2))
-    down, up = traffic.traffic(run.metrics, run.edges, 2)
+    down, up = traffic.count_traffic(run.metrics, run.edges, 2)
     assert bool((down >= 6 * 15 * 8).all())
     assert bool((up >= 6 * 15 * 8).all())

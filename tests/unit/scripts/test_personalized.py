@@ -31,7 +31,7 @@ def test_the_bundled_study_is_the_one_that_was_tuned_and_stored(name):
     assert set(study.seeds) == {one["seed"] for one in personalized.stored(name, "runs.json")}
     stored = config.load(personalized.STORED / "personalized" / name / "config.toml")
     for entry in study.methods:
-        kept = stored.entry(entry.label)
+        kept = stored.find_method(entry.label)
         assert (entry.method, entry.settings.local, entry.settings.buffers) == (
             kept.method, kept.settings.local, kept.settings.buffers
         )  # fmt: skip

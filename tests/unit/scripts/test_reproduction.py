@@ -23,7 +23,7 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
     tmp_path, monkeypatch
 ):
     """The clusters that IFCA ended with and its best round, of a study that repeats no paper."""
-    study = config.loads("""
+    study = config.parse_study_text("""
         name = "small"
         rounds = 2
         seeds = [0]

@@ -114,10 +114,10 @@ def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     }  # fmt: skip
     same = all(
         head["machine"].get(name) == value
-        for name, value in origin.machine().items()
+        for name, value in origin.describe_machine().items()
         if name != "cores"
     )
-    found = {run.label: stored.values(run) for run in summary.find_runs([runs])[0]}
+    found = {run.label: stored.values(run) for run in summary.load_runs([runs])[0]}
     assert found.keys() == expected.keys() == {"DAC", "Random", "Local", "Oracle"}
     for label, values in found.items():
         if same:
@@ -153,7 +153,7 @@ def test_a_typed_number_is_found():
 @pytest.fixture
 def good():
     """A stored result with nothing wrong, of this commit."""
-    head = origin.head(["net"], config={}, seeds=[0], where={}) | {"dirty": False}
+    head = origin.make_origin(["net"], config={}, seeds=[0], where={}) | {"dirty": False}
     return stored.Stored(
         stored.STORED / "network/made-up.json", {**head, "commit": stored.git("rev-parse", "HEAD")}
     )
@@ -440,7 +440,7 @@ def a_part(folder: Path, write_run, final_rows, results, **changes) -> Path:
         sorted({seed for _, seed in results}),
         **changes,
     )
-    (folder / "config.toml").write_text(config.dumps(study))
+    (folder / "config.toml").write_text(config.format_study(study))
     return folder
 
 
@@ -497,11 +497,11 @@ def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_ru
         told["command"]
         == f"coterie run rotated-digits --set data.train=9 --seeds 2 --set {methods}"
     )
-    assert config.loads((kept / "config.toml").read_text(), "kept") == config.loads(
-        (whole / "config.toml").read_text(), "whole"
-    )
-    assert [row["mean"] for row in compare.read(kept).rows] == [
-        row["mean"] for row in compare.read(whole).rows
+    assert config.parse_study_text(
+        (kept / "config.toml").read_text(), "kept"
+    ) == config.parse_study_text((whole / "config.toml").read_text(), "whole")
+    assert [row["mean"] for row in compare.load_result(kept).rows] == [
+        row["mean"] for row in compare.load_result(whole).rows
     ]
 
 
@@ -579,7 +579,7 @@ def test_the_command_of_joined_runs_says_their_seeds(seeds, said):
     study = replace(config.load("dac/cifar10-rotation-4x25"), seeds=seeds)
     command = stored._command("coterie run dac/cifar10-rotation-4x25 --seeds 5", study)
     assert command == f"coterie run dac/cifar10-rotation-4x25 --seeds {said}"
-    assert config.load(study.name, [f"seeds={config.read_seeds(said)}"]).seeds == seeds
+    assert config.load(study.name, [f"seeds={config.parse_seeds(said)}"]).seeds == seeds
 
 
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):

@@ -9,12 +9,12 @@ import torch
 from coterie.data.build import DataConfig, build_federation
 from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
-from coterie.exchange.attacking import Attack, Seen
+from coterie.exchange.attacking import Attack, AttackContext
 from coterie.functional import metrics
 from coterie.methods import METHODS
-from coterie.results.summary import summarize
+from coterie.results.summary import summarize_study
 from coterie.simulation import attackers
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import select_final_tests
 from coterie.simulation.run import Settings, simulate
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -22,7 +22,10 @@ from coterie.testing import tiny_federation, tiny_settings
 
 
 def groups(*attacks, data=None, seed=0):
-    return [ids.tolist() for _, ids in attackers.chosen(data or tiny_federation(10), attacks, seed)]
+    return [
+        ids.tolist()
+        for _, ids in attackers.choose_attackers(data or tiny_federation(10), attacks, seed)
+    ]
 
 
 def test_shares_counts_names_and_numbers_choose_attackers():
@@ -56,13 +59,13 @@ def test_who_cannot_attack_is_told_in_a_line(attacks, told):
 def test_labels_flip_in_the_training_data_of_those_who_flip_them_alone():
     data = tiny_federation(4, classes=3)
     attack = Attack("label-flip", [1])
-    flipped = attackers.flipped(data, [(attack, torch.tensor([1]))])
+    flipped = attackers.flip_labels(data, [(attack, torch.tensor([1]))])
     train = data.split[1] == 0
     assert torch.equal(flipped.y[1][train], 2 - data.y[1][train])
     assert torch.equal(flipped.y[1][~train], data.y[1][~train])
     assert torch.equal(flipped.y[[0, 2, 3]], data.y[[0, 2, 3]])
     with pytest.raises(ConfigError, match="not one class a sample"):
-        attackers.flipped(tiny_federation(4, kind="labels"), [(attack, torch.tensor([1]))])
+        attackers.flip_labels(tiny_federation(4, kind="labels"), [(attack, torch.tensor([1]))])
 
 
 FLIP = [{"kind": "sign-flip", "clients": [0, 3]}]
@@ -75,7 +78,7 @@ def test_results_are_of_the_honest_and_say_how_much_attackers_weigh():
     run = simulate(tiny_federation(), METHODS["random"](), model="linear", settings=given, seed=3)
     assert sorted(run.metrics["client"].unique()) == [1, 2, 4, 5]
     assert sorted(run.edges["reader"].unique()) == [0, 1, 2, 3, 4, 5]
-    tests = final_tests(run.metrics)
+    tests = select_final_tests(run.metrics)
     means = {
         str(name): values.tolist()
         for name, values in tests.groupby("metric", observed=True)["value"]
@@ -101,13 +104,15 @@ methods = [{ kind = "random" }, { kind = "fedavg" }]
 
 def test_a_summary_shows_the_weight_of_attackers_and_the_results_of_the_honest(tmp_path):
     """A server has no mixing weights to tell of; its attackers are out of the means all the same."""
-    study = run_study(config.loads(STUDY), out=tmp_path)
-    rows = [row for row in summarize(study.folder)["rows"] if row["cluster"] == "all"]
+    study = run_study(config.parse_study_text(STUDY), out=tmp_path)
+    rows = [row for row in summarize_study(study.folder)["rows"] if row["cluster"] == "all"]
     told = {(row["label"], row["metric"]): row["mean"] for row in rows}
     assert told["random", "attacker_weight"] == pytest.approx(1 / 3)
     assert ("fedavg", "attacker_weight") not in told
     for label in ("random", "fedavg"):
-        tests = final_tests(pd.read_parquet(study.folder / label / "seed-3" / "metrics.parquet"))
+        tests = select_final_tests(
+            pd.read_parquet(study.folder / label / "seed-3" / "metrics.parquet")
+        )
         honest = tests[tests["metric"] == "accuracy"]
         assert sorted(honest["client"]) == [1, 2, 4, 5]
         assert told[label, "accuracy"] == pytest.approx(float(honest["value"].mean()))
@@ -203,19 +208,21 @@ def test_a_study_file_says_both_and_is_written_as_it_was_read():
     kind = "pens"
     acceptance = false
     """
-    study = config.loads(text)
-    assert config.loads(config.dumps(study)) == study
-    rules = [entry.settings.accepts for entry in study.methods]
+    study = config.parse_study_text(text)
+    assert config.parse_study_text(config.format_study(study)) == study
+    rules = [entry.settings.acceptance_rules for entry in study.methods]
     assert [None if one is None else one.clip for one in rules] == [3.0, 5.0, None]
-    assert study.settings.attacking == (Attack("noise", 0.1, samples=1000.0),)
-    off = config.loads(text, overrides=["acceptance=false", "methods.random.acceptance=none"])
+    assert study.settings.attack_list == (Attack("noise", 0.1, samples=1000.0),)
+    off = config.parse_study_text(
+        text, overrides=["acceptance=false", "methods.random.acceptance=none"]
+    )
     assert [entry.settings.acceptance for entry in off.methods] == [False, None, False]
 
 
 # ---------------------------------------------------------------- what ruined runs
 
 
-def huge_once(seen: Seen):
+def huge_once(seen: AttackContext):
     """A model of 1e30, in round 3 alone."""
     return torch.full_like(seen.models, 1e30) if seen.round == 3 else seen.models
 
@@ -237,7 +244,7 @@ def accuracy(data, **given):
     local = LocalTraining(epochs=2, lr=0.01)
     settings = Settings(rounds=6, local=local, engine="loop", evaluate="final", **given)
     run = simulate(data, METHODS["dac"](num_peers=3), model="linear", settings=settings, seed=0)
-    tests = final_tests(run.metrics)
+    tests = select_final_tests(run.metrics)
     return 100 * float(tests[tests["metric"] == "accuracy"]["value"].mean())
 
 

@@ -51,13 +51,13 @@ KINDS = [
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4])
 def test_every_bit_of_a_table_comes_back(dtype, share):
     table = sparse(dtype, share)
-    parts, told = _compact.packed("t", table)
+    parts, told = _compact.pack_table("t", table)
     if table.nbytes < _compact.LEAST or told is None:
         assert parts["t"] is table
         assert share > 0.02 or dtype.itemsize == 1
         return
     assert sum(part.nbytes for part in parts.values()) < 0.75 * table.nbytes
-    again = _compact.unpacked("t", told, parts)
+    again = _compact.unpack_table("t", told, parts)
     assert again.dtype == dtype
     np.testing.assert_array_equal(bits(again), bits(table))
 
@@ -67,7 +67,7 @@ def test_room_is_a_bit_an_entry_and_the_entries_that_are_not_zero():
     table = torch.zeros(2000, 1000, dtype=torch.float64)
     table[:1000, 7] = 0.25
     table[5, 9] = 1 / 3
-    parts, _ = _compact.packed("t", table)
+    parts, _ = _compact.pack_table("t", table)
     assert {name: part.nbytes for name, part in parts.items()} == {
         "t#kept": 250_000, "t#short": 4000, "t#long": 8, "t#which": 126
     }  # fmt: skip
@@ -77,7 +77,7 @@ def test_what_would_not_be_smaller_is_kept_as_it_is():
     """Dense numbers of full length, a small table, and a list."""
     dense = torch.rand(400, 400, dtype=torch.float64)
     for table in (dense, torch.zeros(3, 4), torch.zeros(1 << 20)):
-        assert _compact.packed("t", table) == ({"t": table}, None)
+        assert _compact.pack_table("t", table) == ({"t": table}, None)
 
 
 @pytest.mark.parametrize("kind", ["dac", "panm-loss"])

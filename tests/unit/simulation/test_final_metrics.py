@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score
 from torch import nn
 
 from coterie import testing
-from coterie._util.settings import parse
+from coterie._util.settings import parse_settings
 from coterie.data.federation import TestSet
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
@@ -25,13 +25,13 @@ from coterie.methods.fedgwc import FedGwc
 from coterie.methods.ifca import Ifca
 from coterie.methods.oneshot import OneShot
 from coterie.methods.random_gossip import Random
-from coterie.methods.server import gradient_variance
+from coterie.methods.server import gradient_variance_report
 from coterie.methods.sosicfl import SosicFl, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
-from coterie.simulation.final_metrics import with_value
+from coterie.simulation.final_metrics import select_defined
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 
@@ -50,8 +50,8 @@ def uneven():
 def run(method: Method, **settings: Any):
     """The finished loop and its final test metrics, clients x metrics."""
     setup = testing.tiny_settings(extra_metrics=ALL, evaluate="final", **settings)
-    loop = testing.follow(method, federation=uneven(), settings=setup)
-    params = loop.final()
+    loop = testing.run_method(method, federation=uneven(), settings=setup)
+    params = loop.evaluate_final()
     table = loop.record.metrics.query("split == 'test'").pivot(
         index="client", columns="metric", values="value"
     )
@@ -66,7 +66,9 @@ def test_class_metrics_are_those_of_the_predictions(engine: str):
     federation = uneven()
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
-        predicted = loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
+        predicted = loop.task.layout.build_module(params[client], dtype=loop.task.dtype)(
+            test.x
+        ).argmax(1)
         prior = loop.task.class_counts()[client]
         assert table.balanced_accuracy[client] == pytest.approx(
             balanced_accuracy_score(test.y, predicted)
@@ -84,15 +86,15 @@ def test_a_class_without_test_samples_is_left_out_of_balanced_accuracy():
         federation, tests=(TestSet(first.x[held], first.y[held], first.name), second)
     )
     settings = testing.tiny_settings(extra_metrics=("balanced_accuracy",), evaluate="final")
-    loop = testing.follow(FedAvg(), federation=federation, settings=settings)
-    params = loop.final()
+    loop = testing.run_method(FedAvg(), federation=federation, settings=settings)
+    params = loop.evaluate_final()
     table = loop.record.metrics.query(
         "split == 'test' and metric == 'balanced_accuracy'"
     ).set_index("client")["value"]
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
         right = (
-            loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
+            loop.task.layout.build_module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
             == test.y
         )
         recalls = [float(right[test.y == label].double().mean()) for label in test.y.unique()]
@@ -139,7 +141,7 @@ def test_only_a_server_has_a_global_model():
     assert "global_accuracy" not in table.columns
     assert "balanced_accuracy" in table.columns
     with pytest.raises(ConfigError, match="extra_metrics"):
-        parse(Settings, {"extra_metrics": ["f1"]}, "study")
+        parse_settings(Settings, {"extra_metrics": ["f1"]}, "study")
 
 
 def test_the_best_round_is_that_of_the_mean_over_clients():
@@ -151,8 +153,8 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     ]
     table = pd.DataFrame(rows, columns=["round", "client", "value"])
     table = table.assign(split="test", model="current", metric="accuracy")
-    assert final_metrics.maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
-    assert final_metrics.maxima(table.assign(model="best")) == {}
+    assert final_metrics.compute_maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
+    assert final_metrics.compute_maxima(table.assign(model="best")) == {}
 
 
 @pytest.mark.option("Settings.extra_metrics", "clusters", "maxima")
@@ -161,37 +163,39 @@ def test_clusters_are_scored_at_the_end():
     settings = testing.tiny_settings(
         extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final"
     )
-    loop = testing.follow(OneShot(clusters=2, warmup_rounds=2), settings=settings)
+    loop = testing.run_method(OneShot(clusters=2, warmup_rounds=2), settings=settings)
     loop.record.clusters = torch.arange(6).numpy() % 2
-    loop.final()
+    loop.evaluate_final()
     table = loop.record.metrics.query("split == 'test'")
     label, truth = loop.state.shared.label, torch.arange(6) % 2
     last = table.drop_duplicates(["client", "metric"], keep="last").pivot(
         index="client", columns="metric", values="value"
     )
     assert last.n_clusters.tolist() == [2.0] * 6
-    assert last["rand"].tolist() == pytest.approx([metrics.rand(truth, label)] * 6)
-    assert last.adjusted_rand[0] == pytest.approx(metrics.adjusted_rand(truth, label))
-    assert last.was[0] == pytest.approx(metrics.was(loop.task.class_counts(), label))
+    assert last["rand"].tolist() == pytest.approx([metrics.rand_index(truth, label)] * 6)
+    assert last.adjusted_rand[0] == pytest.approx(metrics.adjusted_rand_index(truth, label))
+    assert last.was[0] == pytest.approx(
+        metrics.wasserstein_silhouette(loop.task.class_counts(), label)
+    )
     history = table[table.metric == "accuracy"].groupby("round")["value"].mean()
     assert last.accuracy_max.mean() == pytest.approx(history.max())
 
 
 def test_one_cluster_has_no_was():
     """NaN, not 0, and no warning in the middle of a run; without a truth there is no Rand index."""
-    scores = final_metrics.cluster_metrics(
+    scores = final_metrics.compute_cluster_metrics(
         torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64)
     )
     assert scores["n_clusters"] == 1.0
     assert math.isnan(scores["was"])
     assert math.isnan(scores["wadb"])
     assert "rand" not in scores
-    _, reasons = final_metrics.explained_clusters(
+    _, reasons = final_metrics.explain_cluster_metrics(
         torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64)
     )
     assert set(reasons) == {"was", "wadb"}
     assert "WAS is undefined: it needs at least 2 clusters" in reasons["was"]
-    regression = final_metrics.cluster_metrics(
+    regression = final_metrics.compute_cluster_metrics(
         torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64)
     )
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
@@ -223,7 +227,7 @@ def test_the_gradient_variance_is_that_of_what_clients_trained(
     settings = testing.tiny_settings(
         extra_metrics=("gradient_variance",), participation=0.5, rounds=3
     )
-    loop = testing.follow(method, settings=settings)
+    loop = testing.run_method(method, settings=settings)
     found = loop.record.metrics.query("metric == 'gradient_variance'").groupby("round")["value"]
     assert found.size().tolist() == [3, 3, 3]
     assert found.nunique().tolist() == [1, 1, 1]
@@ -238,17 +242,19 @@ def test_the_gradient_variance_is_of_the_last_layer():
     def two() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
-    assert int(simplex_layers.last_layer(Layout(two())).sum()) == 5 * 3 + 3
+    assert int(simplex_layers.last_layer_mask(Layout(two())).sum()) == 5 * 3 + 3
     every = Layout(simplex_layers.simplex_all(two, 2)())  # type: ignore[operator]
-    assert int(simplex_layers.last_layer(every).sum()) == 2 * (5 * 3 + 3)
+    assert int(simplex_layers.last_layer_mask(every).sum()) == 2 * (5 * 3 + 3)
     alone = Layout(simplex_layers.simplex_all(lambda: nn.Linear(5, 3), 2)())  # type: ignore[operator]
-    assert bool(simplex_layers.last_layer(alone).all())
+    assert bool(simplex_layers.last_layer_mask(alone).all())
 
 
 def test_diverged_updates_do_not_count():
     """Updates (0, 0), (2, 4) and one that is not finite: 5, as of the first two."""
     federation = testing.tiny_federation()
-    loop = testing.follow(FedAvg(), federation=federation, settings=testing.tiny_settings(rounds=0))
+    loop = testing.run_method(
+        FedAvg(), federation=federation, settings=testing.tiny_settings(rounds=0)
+    )
     rnd = Round(0, loop.task, loop.exchange, Rng(0), torch.ones(6, dtype=torch.bool))
     start = torch.zeros(3, loop.task.layout.size, dtype=torch.float64)
     params = start.clone()
@@ -257,7 +263,7 @@ def test_diverged_updates_do_not_count():
     rnd = dataclasses.replace(
         rnd, extra_metrics=frozenset({"gradient_variance", "composed_gradient_variance"})
     )
-    found = gradient_variance(rnd, start, params)
+    found = gradient_variance_report(rnd, start, params)
     assert {name: value.tolist() for name, value in found.items()} == {
         "composed_gradient_variance": [5.0] * 3, "gradient_variance": [5.0] * 3
     }  # fmt: skip
@@ -273,14 +279,16 @@ def test_the_composed_update_is_that_of_the_layer_at_the_barycenter(gain: float,
     before, after = torch.from_numpy(Rng(0).generator("rows").normal(size=(2, 1, layout.size)))
 
     def outputs(row: torch.Tensor) -> torch.Tensor:
-        tensors = layout.views(row[0]) | {
+        tensors = layout.split_rows(row[0]) | {
             name: value[0] for name, value in layout.zero_inputs(1).items()
         }
-        at_zero = layout.call(tensors, torch.zeros(1, 5, dtype=torch.float64), training=False)
-        weight = layout.call(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
+        at_zero = layout.run_module(tensors, torch.zeros(1, 5, dtype=torch.float64), training=False)
+        weight = (
+            layout.run_module(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
+        )
         return torch.cat([weight.T.flatten(), at_zero[0]])
 
-    found = simplex_layers.composed_last_layer(layout, after - before)
+    found = simplex_layers.compose_last_layer(layout, after - before)
     torch.testing.assert_close(found[0], outputs(after) - outputs(before))
 
 
@@ -288,7 +296,9 @@ def test_a_simplex_reports_both_variances():
     """Of all endpoints, and at the barycenter; a method without endpoints has one value under both names."""
     names = ("gradient_variance", "composed_gradient_variance")
     for method, same in ((SosicFl(endpoints=3, regions=2), False), (FedAvg(), True)):
-        loop = testing.follow(method, settings=testing.tiny_settings(extra_metrics=names, rounds=2))
+        loop = testing.run_method(
+            method, settings=testing.tiny_settings(extra_metrics=names, rounds=2)
+        )
         table = loop.record.metrics.groupby("metric")["value"].mean()
         assert (table[names[0]] == pytest.approx(table[names[1]])) == same
 
@@ -297,7 +307,7 @@ def test_a_simplex_reports_both_variances():
 def test_fedgwc_says_how_much_its_matrix_still_changes():
     """The running mean at the server after each round, for the clients of the cohort by their clusters."""
     settings = testing.tiny_settings(extra_metrics=("interaction_change",), rounds=2)
-    loop = testing.follow(FedGwc(), settings=settings)
+    loop = testing.run_method(FedGwc(), settings=settings)
     found = loop.record.metrics.query("metric == 'interaction_change'").groupby("round")["value"]
     assert found.size().tolist() == [6, 6]
     shared = loop.state.shared
@@ -310,8 +320,8 @@ def test_a_host_of_some_clients_cannot_say_what_is_of_all():
     settings = testing.tiny_settings(
         extra_metrics=("gradient_variance", "interaction_change"), rounds=2
     )
-    loop = testing.follow(FedGwc(), settings=settings)
-    part = loop._context(1, torch.arange(2), torch.arange(6))
+    loop = testing.run_method(FedGwc(), settings=settings)
+    part = loop._make_round(1, torch.arange(2), torch.arange(6))
     rows = loop.state.params[:2]
     assert loop.method.extra(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]
 
@@ -335,10 +345,10 @@ def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
 def test_accuracies_can_be_reduced_with_other_weights():
     """Test sets of different sizes: by samples, and by samples inside the clusters that were found."""
     settings = testing.tiny_settings(extra_metrics=("reductions",), evaluate="final")
-    loop = testing.follow(
+    loop = testing.run_method(
         OneShot(clusters=2, warmup_rounds=2), federation=uneven(), settings=settings
     )
-    loop.final()
+    loop.evaluate_final()
     table = loop.record.metrics.query("split == 'test'").pivot(
         index="client", columns="metric", values="value"
     )
@@ -362,7 +372,7 @@ def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: p
     """Three endpoints of 3 x 4 weights and 3 biases: the variance over clients of their means, summed."""
     seen = updates(monkeypatch)
     settings = testing.tiny_settings(extra_metrics=("composed_gradient_variance",), rounds=2)
-    loop = testing.follow(SosicFl(endpoints=3, regions=2), settings=settings)
+    loop = testing.run_method(SosicFl(endpoints=3, regions=2), settings=settings)
     found = (
         loop.record.metrics.query("metric == 'composed_gradient_variance'")
         .groupby("round")["value"]
@@ -390,5 +400,5 @@ def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: p
 def test_clients_whose_samples_leave_a_metric_undefined_are_not_in_its_mean(metric, kept):
     values = pd.Series([0.5, math.nan, math.nan, 1.0])
     losses = pd.Series([math.nan, 0.4, 0.3], index=[2, 1, 0])
-    assert with_value(values, losses, metric).index.tolist() == kept
-    assert with_value(values.fillna(0), losses, metric).index.tolist() == [0, 1, 2, 3]
+    assert select_defined(values, losses, metric).index.tolist() == kept
+    assert select_defined(values.fillna(0), losses, metric).index.tolist() == [0, 1, 2, 3]

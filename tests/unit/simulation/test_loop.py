@@ -99,10 +99,10 @@ def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_wh
         Record(torch.zeros(6).long()),
     )
     broadcasts: dict[int, torch.Tensor] = {}
-    while not loop.finished:
+    while not loop.is_finished:
         before = loop.state.params.clone()
         stopped = loop.tracker.stopped.clone()
-        loop.step()
+        loop.run_next_round()
         assert torch.equal(loop.state.params[stopped], before[stopped]), (
             "a stopped client neither merges nor trains"
         )
@@ -125,13 +125,13 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
     only = run(rounds=0)
     assert len(only.edges) == 0
     task = _task(federation, None)
-    expected, _ = task.train(task.init(Rng(1)), Rng(1).at(-1), tiny_settings().local)
+    expected, _ = task.train(task.init(Rng(1)), Rng(1).at_round(-1), tiny_settings().local)
     assert torch.allclose(only.params, expected)
     alone = simulate(federation, Random(2), model="linear", settings=tiny_settings(rounds=3, evaluate="final"), seed=1,
                      exchange=_deaf(federation))  # fmt: skip
     params = expected
     for index in range(3):
-        params, _ = task.train(params, Rng(1).at(index), tiny_settings().local)
+        params, _ = task.train(params, Rng(1).at_round(index), tiny_settings().local)
     assert torch.allclose(alone.params, params)
 
 
@@ -254,7 +254,7 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
         federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
     ).init(Rng(1))
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
-    order = Rng(1).at(0).generator("order").permutation(6).tolist()
+    order = Rng(1).at_round(0).generator("order").permutation(6).tolist()
     live = start.clone()
     for client in order:
         live[client] = live.mean(0)
@@ -360,7 +360,7 @@ def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_i
             resume=True,
         )
     assert (folder / "checkpoint.safetensors").read_bytes() == before
-    assert checkpoint.finished(folder)
+    assert checkpoint.is_finished(folder)
     (folder / "checkpoint.safetensors").write_bytes(before[: len(before) // 2])
     with pytest.raises(CheckpointError, match="is damaged"):
         simulate(
@@ -455,7 +455,7 @@ def test_a_rule_that_is_not_there_is_told_before_anything_is_written(path, said,
             tiny_federation(), Random(aggregation=path), model="linear", folder=tmp_path / "run"
         )
     assert said in str(raised.value)
-    assert not checkpoint.exists(tmp_path / "run")
+    assert not checkpoint.has_run(tmp_path / "run")
 
 
 def test_a_function_without_a_name_is_no_rule():

@@ -7,10 +7,10 @@ import torch
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.selection import uniform
+from coterie.functional.selection import sample_uniformly
 from coterie.methods import METHODS
-from coterie.methods.base import drawn_uniformly
-from coterie.methods.server import first
+from coterie.methods.base import draw_peers_uniformly
+from coterie.methods.server import first_models
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
@@ -41,20 +41,20 @@ def test_wide_models_are_mixed_as_narrow_ones_and_a_model_without_weight_has_no_
 
 def test_all_rows_of_a_message_in_their_order_are_the_message_itself():
     message = Message(torch.eye(3), {"samples": torch.arange(3)})
-    assert message.rows(torch.arange(3)) is message
-    assert message.rows(torch.tensor([2, 0])).fields["samples"].tolist() == [2, 0]
+    assert message.take_rows(torch.arange(3)) is message
+    assert message.take_rows(torch.tensor([2, 0])).fields["samples"].tolist() == [2, 0]
 
 
 def test_one_model_offered_to_all_is_not_copied():
     offer = replace(inbox(5), index=torch.tensor([[1, 1], [1, 0]]))
-    assert first(offer).data_ptr() == offer.table[1].data_ptr()
-    assert first(offer).tolist() == offer.table[[1, 1]].tolist()
-    assert first(inbox(5)).tolist() == inbox(5).table[[2, 0]].tolist()
+    assert first_models(offer).data_ptr() == offer.table[1].data_ptr()
+    assert first_models(offer).tolist() == offer.table[[1, 1]].tolist()
+    assert first_models(inbox(5)).tolist() == inbox(5).table[[2, 0]].tolist()
 
 
 def test_training_in_place_changes_the_models_and_gives_the_same_ones():
     task = Task(tiny_federation(), "linear", engine="loop")
-    params, rng = task.init(Rng(1)).clone(), Rng(1).at(0)
+    params, rng = task.init(Rng(1)).clone(), Rng(1).at_round(0)
     before = params.clone()
     copied, _ = task.train(params, rng, LocalTraining())
     assert torch.equal(params, before)
@@ -65,12 +65,14 @@ def test_training_in_place_changes_the_models_and_gives_the_same_ones():
 
 def test_uniform_peers_are_those_of_the_largest_gumbel_draws(monkeypatch):
     """Drawn two clients at a time, without a logarithm."""
-    monkeypatch.setattr("coterie.methods.base.ROWS", 2)
+    monkeypatch.setattr("coterie.methods.base.ROWS_AT_ONCE", 2)
     federation = tiny_federation()
     loop = Loop(*_parts(federation))
-    rnd = loop._context(0, torch.arange(len(federation)), torch.arange(len(federation)))
+    rnd = loop._make_round(0, torch.arange(len(federation)), torch.arange(len(federation)))
     noise = rnd.rng.gumbel("peers", rnd.ids, len(federation))
-    assert torch.equal(drawn_uniformly(rnd, 2, rnd.candidates), uniform(noise, 2, rnd.candidates))
+    assert torch.equal(
+        draw_peers_uniformly(rnd, 2, rnd.candidates), sample_uniformly(noise, 2, rnd.candidates)
+    )
 
 
 def _parts(federation):
@@ -90,9 +92,11 @@ def _parts(federation):
 def test_served_models_are_fetched_once_at_the_end(monkeypatch):
     """Also where metrics ask who belongs where: once for each validation and once for the end."""
     rounds: list[int] = []
-    served = Loop._served
+    served = Loop._fetch_served_models
     monkeypatch.setattr(
-        Loop, "_served", lambda self, index: rounds.append(index) or served(self, index)
+        Loop,
+        "_fetch_served_models",
+        lambda self, index: rounds.append(index) or served(self, index),
     )
     settings = tiny_settings(
         rounds=2, evaluate="final", engine="loop", extra_metrics=("clusters", "reductions")

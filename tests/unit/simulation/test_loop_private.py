@@ -8,19 +8,19 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from coterie.cli._display import rounds
-from coterie.engine.privacy import Query, Spent
+from coterie.cli._display import print_round_results
+from coterie.engine.privacy import PrivacyLedger, PrivateQuery
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, ModelError
 from coterie.functional.losses import Cox
 from coterie.functional.metrics import EPSILON
 from coterie.methods.registry import METHODS
 from coterie.report.page import write_report
-from coterie.results.summary import find_runs
+from coterie.results.summary import load_runs
 from coterie.simulation.loop import Unprotected
 from coterie.simulation.run import simulate
 from coterie.studies.definition import make_study
-from coterie.studies.run import read_study, run_study
+from coterie.studies.run import load_study_results, run_study
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 DP = {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3}
@@ -77,9 +77,9 @@ def test_epsilon_is_that_of_the_steps_of_all_rounds():
         model="linear",
         settings=replace(SETTINGS, local=local),
     )
-    spent = Spent()
-    spent.add(0, Query(1 / 3, 1.5), 3 * 4)
-    expected = float(spent.epsilon(torch.tensor([0]), 1e-3))
+    spent = PrivacyLedger()
+    spent.add_uses(0, PrivateQuery(1 / 3, 1.5), 3 * 4)
+    expected = float(spent.compute_epsilon(torch.tensor([0]), 1e-3))
     assert epsilons(run).tolist() == pytest.approx([expected] * 6)
     history = run.metrics[(run.metrics["metric"] == "epsilon") & (run.metrics["split"] == "train")]
     growing = history[history["client"] == 0].sort_values("round")["value"].tolist()
@@ -97,7 +97,10 @@ def test_the_report_and_the_terminal_show_epsilon(tmp_path, capsys):
     )
     done = run_study(study, out=tmp_path, federation=tiny_federation())
     values = torch.cat(
-        [torch.tensor(run.final("epsilon").to_numpy()) for run in find_runs([done.folder])[0]]
+        [
+            torch.tensor(run.final_values("epsilon").to_numpy())
+            for run in load_runs([done.folder])[0]
+        ]
     )
     assert len(values) == 12
     page = write_report(done.folder).read_text("utf-8")
@@ -106,7 +109,7 @@ def test_the_report_and_the_terminal_show_epsilon(tmp_path, capsys):
         f"Epsilon of differential privacy, mean over clients and seeds (largest): {said}." in page
     )
     assert "differentially private (clip 0.5, noise_multiplier 1.5, delta 0.001)" in page
-    rounds(read_study(done.folder), Console(width=80))
+    print_round_results(load_study_results(done.folder), Console(width=80))
     assert ["Random", "2", f"{values.mean():.1f}"] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
@@ -166,7 +169,7 @@ def test_what_cannot_be_private_is_refused_before_the_first_round(monkeypatch):
     with pytest.raises(ModelError, match=r"loss 'cox' joins those of a batch"):
         simulate(survival, METHODS["local"](), model="linear", settings=cox)
     monkeypatch.setattr(
-        "coterie.engine.privacy._accountant",
+        "coterie.engine.privacy._load_accountant",
         lambda: (_ for _ in ()).throw(ImportError("no opacus")),
     )
     with pytest.raises(

@@ -14,23 +14,25 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
 from coterie.methods import METHODS, base
 from coterie.methods.base import PeerMethod
-from coterie.models.layout import source
+from coterie.models.layout import resolve_model
 from coterie.rng import Rng
 from coterie.simulation import _memory
 from coterie.simulation.run import make_task
 from coterie.testing import tiny_federation
 
-WANTED = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False)
+WANTED = _memory.forecast_memory(
+    clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False
+)
 
 
 def test_a_forecast_is_worked_out_by_hand():
     """Ten rows of 400 bytes three times over and half of it lost; five of them with gradients and two moments."""
-    assert (WANTED.models, WANTED.block, WANTED.needed) == (18000, 8000, 26000)
+    assert (WANTED.models, WANTED.block, WANTED.needed_bytes) == (18000, 8000, 26000)
 
 
 def test_the_allocator_loses_64_mebibytes_at_most():
     """A thousand models of a million numbers: 3 x 4e9 bytes."""
-    wanted = _memory.forecast(
+    wanted = _memory.forecast_memory(
         clients=1000, params=10**6, itemsize=4, block=1, data=0, keeps_best=False
     )
     assert wanted.models == 12 * 10**9 + 64 * 2**20
@@ -39,16 +41,16 @@ def test_the_allocator_loses_64_mebibytes_at_most():
 def test_what_is_remembered_is_there_before_and_after_a_round():
     """2 x 1,000 bytes, and 300 that are published; 10 clients x 4 rounds x (5 + 3) rows of 32 bytes, three times."""
     more = {"remembered": 1000, "published": 300, "rounds": 4, "reads": 3.0}
-    wanted = _memory.forecast(
+    wanted = _memory.forecast_memory(
         clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=False, **more
     )
     assert (wanted.memory, wanted.record, wanted.writing) == (2300, 30720, 0)
-    assert wanted.needed == WANTED.needed + 2300 + 30720
+    assert wanted.needed_bytes == WANTED.needed_bytes + 2300 + 30720
 
 
 def test_a_checkpoint_takes_copies_where_a_round_takes_fewer():
     """Two moments of 10 x 400 bytes: a checkpoint of 3 x 4,000 twice, less than 3 + 4 copies; and the tables once."""
-    wanted = _memory.forecast(
+    wanted = _memory.forecast_memory(
         clients=10,
         params=100,
         itemsize=4,
@@ -64,7 +66,7 @@ def test_a_checkpoint_takes_copies_where_a_round_takes_fewer():
 
 def test_optimizer_states_that_are_kept_are_there_twice_in_a_round():
     """Two moments: four copies of the models of 4,000 bytes beside the three, and one of the best."""
-    kept = _memory.forecast(
+    kept = _memory.forecast_memory(
         clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=True, moments=2
     )
     assert kept.models == (3 + 1 + 2 * 2) * 4000 * 1.5
@@ -73,11 +75,11 @@ def test_optimizer_states_that_are_kept_are_there_twice_in_a_round():
 def test_servers_second_models_and_training_first_take_further_copies():
     """A server that sees everybody: one copy; a second model of each client: two more. Trained models to judge: two."""
     whole = {"whole": True, "tracks": 1, "train_first": False}
-    assert _memory.copies(server=False, **whole) == 0
-    assert _memory.copies(server=True, **whole) == 1
-    assert _memory.copies(server=True, **{**whole, "tracks": 2}) == 3
-    assert _memory.copies(server=True, **{**whole, "whole": False}) == 0
-    assert _memory.copies(server=False, **{**whole, "train_first": True}) == 2
+    assert _memory.count_model_copies(server=False, **whole) == 0
+    assert _memory.count_model_copies(server=True, **whole) == 1
+    assert _memory.count_model_copies(server=True, **{**whole, "tracks": 2}) == 3
+    assert _memory.count_model_copies(server=True, **{**whole, "whole": False}) == 0
+    assert _memory.count_model_copies(server=False, **{**whole, "train_first": True}) == 2
 
 
 def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_keeps():
@@ -93,25 +95,25 @@ def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_ke
         assert len(block) == 15
         assert block.population == 60
         for one, pairs in ((task, whole), (block, part)):
-            kept, _ = _memory.remembered(method, one)
+            kept, _ = _memory.estimate_method_memory(method, one)
             assert pairs <= kept < 1.2 * pairs
     assert (
-        _memory.remembered(METHODS["dac"](), block)[1]
-        == _memory.remembered(METHODS["dac"](), task)[1] // 4
+        _memory.estimate_method_memory(METHODS["dac"](), block)[1]
+        == _memory.estimate_method_memory(METHODS["dac"](), task)[1] // 4
     )
 
 
 def test_models_that_come_from_other_processes_count_twice():
     """Seven of 400 bytes: as they came, and as they are read."""
-    wanted = _memory.forecast(
+    wanted = _memory.forecast_memory(
         clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False, received=7.0
     )
-    assert wanted.needed == WANTED.needed + 2 * 7 * 400
+    assert wanted.needed_bytes == WANTED.needed_bytes + 2 * 7 * 400
 
 
 def test_who_drives_blocks_holds_the_models_while_they_are_written_and_the_tables():
     """10 clients x 2 models x 400 bytes, twice; 50 bytes, twice; 10 x 3 rounds x (5 + 4) rows of 32 bytes, thrice."""
-    wanted = _memory.of_driver(
+    wanted = _memory.forecast_driver_memory(
         clients=10, params=100, itemsize=4, kept=2, data=7, remembered=50, rounds=3, reads=4.0
     )
     assert (wanted.models, wanted.memory, wanted.record, wanted.block) == (16000, 100, 25920, 0)
@@ -119,10 +121,10 @@ def test_who_drives_blocks_holds_the_models_while_they_are_written_and_the_table
 
 def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
     """Of what is refused nothing fits, as far as is known."""
-    _memory.check(WANTED, "cpu", 26000)
+    _memory.check_forecast(WANTED, "cpu", 26000)
     with pytest.raises(ConfigError):
-        _memory.check(WANTED, "cpu", 25999)
-    _memory.check(WANTED, "cpu", None)
+        _memory.check_forecast(WANTED, "cpu", 25999)
+    _memory.check_forecast(WANTED, "cpu", None)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
@@ -137,7 +139,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
 def remembered(kind: str, clients: int, **options) -> tuple[int, int]:
     federation = tiny_federation(clients)
     task = Task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
-    return _memory.remembered(METHODS[kind](**options), task)
+    return _memory.estimate_method_memory(METHODS[kind](**options), task)
 
 
 @pytest.mark.parametrize("clients", [3, 30, 300])
@@ -163,12 +165,12 @@ def test_no_method_has_more_in_its_first_round_than_was_told(kind):
         federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth
     )
     state = METHODS[kind]().init(task, Rng(0))
-    found = sum(t.nbytes for part in (state.memory, state.shared) for t in base.tensors(part))
-    assert _memory.remembered(METHODS[kind](), task)[0] == found
+    found = sum(t.nbytes for part in (state.memory, state.shared) for t in base.list_tensors(part))
+    assert _memory.estimate_method_memory(METHODS[kind](), task)[0] == found
 
 
 def _memory_source(federation):
-    return source("linear", federation.features, federation.outputs)
+    return resolve_model("linear", federation.features, federation.outputs)
 
 
 def test_a_method_that_nobody_here_wrote_is_told_too():
@@ -192,7 +194,7 @@ def test_a_method_that_nobody_here_wrote_is_told_too():
 
     federation = tiny_federation(50)
     task = Task(federation.host(federation.ids), "linear", engine="loop")
-    assert _memory.remembered(Mine(), task)[0] == 50 * (2 * 101 + 4 * 7)
+    assert _memory.estimate_method_memory(Mine(), task)[0] == 50 * (2 * 101 + 4 * 7)
 
 
 REFUSED = """
@@ -236,14 +238,14 @@ def test_a_control_group_leaves_what_it_has_not_used(tmp_path):
         (folder / "memory.max").write_text(f"{most}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 500\ninactive_file 100\n")
-    assert list(_memory._groups(tmp_path / "cgroup", own)) == [500]
+    assert list(_memory._iterate_cgroup_limits(tmp_path / "cgroup", own)) == [500]
     old = tmp_path / "cgroup/memory/mine"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("900\n")
     (old / "memory.usage_in_bytes").write_text("300\n")
     own.write_text("4:cpu:/mine\n2:memory:/mine\n")
-    assert list(_memory._groups(tmp_path / "cgroup", own)) == [600]
-    assert list(_memory._groups(tmp_path / "cgroup", tmp_path / "nowhere")) == []
+    assert list(_memory._iterate_cgroup_limits(tmp_path / "cgroup", own)) == [600]
+    assert list(_memory._iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "nowhere")) == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,10 @@ def test_a_control_group_leaves_what_it_has_not_used(tmp_path):
     ],
 )
 def test_memory_that_ends_on_the_way_is_one_line(error):
-    with pytest.raises(OutOfMemory, match="cpu has no more memory"), _memory.told("cpu"):
+    with (
+        pytest.raises(OutOfMemory, match="cpu has no more memory"),
+        _memory.translate_memory_errors("cpu"),
+    ):
         raise error
-    with pytest.raises(OSError, match="disk"), _memory.told("cpu"):
+    with pytest.raises(OSError, match="disk"), _memory.translate_memory_errors("cpu"):
         raise OSError(errno.ENOSPC, "the disk is full")

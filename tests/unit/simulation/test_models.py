@@ -121,11 +121,11 @@ def test_both_models_can_be_asked_for_where_both_are_kept(tmp_path):
             "final": file.get_tensor("state.params"),
         }
     assert not torch.equal(rows["best_val"], rows["final"])
-    place = next(one for one in models.recipe.state if one.name == "head.weight")
+    place = next(one for one in models.spec.state if one.name == "head.weight")
     for which, table in rows.items():
         wanted = table[4][place.start : place.stop].reshape(3, 6)
         assert torch.equal(models.model(4, which).head.weight, wanted)
-    assert torch.equal(models.row(4), models.row(4, "best_val"))
+    assert torch.equal(models.load_row(4), models.load_row(4, "best_val"))
 
 
 def test_the_reference_says_how_to_read_a_model_without_coterie(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_clients_are_found_by_name_or_number():
     names = ("north", "south", "Åre", "7", "e", "f")
     run = trained(federation=dataclasses.replace(tiny_federation(), client_names=names))
     for name, number in (("Åre", 2), ("7", 3), ("5", 5), ("f", 5)):
-        assert torch.equal(run.models.row(name), run.models.row(number))
+        assert torch.equal(run.models.load_row(name), run.models.load_row(number))
     with pytest.raises(ConfigError, match="unknown client 'nroth'; did you mean 'north'"):
         run.model("nroth")
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(kept[:-1] + b"\xff")
         with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-            load_models(tmp_path, model=Own).row(0)
+            load_models(tmp_path, model=Own).load_row(0)
         (tmp_path / name).write_bytes(kept)
     method, settings = (
         METHODS["random"](num_peers=2),
@@ -238,7 +238,7 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
     with pytest.raises(
         CheckpointError, match="had ended after 2 rounds and was made longer; it is at 3"
     ):
-        load_models(tmp_path, model=Own).row(0)
+        load_models(tmp_path, model=Own).load_row(0)
     run = simulate(
         tiny_federation(),
         method,
@@ -248,7 +248,7 @@ def test_the_folder_must_be_whole_and_its_checkpoint_that_of_the_end(tmp_path):
         folder=tmp_path,
         resume=True,
     )
-    assert torch.equal(load_models(tmp_path, model=Own).row(0), run.models.row(0))
+    assert torch.equal(load_models(tmp_path, model=Own).load_row(0), run.models.load_row(0))
 
 
 # ---------------------------------------------------------------- predictions

@@ -16,7 +16,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.results.summary import summarize
+from coterie.results.summary import summarize_study
 from coterie.simulation import newcomers
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
@@ -82,7 +82,7 @@ EVERY += [(kind, "training") for kind in GO_ON]
 def test_the_others_do_what_they_do_without_newcomers(kind, others):
     """Every method: their tables are those of a federation that never had the newcomers."""
     found = run_of(kind, evaluate="final", new_client_others=others)
-    data = federation().part(torch.tensor(OTHERS))
+    data = federation().select_clients(torch.tensor(OTHERS))
     alone = run_of(kind, data=data, new_clients=None, evaluate="final")
     ids = np.array(OTHERS)
     table = alone.metrics.assign(client=ids[alone.metrics["client"]].astype(np.int32))
@@ -129,7 +129,7 @@ def test_with_a_server_a_newcomer_receives_the_global_model_and_trains_it():
 def test_with_clusters_a_newcomer_takes_the_model_with_the_least_loss_on_its_data():
     data = federation()
     run = run_of("ifca", evaluate="final", rounds=4)
-    models = {tuple(run.models.row(name).tolist()) for name in "acdfgh"}
+    models = {tuple(run.models.load_row(name).tolist()) for name in "acdfgh"}
     assert len(models) == 2
     for client in NEW:
         mine = data.split[client] == 0
@@ -205,7 +205,7 @@ def test_where_the_others_train_on_the_server_averages_all_clients_new_ones_too(
     """Two rounds of gradient descent of all eight from the final global model, averaged by hand."""
     data = federation()
     run = run_of("fedavg", evaluate="final", new_client_others="training", local=STEP)
-    row = run.models.row("a")
+    row = run.models.load_row("a")
     for _ in range(2):
         rows, counts = zip(
             *(by_hand(linear_of(row), data, client) for client in range(8)), strict=True
@@ -346,7 +346,7 @@ def test_what_stays_at_home_a_newcomer_has_of_its_own_first_model():
         data, METHODS["fedavg"](), model=model, seed=3,
         settings=settings(shared=["weight"], init="given", evaluate="final", new_client_rounds=0),
     )  # fmt: skip
-    row = run.models.row("a").clone()
+    row = run.models.load_row("a").clone()
     assert row[12:].tolist() != [3.0, 1.0, 2.0]
     row[12:] = torch.tensor([3.0, 1.0, 2.0])
     for client in NEW:
@@ -414,13 +414,15 @@ def test_a_run_that_is_resumed_has_the_same_bytes(kind, others, tmp_path):
 )
 def test_newcomers_are_a_share_a_number_or_named(wanted, found):
     parts = [
-        newcomers.parted(federation(), settings(new_clients=wanted), METHODS["local"](), seed)
+        newcomers.separate_newcomers(
+            federation(), settings(new_clients=wanted), METHODS["local"](), seed
+        )
         for seed in (3, 3)
     ]
-    ids = [part.ids[part.newcomers].tolist() for part in parts]
+    ids = [part.ids[part.newcomer_rows].tolist() for part in parts]
     assert ids[0] == ids[1]
     assert ids[0] == found if found is not None else len(ids[0]) == 2
-    assert parts[0].taking.client_names == tuple(
+    assert parts[0].participants.client_names == tuple(
         "abcdefgh"[i] for i in sorted({*range(8)} - {*ids[0]})
     )
 
@@ -428,7 +430,11 @@ def test_newcomers_are_a_share_a_number_or_named(wanted, found):
 def test_another_seed_draws_others():
     wanted = settings(new_clients=0.5)
     drawn = {
-        tuple(newcomers.parted(federation(), wanted, METHODS["local"](), seed).ids.tolist())
+        tuple(
+            newcomers.separate_newcomers(
+                federation(), wanted, METHODS["local"](), seed
+            ).ids.tolist()
+        )
         for seed in range(8)
     }
     assert len(drawn) > 4
@@ -462,7 +468,7 @@ def test_a_method_of_neither_kind_is_refused():
             raise NotImplementedError
 
     with pytest.raises(ConfigError, match="other is neither a PeerMethod nor a ServerMethod"):
-        newcomers.parted(federation(), settings(), Other(), 0)
+        newcomers.separate_newcomers(federation(), settings(), Other(), 0)
 
 
 def test_a_study_shows_them_apart(tmp_path, monkeypatch):
@@ -484,7 +490,7 @@ def test_a_study_shows_them_apart(tmp_path, monkeypatch):
         assert own["client"].nunique() == 2
         assert not table.loc[table["split"] == "test", "client"].isin(own["client"]).any()
         values.append(own["value"].mean())
-    rows = summarize(study.folder)["new_clients"]
+    rows = summarize_study(study.folder)["new_clients"]
     [row] = [
         r for r in rows if (r["label"], r["metric"], r["model"]) == ("fedavg", "accuracy", "joined")
     ]

@@ -75,7 +75,7 @@ def test_similarities_are_two_more_columns_where_a_run_asks_for_them():
             [0.5, 0.25, np.nan], nan_ok=True
         )
         assert one.edges["similarity"].dtype == "float32"
-    assert again.files() == record.files()
+    assert again.encode_files() == record.encode_files()
 
 
 def test_a_frame_is_a_copy():
@@ -95,10 +95,10 @@ def test_checkpoints_of_growing_tables_leave_nothing_behind(tmp_path):
     def array_types() -> int:
         return sum(type(o) is kind for o in gc.get_objects())
 
-    checkpoint._write({"value": torch.zeros(7)}, {}, tmp_path / "first.safetensors")
+    checkpoint._write_tensors({"value": torch.zeros(7)}, {}, tmp_path / "first.safetensors")
     before = array_types()
     for size in range(1000, 1020):
         tensors = {"value": torch.arange(float(size)), "kept": torch.tensor([True, False])}
-        checkpoint._write(tensors, {"round": size}, tmp_path / "run.safetensors")
+        checkpoint._write_tensors(tensors, {"round": size}, tmp_path / "run.safetensors")
     assert array_types() == before
     assert torch.equal(load_file(tmp_path / "run.safetensors")["value"], torch.arange(1019.0))

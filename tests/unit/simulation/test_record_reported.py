@@ -17,7 +17,7 @@ from coterie.methods import METHODS
 from coterie.methods.base import Info, PeerMethod, Round, State
 from coterie.methods.local import Local
 from coterie.report import trackers
-from coterie.report.data import payload
+from coterie.report.data import build_payload
 from coterie.report.page import write_report
 from coterie.results import summary
 from coterie.simulation.loop import Undeclared
@@ -102,11 +102,11 @@ def test_what_is_declared_is_recorded_and_described_in_the_run(study):
 def test_its_result_is_what_clients_reported_last(study):
     """In round 1: (2 + ... + 7) / 6 = 4.5 %; half of that for those who trust half as much; a gain is above 0."""
     folder, _ = study
-    rows = {row["label"]: row["mean"] for row in summary.summarize(folder)["rows"] if row["metric"] == "trust"
+    rows = {row["label"]: row["mean"] for row in summary.summarize_study(folder)["rows"] if row["metric"] == "trust"
             if row["cluster"] == "all"}  # fmt: skip
     assert rows == pytest.approx({"Careful": 0.0225, "Careless": 0.045})
-    runs, _ = summary.find_runs([folder])
-    (gain,) = summary.client_gains(runs, "Careful", "trust")["Careless"].values()
+    runs, _ = summary.load_runs([folder])
+    (gain,) = summary.compute_client_gains(runs, "Careful", "trust")["Careless"].values()
     assert gain.mean() == pytest.approx(0.0225)
 
 
@@ -126,8 +126,8 @@ def test_it_is_shown_compared_and_reported_where_nobody_knows_it(study):
     best = [row.split('"')[0] for row in table.split('data-label="')[1:] if "'best'" in row]
     assert best == []
     assert "One seed settles nothing" in page
-    runs, problems = summary.find_runs([folder])
-    data = payload(runs, problems, folder)
+    runs, problems = summary.load_runs([folder])
+    data = build_payload(runs, problems, folder)
     assert data["metrics"]["trust"]["heading"] == "trust in peers in %"
     assert "trust" in {curve["metric"] for curve in data["curves"]}
 
@@ -153,8 +153,8 @@ def test_trackers_are_told_what_it_is(study):
         settings[name] = dict(given)
         return Kept(name)
 
-    runs, _ = summary.find_runs([folder])
-    trackers.export(runs, opener)
+    runs, _ = summary.load_runs([folder])
+    trackers.export_runs(runs, opener)
     (name,) = (one for one in settings if "Careless" in one)
     assert settings[name]["metrics.trust"] == "trust in peers, times 100 in %, higher is better"
     assert values[name] == pytest.approx([0.035, 0.045])
@@ -181,7 +181,7 @@ def test_a_name_that_means_something_else_is_refused(name):
         reports: ClassVar[tuple[Metric, ...]] = (Metric(name),)
 
     with pytest.raises(ConfigError, match=f"{name}.*nothing else in a run has"):
-        Wrong.recorded()
+        Wrong.report_metrics()
 
 
 def test_a_damaged_description_is_a_problem_of_that_run(small, listed):
@@ -189,6 +189,6 @@ def test_a_damaged_description_is_a_problem_of_that_run(small, listed):
     damaged = {"trust": {"name": "trust", "better": "up"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": damaged}))
     listed(path.parent)
-    runs, (problem,) = summary.find_runs([small])
+    runs, (problem,) = summary.load_runs([small])
     assert len(runs) == 3
     assert "trust: better is 'up'" in problem.reason

@@ -12,7 +12,7 @@ import coterie
 from coterie.errors import ConfigError
 from coterie.methods.local import Local
 from coterie.methods.random_gossip import Random
-from coterie.simulation.run import Note, _check_given, simulate
+from coterie.simulation.run import Note, _check_types, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 
@@ -162,7 +162,7 @@ def test_what_is_of_another_kind_is_refused_at_the_door(change, said):
         "settings": tiny_settings(),
     }
     with pytest.raises(ConfigError, match=re.escape(said)):
-        _check_given(**{**given, **change})
+        _check_types(**{**given, **change})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**30])

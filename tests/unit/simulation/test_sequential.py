@@ -51,17 +51,19 @@ def test_everybody_sees_in_waves_what_they_see_one_after_another(case):
                 board[row] = text
         return board
 
-    waves = [wave.tolist() for wave in _sequential.waves(order, readings)]
+    waves = [wave.tolist() for wave in _sequential.group_into_waves(order, readings)]
     assert sorted(row for wave in waves for row in wave) == sorted(order)
     assert play(waves) == play([[row] for row in order])
 
 
 def test_clients_that_read_nobody_act_in_one_wave():
-    assert [wave.tolist() for wave in _sequential.waves([2, 0, 1], [[], [], []])] == [[0, 1, 2]]
+    assert [wave.tolist() for wave in _sequential.group_into_waves([2, 0, 1], [[], [], []])] == [
+        [0, 1, 2]
+    ]
 
 
 def test_a_chain_of_readers_acts_one_by_one():
-    assert [wave.tolist() for wave in _sequential.waves([0, 1, 2], [[], [0], [1]])] == [
+    assert [wave.tolist() for wave in _sequential.group_into_waves([0, 1, 2], [[], [0], [1]])] == [
         [0],
         [1],
         [2],
@@ -79,7 +81,7 @@ def test_a_run_in_waves_is_a_run_one_by_one(schedule, monkeypatch):
 
     in_waves = run()
     monkeypatch.setattr(
-        _sequential, "waves", lambda order, _: [torch.tensor([row]) for row in order]
+        _sequential, "group_into_waves", lambda order, _: [torch.tensor([row]) for row in order]
     )
     one_by_one = run()
     assert torch.allclose(in_waves.params, one_by_one.params, rtol=1e-12, atol=0)
@@ -107,7 +109,7 @@ def test_the_order_is_drawn_anew_in_every_round():
         .clone()
     )
     orders = [
-        Rng(1).at(index).generator("order").permutation(6).tolist() for index in range(number)
+        Rng(1).at_round(index).generator("order").permutation(6).tolist() for index in range(number)
     ]
     assert len(set(map(tuple, orders))) == number
     for client in chain.from_iterable(orders):
@@ -126,7 +128,7 @@ def started(method, **settings):
     task = Task(federation.host(federation.ids), "linear", dtype=torch.float64)
     door, record = InMemory(federation.ids, CLIENTS), Record(torch.full((CLIENTS,), -1))
     loop = Loop(task, method, door, tiny_settings(**{"rounds": 100, **settings}), Rng(SEED), record)
-    loop.step()
+    loop.run_next_round()
     return loop
 
 
@@ -150,7 +152,7 @@ class Plain:
     def train(self, client, index):
         task = self.task.rows(torch.tensor([client]))
         before = torch.from_numpy(self.models[client])[None]
-        after = task.train(before, Rng(SEED).at(index), self.local)[0][0].numpy().copy()
+        after = task.train(before, Rng(SEED).at_round(index), self.local)[0][0].numpy().copy()
         self.updates[client], self.models[client] = after - self.models[client], after
 
     def loss(self, model, client):
@@ -164,7 +166,9 @@ class Plain:
 
     def drawn(self, client, index, count, allowed, purpose):
         """The client draws members that it may choose, all with the same probability."""
-        noise = Rng(SEED).at(index).pairs(purpose, torch.tensor([client]), CLIENTS)[0].tolist()
+        noise = (
+            Rng(SEED).at_round(index).pairs(purpose, torch.tensor([client]), CLIENTS)[0].tolist()
+        )
         return sorted(
             (j for j in range(CLIENTS) if j in allowed and j != client), key=lambda j: noise[j]
         )[:count]
@@ -174,7 +178,7 @@ class Plain:
         self.models[client] = np.mean([self.models[j] for j in [client, *peers]], axis=0)
 
     def round(self, index):
-        order = Rng(SEED).at(index).generator("order").permutation(CLIENTS).tolist()
+        order = Rng(SEED).at_round(index).generator("order").permutation(CLIENTS).tolist()
         whole = self.schedule == "sequential"
         if self.early and not whole:
             for client in range(CLIENTS):
@@ -275,7 +279,7 @@ def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, or
     plain, sizes = PlainPanm(loop), set()
     for index in range(7):
         plain.round(index)
-        loop.step()
+        loop.run_next_round()
         np.testing.assert_allclose(
             loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
         )
@@ -312,7 +316,7 @@ def test_what_earlier_peers_measured_is_the_newest_that_they_know(schedule):
     plain, estimates = PlainHistory(loop), 0
     for index in range(3):
         plain.round(index)
-        loop.step()
+        loop.run_next_round()
         np.testing.assert_allclose(
             loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
         )
@@ -420,7 +424,7 @@ class Told(Silent):
 )
 def test_a_method_says_what_it_publishes_in_each_exchange(method, said):
     with pytest.raises(ConfigError, match=said):
-        started(method, schedule="sequential").step()
+        started(method, schedule="sequential").run_next_round()
 
 
 def test_an_exchange_that_asks_nobody_changes_nothing():
@@ -429,8 +433,8 @@ def test_an_exchange_that_asks_nobody_changes_nothing():
         started(method, schedule="sequential", init="shared") for method in (Told(2), Random(2))
     ]
     for loop in loops:
-        loop.step()
-        loop.step()
+        loop.run_next_round()
+        loop.run_next_round()
     assert torch.equal(loops[0].state.params, loops[1].state.params)
 
 
@@ -444,12 +448,12 @@ def test_training_comes_first_where_it_is_asked_for(schedule):
     )
     for index in range(2):
         plain.round(index)
-        loop.step()
+        loop.run_next_round()
         np.testing.assert_allclose(
             loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
         )
     if schedule == "sequential":
-        last = Rng(SEED).at(1).generator("order").permutation(CLIENTS).tolist()[-1]
+        last = Rng(SEED).at_round(1).generator("order").permutation(CLIENTS).tolist()[-1]
         merged = torch.from_numpy(plain.models[last])[None]
         judged = loop.task.rows(torch.tensor([last])).measure(merged, "validation")["loss"]
         assert float(loop.validation["loss"][last]) != pytest.approx(float(judged[0]))

@@ -45,15 +45,15 @@ def started(
     task = make_task(federation, method, model, chosen)
     door = InMemory(federation.ids, len(federation))
     loop = Loop(task, method, door, chosen, Rng(3), Record(torch.full((len(federation),), -1)))
-    loop.step()
+    loop.run_next_round()
     return loop
 
 
 def trained(loop: Loop, params: Tensor, index: int, rows: list[int] | None = None) -> Tensor:
     """The models of some clients after the local training of a round."""
-    task = loop.task.at(Rng(3).at(index))
+    task = loop.task.at(Rng(3).at_round(index))
     task = task if rows is None else task.rows(torch.tensor(rows))
-    return task.train(params.contiguous(), Rng(3).at(index), loop.settings.local)[0]
+    return task.train(params.contiguous(), Rng(3).at_round(index), loop.settings.local)[0]
 
 
 @pytest.mark.option("Settings.init", "shared", "per_client", "given")
@@ -102,7 +102,7 @@ def test_models_are_merged_before_or_after_they_are_trained(
             params = trained(loop, params, index).mean(0).expand(6, -1)
         else:
             params = trained(loop, params.mean(0).expand(6, -1), index)
-        loop.step()
+        loop.run_next_round()
     torch.testing.assert_close(loop.state.params, params, rtol=0, atol=1e-12)
 
 
@@ -113,7 +113,7 @@ def test_clients_act_at_once_or_one_after_another(schedule: str):
     loop = started(init="per_client", schedule=schedule)
     params, orders = loop.state.params.clone(), []
     for index in range(3):
-        orders.append(Rng(3).at(index).generator("order").permutation(6).tolist())
+        orders.append(Rng(3).at_round(index).generator("order").permutation(6).tolist())
         if schedule == "synchronous":
             params = trained(loop, params.mean(0).expand(6, -1), index)
         else:
@@ -123,7 +123,7 @@ def test_clients_act_at_once_or_one_after_another(schedule: str):
                     params[client] = trained(loop, params[client : client + 1], index, [client])[0]
             if schedule == "sequential_exchange":
                 params = trained(loop, params, index)
-        loop.step()
+        loop.run_next_round()
         torch.testing.assert_close(loop.state.params, params, rtol=0, atol=1e-12)
     assert orders[0] != orders[1] != orders[2]
 
@@ -141,13 +141,13 @@ def test_a_stopped_client_goes_on_publishing_its_best_or_its_last_model(
     )
     best, least = loop.state.params.clone(), loop.validation["loss"].clone()
     checked = 0
-    while not loop.finished:
+    while not loop.is_finished:
         stopped, before = loop.tracker.stopped.clone(), loop.state.params.clone()
         index, active = loop.next_round, (~loop.tracker.stopped).nonzero().flatten().tolist()
-        loop.step()
+        loop.run_next_round()
         if bool(stopped.any()) and active:
             shown = torch.where(stopped[:, None], best if broadcast == "best" else before, before)
-            order = Rng(3).at(index).generator("order").permutation(len(active)).tolist()
+            order = Rng(3).at_round(index).generator("order").permutation(len(active)).tolist()
             for client in [active[row] for row in order] if schedule != "synchronous" else ():
                 shown[client] = shown.mean(0)
             merged = (
@@ -180,12 +180,12 @@ def test_the_tested_model_is_the_best_on_validation_data_or_the_last(evaluate: s
             loss = functional.cross_entropy(x @ row[:12].reshape(3, 4).T + row[12:], y)
             if loss < least[client]:
                 best[client], least[client] = row, loss
-        if loop.finished:
+        if loop.is_finished:
             break
-        loop.step()
+        loop.run_next_round()
     last = loop.state.params
     assert not torch.equal(best, last)
-    assert torch.equal(loop.final(), best if evaluate == "best_val" else last)
+    assert torch.equal(loop.evaluate_final(), best if evaluate == "best_val" else last)
 
 
 @pytest.mark.option("Settings.buffers", "average", "local", "reset")
@@ -198,7 +198,7 @@ def test_running_statistics_are_merged_kept_or_begun_again(buffers: str):
     start = torch.tensor([0.0] * 3 + [1.0] * 3 + [0.0], dtype=torch.float64).expand(6, -1)
     assert float((before[:, 21:] - start).abs().min()) > 0, "training has changed them"
     merged[:, 21:] = {"average": merged[:, 21:], "local": before[:, 21:], "reset": start}[buffers]
-    loop.step()
+    loop.run_next_round()
     torch.testing.assert_close(loop.state.params, trained(loop, merged, 0), rtol=0, atol=1e-12)
 
 
@@ -210,7 +210,7 @@ def test_numbers_have_the_asked_precision():
     for dtype, kind in (("float32", torch.float32), ("float64", torch.float64)):
         loop = started(Local(), dtype=dtype, local=local)
         start = loop.state.params.double().numpy()
-        loop.step()
+        loop.run_next_round()
         assert loop.state.params.dtype == kind
         gaps = []
         for client in range(6):
@@ -254,7 +254,7 @@ def test_products_have_the_asked_precision():
         task = make_task(
             federation, Local(), "linear", Settings(precision=precision, engine="loop")
         )
-        _, info = task.train(task.init(Rng(3)), Rng(3).at(0), local)
+        _, info = task.train(task.init(Rng(3)), Rng(3).at_round(0), local)
         expected = float(functional.cross_entropy(outputs, y))
         assert float(info["losses"][0, 0]) == pytest.approx(expected, abs=1e-6)
 

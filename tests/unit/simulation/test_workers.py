@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.simulation.workers import WorkerDied, cores, enough, fan_out
+from coterie.simulation.workers import WorkerDied, count_cores, default_workers, fan_out
 
 
 def square(job, emit):
@@ -56,7 +56,11 @@ def test_one_worker_works_in_this_process_in_order_with_one_thread():
 
 def test_runs_on_a_device_are_done_by_one_process_unless_somebody_says_otherwise():
     """Its memory is one: two runs at once would each plan with all of it."""
-    assert (enough("cpu"), enough("cuda"), enough("cuda:1")) == (cores(), 1, 1)
+    assert (default_workers("cpu"), default_workers("cuda"), default_workers("cuda:1")) == (
+        count_cores(),
+        1,
+        1,
+    )
 
 
 def test_two_workers_do_every_job_once_and_report():
@@ -120,7 +124,7 @@ def test_a_worker_that_is_killed_is_noticed():
 
 
 def test_there_is_at_least_one_core():
-    assert 1 <= cores() <= (os.cpu_count() or 1)
+    assert 1 <= count_cores() <= (os.cpu_count() or 1)
 
 
 SLOW_TO_IMPORT = """

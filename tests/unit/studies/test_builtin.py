@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from coterie.data.build import build_federation, build_from_sources
-from coterie.data.datasets import load
+from coterie.data.datasets import load_dataset
 from coterie.data.source import Samples, Source
 from coterie.errors import ModelError
-from coterie.models.layout import build
+from coterie.models.layout import build_model
 from coterie.papers import numbers
 from coterie.rng import Rng
 from coterie.simulation.run import make_task
 from coterie.studies import config
-from coterie.studies.sweep import expand
+from coterie.studies.sweep import expand_sweep
 
 FORMS = {
     "cifar10": ((3, 32, 32), 10),
@@ -28,14 +28,14 @@ FORMS = {
     "inaturalist-user-120k": ((3, 64, 64), 30),
 }
 USERS = 20
-NAMES = list(config.builtin())
+NAMES = list(config.find_builtin_studies())
 
 
 @lru_cache
 def source(name):
     """A small stand-in of the form of a dataset; the bundled ones are themselves."""
     if name not in FORMS:
-        return load(name, rng=Rng(0), samples=1200)
+        return load_dataset(name, rng=Rng(0), samples=1200)
     shape, classes = FORMS[name]
 
     def part(size):
@@ -58,11 +58,13 @@ def test_a_study_can_start(name):
         data = replace(
             data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None
         )
-        federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
+        federation = build_from_sources(data, [source(one) for one in data.dataset_names], Rng(0))
         assert len(federation) == (study.data.num_clients or USERS)
     if study.paper is not None:
         published = {
-            p.cluster for p in numbers.published(study.paper) if p.metric in ("accuracy", "mse")
+            p.cluster
+            for p in numbers.load_published(study.paper)
+            if p.metric in ("accuracy", "mse")
         }
         # natural users are of no cluster
         planted = federation.truth.names if federation.truth is not None else ()
@@ -83,14 +85,16 @@ def test_a_study_says_what_it_is(name):
     assert study.paper == numbers.EXPERIMENTS.get(name)
     if study.paper is not None:
         named = {entry.paper for entry in study.methods if entry.paper}
-        assert named == set(numbers.rows(study.paper)), "every published row has its method"
+        assert named == set(numbers.list_rows(study.paper)), "every published row has its method"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if config.load(name).sweep])
 def test_a_sweep_changes_something_at_every_point(name):
-    studies = expand(config.load(name))
+    studies = expand_sweep(config.load(name))
     points = {
-        config.digest(study.only(entry.label, 0)) for study in studies for entry in study.methods
+        config.hash_study(study.select_run(entry.label, 0))
+        for study in studies
+        for entry in study.methods
     }
     assert (
         len(points) == sum(len(study.methods) for study in studies) > len(config.load(name).methods)
@@ -115,7 +119,7 @@ def test_pretrained_weights_that_are_not_there_are_asked_for(monkeypatch):
     with pytest.raises(
         ModelError, match="COTERIE_RESNET18 is not set; expected a safetensors file"
     ):
-        build("resnet-18-pretrained", (3, 32, 32), 100)
+        build_model("resnet-18-pretrained", (3, 32, 32), 100)
 
 
 @pytest.mark.parametrize("name", ["four-hospitals", "flamby-heart-disease"])
@@ -138,6 +142,6 @@ def test_flambys_rounds_are_those_of_its_code():
     assert study.settings.rounds == (486 // 4 // 4) * 50 // 100
     assert study.settings.local.steps == 100
     for label in ("Pooled", "Local"):
-        settings = study.entry(label).settings
+        settings = study.find_method(label).settings
         assert (settings.rounds, settings.local.epochs, settings.local.steps) == (1, 50, None)
         assert settings.local.optimizer == "adam"

@@ -9,7 +9,7 @@ from coterie.data.datasets import BUNDLED, GATHERED, HUB_NAMES
 from coterie.studies import config, sweep
 from coterie.studies.run import run_study
 
-NAMES = [name for name in config.builtin() if name.startswith(("fedgwc/", "sosicfl/"))]
+NAMES = [name for name in config.find_builtin_studies() if name.startswith(("fedgwc/", "sosicfl/"))]
 
 MIXED = """
 name = "mixed"
@@ -69,7 +69,7 @@ SWEEPS = {
 @pytest.mark.parametrize("name", SWEEPS)
 def test_grids_of_the_papers(name: str):
     """One method for each point of the grid, beside FedAvg for SosicFL; each can be made."""
-    (study,) = sweep.expand(config.load(name))
+    (study,) = sweep.expand_sweep(config.load(name))
     assert len(study.methods) == SWEEPS[name]
     assert study.settings.evaluate == "final"
 
@@ -80,7 +80,7 @@ def test_guesses_are_marked(name: str):
     evaluation is of the last models, and the largest accuracy over rounds is reported beside it."""
     source, texts = name, []
     while source:
-        texts.append(config.builtin(bases=True)[source].read_text(encoding="utf-8"))
+        texts.append(config.find_builtin_studies(bases=True)[source].read_text(encoding="utf-8"))
         source = tomllib.loads(texts[-1]).get("extends")
     assert any("ours" in text or "lost" in text for text in texts)
     study = config.load(name)
@@ -103,12 +103,12 @@ def test_guesses_are_marked(name: str):
 def test_the_data_of_every_study_can_be_had_or_are_described():
     """A short name of the Hub, a bundled dataset, or one of which the error says what to get."""
     known = {*BUNDLED, *HUB_NAMES, *GATHERED, "coterie.data.heart_disease:flamby"}
-    assert {dataset for name in NAMES for dataset in config.load(name).data.names} <= known
+    assert {dataset for name in NAMES for dataset in config.load(name).data.dataset_names} <= known
 
 
 def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
     """On one federation; the global accuracy is there for those that have a global model."""
-    study = run_study(config.loads(MIXED), out=tmp_path)
+    study = run_study(config.parse_study_text(MIXED), out=tmp_path)
     rows = study.rows
     overall = rows[rows["cluster"] == "all"]
     assert set(overall["label"]) == {"random", "fedavg", "fedgwc", "sosicfl-plus"}

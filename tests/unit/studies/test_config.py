@@ -41,12 +41,12 @@ epochs = 2
 
 
 def read(*changes: str) -> StudyConfig:
-    return config.loads(STUDY, overrides=changes)
+    return config.parse_study_text(STUDY, overrides=changes)
 
 
 def error_of(text: str, *changes: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.loads(text, overrides=changes)
+        config.parse_study_text(text, overrides=changes)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -89,12 +89,12 @@ def test_a_method_may_override_a_setting_of_the_study():
 )
 def test_what_is_written_reads_back_as_the_same_study(changes):
     study = read(*changes)
-    assert config.loads(config.dumps(study)) == study
+    assert config.parse_study_text(config.format_study(study)) == study
 
 
 def test_what_is_written_is_complete():
     """The resolved file states every setting that is set, so it does not depend on later defaults."""
-    content = tomllib.loads(config.dumps(read()))
+    content = tomllib.loads(config.format_study(read()))
     for name in ("rounds", "init", "schedule", "evaluate", "participation", "dtype"):
         assert name in content
     assert content["local"].keys() >= {"epochs", "batch_size", "optimizer", "lr"}
@@ -102,12 +102,12 @@ def test_what_is_written_is_complete():
     assert content["methods"][1] == {"kind": "local", "label": "local", "lr": 0.005, "epochs": 2}
 
 
-@pytest.mark.parametrize("name", list(config.builtin()))
+@pytest.mark.parametrize("name", list(config.find_builtin_studies()))
 def test_every_built_in_study_reads_back_as_itself(name):
     study = config.load(name)
     assert study.name == name
     assert study.description
-    assert config.loads(config.dumps(study)) == study
+    assert config.parse_study_text(config.format_study(study)) == study
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_kind_written_as_it_is_reaches_all_of_it_though_a_label_differs_by_cas
         + '\n[[methods]]\nkind = "dac"\nlabel = "DAC"\n[[methods]]\nkind = "dac"\nlabel = "warm"\n'
     )
     for name, reached in (("dac", [7, 7]), ("DAC", [7, 30]), ("Dac", [7, 30]), ("warm", [30, 7])):
-        study = config.loads(text, overrides=[f"methods.{name}.tau=7"])
+        study = config.parse_study_text(text, overrides=[f"methods.{name}.tau=7"])
         assert [entry.method.tau for entry in study.methods if entry.kind == "dac"] == reached, name
 
 
@@ -205,9 +205,11 @@ def test_set_takes_tables_lists_and_quoted_names():
 
 def test_the_hash_is_that_of_what_decides_the_results():
     """Names and what only changes the speed are left out; everything else is in."""
-    base = config.digest(read())
+    base = config.hash_study(read())
     assert (
-        config.digest(read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1"))
+        config.hash_study(
+            read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1")
+        )
         == base
     )
     for change in (
@@ -218,37 +220,37 @@ def test_the_hash_is_that_of_what_decides_the_results():
         "seeds=[0]",
         "scale=0.5",
     ):
-        assert config.digest(read(change)) != base, change
+        assert config.hash_study(read(change)) != base, change
 
 
 def test_a_difference_names_the_first_setting():
-    assert config.difference(read(), read("name=other")) == ""
-    assert config.difference(read(), read("methods.Gossip.num_peers=1")) == (
+    assert config.describe_difference(read(), read("name=other")) == ""
+    assert config.describe_difference(read(), read("methods.Gossip.num_peers=1")) == (
         "methods.Gossip.num_peers is 3 there and 1 here"
     )
 
 
 def test_scale_shrinks_rounds_and_patience_and_never_to_nothing():
     study = read("scale=0.5", "rounds=9")
-    entry = study.scaled("Gossip")
+    entry = study.scale_method("Gossip")
     assert (entry.settings.rounds, entry.settings.patience, study.settings.rounds) == (4, 4, 9)
-    assert read("scale=0.01").scaled("Gossip").settings.rounds == 1
+    assert read("scale=0.01").scale_method("Gossip").settings.rounds == 1
 
 
 def test_where_a_method_has_a_field_of_the_same_name_its_own_is_meant():
     """FedAvgM has a momentum of the server; that of local training is reached through `local`."""
     local = '{ optimizer = "sgd", momentum = 0.25, lr = 0.125 }'
     text = STUDY + f'[[methods]]\nkind = "fedavgm"\nmomentum = 0.5\nlocal = {local}\n'
-    study = config.loads(text)
-    entry = study.entry("fedavgm")
+    study = config.parse_study_text(text)
+    entry = study.find_method("fedavgm")
     assert entry.method == METHODS["fedavgm"](momentum=0.5)
     assert (entry.settings.local.momentum, entry.settings.local.lr) == (0.25, 0.125)
-    assert config.loads(config.dumps(study)) == study
+    assert config.parse_study_text(config.format_study(study)) == study
 
 
 def test_a_grid_is_read_with_dotted_or_nested_paths():
-    dotted = config.loads(STUDY + '\n[sweep]\n"methods.Gossip.num_peers" = [1, 2]\n')
-    nested = config.loads(STUDY + "\n[sweep]\nmethods.Gossip.num_peers = [1, 2]\n")
+    dotted = config.parse_study_text(STUDY + '\n[sweep]\n"methods.Gossip.num_peers" = [1, 2]\n')
+    nested = config.parse_study_text(STUDY + "\n[sweep]\nmethods.Gossip.num_peers = [1, 2]\n")
     assert dotted.sweep == nested.sweep
     assert list(dotted.sweep) == ["methods.Gossip.num_peers"]
 
@@ -287,8 +289,8 @@ def test_a_file_that_extends_another_says_only_what_differs(extended):
 def test_set_wins_over_a_file_that_extends_and_what_is_stored_extends_nothing(extended):
     study = extended("rounds = 9", "rounds=2", "methods.gossip.num_peers=1")
     assert (study.settings.rounds, study.methods[0].method) == (2, METHODS["random"](num_peers=1))
-    assert "extends" not in config.table(study)
-    assert config.loads(config.dumps(study)) == study
+    assert "extends" not in config.make_study_table(study)
+    assert config.parse_study_text(config.format_study(study)) == study
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_a_method_that_is_not_there_is_added_and_use_methods_chooses_and_orders(
 
 def test_an_assignment_too_chooses_methods_and_the_file_need_not_extend_another():
     assert labels(read('use_methods=["local"]')) == ["local"]
-    assert labels(config.loads('use_methods = ["local", "random"]\n' + STUDY)) == [
+    assert labels(config.parse_study_text('use_methods = ["local", "random"]\n' + STUDY)) == [
         "local",
         "Gossip",
     ]
@@ -338,7 +340,7 @@ def test_a_chain_is_followed_and_paths_are_relative_to_the_file_that_says_them(t
     (tmp_path / "mine.toml").write_text('extends = "far/middle.toml"\nrounds = 6')
     settings = config.load(tmp_path / "mine.toml").settings
     assert (settings.rounds, settings.local.epochs, settings.local.lr) == (6, 3, 0.01)
-    assert config.loads('extends = "rotated-digits"').data == config.load().data
+    assert config.parse_study_text('extends = "rotated-digits"').data == config.load().data
 
 
 def test_a_circle_is_refused(tmp_path):
@@ -388,12 +390,12 @@ def test_a_parent_that_is_not_there_is_named_with_the_file_that_wants_it(extende
         with pytest.raises(ConfigError, match=rf"mine\.toml: .*{said}"):
             extended("", source=source)
     with pytest.raises(ConfigError, match="extends is 3; expected the name of a study"):
-        config.loads("extends = 3")
+        config.parse_study_text("extends = 3")
 
 
 def test_a_base_is_no_study_of_its_own():
-    assert "dac/_base" in config.builtin(bases=True)
-    assert "dac/_base" not in config.builtin()
+    assert "dac/_base" in config.find_builtin_studies(bases=True)
+    assert "dac/_base" not in config.find_builtin_studies()
     with pytest.raises(ConfigError, match="unknown study 'dac/_base'"):
         config.load("dac/_base")
 
@@ -417,15 +419,17 @@ def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, mon
 
 @pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])
 def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
-    study = config.loads(
+    study = config.parse_study_text(
         STUDY.replace('label = "Gossip"', f'label = "{label}"'),
         overrides=[f'methods."{label}".num_peers=1'],
     )
-    assert study.entry(label).method.num_peers == 1
-    assert config.loads(config.dumps(study)) == study
+    assert study.find_method(label).method.num_peers == 1
+    assert config.parse_study_text(config.format_study(study)) == study
     if "=" not in label and "." not in label:
-        study = config.loads(config.dumps(study), overrides=[f"methods.{label}.num_peers=2"])
-        assert study.entry(label).method.num_peers == 2
+        study = config.parse_study_text(
+            config.format_study(study), overrides=[f"methods.{label}.num_peers=2"]
+        )
+        assert study.find_method(label).method.num_peers == 2
 
 
 @pytest.mark.parametrize(
@@ -478,7 +482,8 @@ def test_numbers_that_no_machine_counts_to_are_refused(change):
 
 def test_a_text_in_a_setting_may_be_of_any_script():
     assert (
-        config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
+        config.parse_study_text(STUDY, overrides=["description=🏥 größer als"]).description
+        == "🏥 größer als"
     )
 
 
@@ -498,19 +503,21 @@ selection = "nowhere.rules:curious"
 
 def test_what_is_named_by_import_path_is_not_imported_to_be_read():
     """It reads back as itself, and is part of what decides the results."""
-    study = config.loads(OWN, to_run=False)
-    assert config.loads(config.dumps(study)) == study
-    named = {key: value for key, value in config.identity(study).items() if "nowhere" in str(value)}
+    study = config.parse_study_text(OWN, to_run=False)
+    assert config.parse_study_text(config.format_study(study)) == study
+    named = {
+        key: value for key, value in config.make_identity(study).items() if "nowhere" in str(value)
+    }
     assert named == {
         "data.shift": [{"kind": "nowhere.data:Salt", "amount": 0.1}],
         "methods.random.aggregation": "nowhere.rules:median",
         "methods.dac.selection": "nowhere.rules:curious",
         "model.kind": "nowhere.nets:Net",
     }
-    assert config.identity(study)["model.options.width"] == 3
+    assert config.make_identity(study)["model.options.width"] == 3
     with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
-        study.data.shifts()
+        study.data.build_shifts()
 
 
 def test_a_model_without_arguments_is_written_without_them():
-    assert "options" not in config.table(read())["model"]
+    assert "options" not in config.make_study_table(read())["model"]

@@ -38,7 +38,7 @@ def attacked(lr, *kinds, private=None, epochs=15, shadows=6):
     settings = Settings(rounds=2, local=local, engine="vmap", evaluate="final", init="shared")
     study = make_study([METHODS[kind]() for kind in kinds], settings=settings, seeds=1)
     return list(
-        leakage.audit(study, shadows=shadows, federation=noisy(), model=Wide, private=private)
+        leakage.audit_study(study, shadows=shadows, federation=noisy(), model=Wide, private=private)
     )
 
 
@@ -79,16 +79,16 @@ def test_a_study_that_is_private_is_attacked_without_too():
     study = make_study(
         [METHODS["fedper"]()], settings=Settings(rounds=1, local=local, engine="vmap"), seeds=1
     )
-    found = list(leakage.audit(study, shadows=6, federation=noisy(2, 10), model=Wide))
+    found = list(leakage.audit_study(study, shadows=6, federation=noisy(2, 10), model=Wide))
     assert [(one.noise_multiplier, one.target) for one in found] == [(None, "part"), (3.0, "part")]
     assert all(math.isnan(one.auc) for one in found)
-    text = json.dumps(leakage.as_table(found), allow_nan=False)
+    text = json.dumps(leakage.make_table(found), allow_nan=False)
     assert json.loads(text)[0]["auc"] is None
 
 
 def test_each_sample_is_a_member_of_one_run_of_a_pair():
     federation = noisy(3, 9)
-    member = leakage.halves(federation, 6, Rng(0))
+    member = leakage.draw_halves(federation, 6, Rng(0))
     train = federation.split == 0
     for pair in range(3):
         assert torch.equal(member[2 * pair] ^ member[2 * pair + 1], train)
@@ -99,9 +99,9 @@ def test_each_sample_is_a_member_of_one_run_of_a_pair():
 def test_bad_input_is_refused():
     study = make_study([METHODS["local"]()], seeds=1)
     with pytest.raises(ConfigError, match="shadows is 5; expected an even number, 6 or more"):
-        next(leakage.audit(study, shadows=5))
+        next(leakage.audit_study(study, shadows=5))
     single = noisy(2, 9)
     split = single.split.clone()
     split[1, 1:9] = -1
     with pytest.raises(DataError, match="client 1 has one training sample; expected two or more"):
-        leakage.halves(replace(single, split=split), 6, Rng(0))
+        leakage.draw_halves(replace(single, split=split), 6, Rng(0))

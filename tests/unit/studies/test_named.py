@@ -3,7 +3,7 @@ from coterie.studies import config, named
 
 def test_every_named_file_is_a_study_and_what_is_only_extended_has_no_entry_among_them():
     """A file that begins with "_" is listed as a base alone."""
-    found, bases = named.builtin(), named.builtin(bases=True)
+    found, bases = named.find_builtin_studies(), named.find_builtin_studies(bases=True)
     assert set(bases) - set(found) == {
         name for name in bases if name.rpartition("/")[2].startswith("_")
     }

@@ -11,21 +11,21 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from coterie._util.claims import claimed
+from coterie._util.claims import claim_folder
 from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError
 from coterie.results import summary
-from coterie.results.summary import find_runs
+from coterie.results.summary import load_runs
 from coterie.simulation import checkpoint
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.run import (
     Job,
-    found_studies,
-    read_study,
+    find_studies,
+    load_stored_study,
+    load_study_results,
     resume_study,
     run_folder,
     run_study,
-    stored,
 )
 from coterie.testing import tiny_federation
 
@@ -51,7 +51,7 @@ FILES = ("checkpoint.safetensors", "metrics.parquet", "edges.parquet")
 
 
 def small(*changes):
-    return config.loads(STUDY, overrides=changes)
+    return config.parse_study_text(STUDY, overrides=changes)
 
 
 def contents(folder):
@@ -269,7 +269,7 @@ def test_a_study_that_grows_by_a_seed_keeps_the_seeds_that_it_has(tmp_path):
     federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
     run_study(small("seeds=[1]"), out=tmp_path, federation=federation.__getitem__)
     run_study(small("seeds=[0]"), out=tmp_path, federation=federation.__getitem__, resume=True)
-    kept, _ = stored(tmp_path / "tiny")
+    kept, _ = load_stored_study(tmp_path / "tiny")
     assert list(kept.seeds) == [1, 0]
 
 
@@ -343,8 +343,8 @@ def test_a_damaged_file_of_a_finished_run_is_written_again(finished, tmp_path, n
 
 
 def finished_runs(folder):
-    runs, _ = find_runs([folder])
-    return {run.folder.relative_to(folder).as_posix() for run in runs if run.finished}
+    runs, _ = load_runs([folder])
+    return {run.folder.relative_to(folder).as_posix() for run in runs if run.is_finished}
 
 
 def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
@@ -354,7 +354,7 @@ def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
     job, ready, over = Job("random", 0), threading.Event(), threading.Event()
 
     def hold():
-        with claimed(run_folder(tmp_path / "tiny", job)):
+        with claim_folder(run_folder(tmp_path / "tiny", job)):
             ready.set()
             over.wait(60)
 
@@ -410,15 +410,15 @@ def test_a_damaged_study_file_is_named_and_written_again(finished, tmp_path):
 
 
 def test_a_run_is_found_from_its_own_folder_too(finished):
-    study, out = stored(finished.folder / "random" / "seed-0")
+    study, out = load_stored_study(finished.folder / "random" / "seed-0")
     assert (study.name, out) == ("tiny", finished.folder.parent)
     with pytest.raises(ConfigError, match="holds no study"):
-        stored(finished.folder.parent)
+        load_stored_study(finished.folder.parent)
 
 
 def test_finished_studies_are_listed_and_read_again(finished):
-    assert found_studies(finished.folder.parent) == [finished.folder]
-    assert read_study(finished.folder).rows.equals(finished.rows)
+    assert find_studies(finished.folder.parent) == [finished.folder]
+    assert load_study_results(finished.folder).rows.equals(finished.rows)
 
 
 def test_a_study_with_a_slash_in_its_name_nests(tmp_path):
@@ -426,7 +426,7 @@ def test_a_study_with_a_slash_in_its_name_nests(tmp_path):
         small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation()
     )
     assert done.folder == tmp_path / "a" / "b"
-    assert stored(done.folder)[1] == tmp_path.resolve()
+    assert load_stored_study(done.folder)[1] == tmp_path.resolve()
 
 
 def test_a_diverged_client_is_named(tmp_path):
@@ -460,11 +460,11 @@ def test_a_table_that_has_changed_is_read_again(tmp_path, monkeypatch):
     )
     rows = [f"{place / 3:.2f},{place % 2},{'ab'[place % 3 > 0]}" for place in range(30)]
     (tmp_path / "t.csv").write_text("\n".join(["x,y,c", *rows]))
-    run_study(config.loads(text))
-    run_study(config.loads(text), resume=True)
+    run_study(config.parse_study_text(text))
+    run_study(config.parse_study_text(text), resume=True)
     (tmp_path / "t.csv").write_text("\n".join(["x,y,c", *rows, "9.0,1,a"]))
     with pytest.raises(CheckpointError, match="was run with other data"):
-        run_study(config.loads(text), resume=True)
+        run_study(config.parse_study_text(text), resume=True)
 
 
 @pytest.fixture
@@ -477,15 +477,17 @@ def named():
 def test_a_study_knows_the_names_of_its_clients(tmp_path, named):
     done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=named)
     assert done.names[1] == "مستشفى الملك"
-    assert read_study(done.folder).names == done.names == named().names
-    assert summary.description(done.folder)["client_names"] == list(named().client_names)
+    assert load_study_results(done.folder).names == done.names == named().names
+    assert summary.load_federation_description(done.folder)["client_names"] == list(
+        named().client_names
+    )
 
 
 def test_a_renamed_study_is_read_and_goes_on_under_its_new_name(finished, tmp_path):
     """Its folder may be called anything to be read; to go on it must be a name that a study can have."""
     copy = shutil.copytree(finished.folder, tmp_path / "Größe, neu!")
-    assert read_study(copy).rows.equals(finished.rows)
-    assert read_study(copy / "Alone" / "seed-0").config.name == "Größe, neu!"
+    assert load_study_results(copy).rows.equals(finished.rows)
+    assert load_study_results(copy / "Alone" / "seed-0").config.name == "Größe, neu!"
     with pytest.raises(
         ConfigError, match="the name of the folder is 'Größe, neu!'; expected letters of any script"
     ):
@@ -505,7 +507,7 @@ def test_a_study_in_several_folders_can_be_renamed_at_its_end(tmp_path):
         small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation()
     )
     done.folder.rename(tmp_path / "a" / "c")
-    study, out = stored(tmp_path / "a" / "c")
+    study, out = load_stored_study(tmp_path / "a" / "c")
     assert (study.name, out) == ("c", tmp_path.resolve() / "a")
 
 
@@ -517,8 +519,8 @@ def test_names_and_labels_of_any_script_are_folders(tmp_path):
     done = run_study(study, out=tmp_path, federation=tiny_federation())
     assert done.folder == tmp_path / "Größe"
     assert (done.folder / "दक्षिण τ=30" / "seed-0" / "metrics.parquet").exists()
-    assert set(read_study(done.folder).rows["label"]) == {"दक्षिण τ=30", "Alone"}
-    assert found_studies(tmp_path) == [done.folder]
+    assert set(load_study_results(done.folder).rows["label"]) == {"दक्षिण τ=30", "Alone"}
+    assert find_studies(tmp_path) == [done.folder]
     more = small(f"name={apart}", "methods.random.label=दक्षिण τ=30", "seeds=[0, 1]", "rounds=1")
     again = run_study(more, out=tmp_path, federation=tiny_federation(), resume=True)
     assert (again.folder, again.summary["seeds"]) == (done.folder, [0, 1])
@@ -532,5 +534,5 @@ def test_data_that_a_method_can_do_nothing_with_are_refused_before_anything_is_w
     with pytest.raises(
         ConfigError, match="sosicfl compares clients by how many samples of each class they have"
     ):
-        run_study(config.loads(text), out=tmp_path, federation=regression)
+        run_study(config.parse_study_text(text), out=tmp_path, federation=regression)
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from coterie.errors import ConfigError, RunExistsError
 from coterie.methods import METHODS
 from coterie.studies import config
 from coterie.studies.run import run_study
-from coterie.studies.sweep import expand, joined, read_sweep, run_sweep
+from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
 from coterie.testing import tiny_federation
 
 STUDY = """
@@ -42,7 +42,7 @@ def sweep(**axes):
         f"{json.dumps(path.replace('__', '.'))} = {json.dumps(values)}"
         for path, values in axes.items()
     ]
-    return config.loads(STUDY + "\n[sweep]\n" + "\n".join(lines))
+    return config.parse_study_text(STUDY + "\n[sweep]\n" + "\n".join(lines))
 
 
 def labels(study):
@@ -50,12 +50,12 @@ def labels(study):
 
 
 def test_a_study_that_sweeps_nothing_is_itself():
-    study = config.loads(STUDY)
-    assert expand(study) == (study,)
+    study = config.parse_study_text(STUDY)
+    assert expand_sweep(study) == (study,)
 
 
 def test_a_setting_of_a_method_repeats_that_method_alone_and_has_no_published_row():
-    (study,) = expand(sweep(methods__gossip__num_peers=[1, 3]))
+    (study,) = expand_sweep(sweep(methods__gossip__num_peers=[1, 3]))
     assert labels(study) == ["Gossip num_peers=1", "Gossip num_peers=3", "local"]
     assert [entry.method.num_peers for entry in study.methods[:2]] == [1, 3]
     assert [entry.paper for entry in study.methods] == [None, None, None]
@@ -63,7 +63,7 @@ def test_a_setting_of_a_method_repeats_that_method_alone_and_has_no_published_ro
 
 
 def test_a_kind_reaches_all_its_methods_and_two_axes_make_a_grid():
-    (study,) = expand(sweep(methods__random__num_peers=[1, 2], methods__local__lr=[0.1, 0.2]))
+    (study,) = expand_sweep(sweep(methods__random__num_peers=[1, 2], methods__local__lr=[0.1, 0.2]))
     assert labels(study) == [
         "Gossip num_peers=1",
         "Gossip num_peers=2",
@@ -84,21 +84,21 @@ def test_a_name_of_a_sweep_reaches_what_it_reaches_with_set():
         ("Random", ["Random"]),
         ("RANDOM", ["Random"]),
     ):
-        (study,) = expand(config.loads(text.replace("NAME", name)))
+        (study,) = expand_sweep(config.parse_study_text(text.replace("NAME", name)))
         assert {label.split()[0] for label in labels(study) if "num_peers" in label} == {*varied}, (
             name
         )
 
 
 def test_a_setting_of_training_repeats_every_method_even_one_that_overrides_it():
-    (study,) = expand(sweep(local__lr=[0.5, 0.25], rounds=[2]))
+    (study,) = expand_sweep(sweep(local__lr=[0.5, 0.25], rounds=[2]))
     assert labels(study)[0] == "Gossip lr=0.5 rounds=2"
     assert [entry.settings.local.lr for entry in study.methods] == [0.5, 0.25, 0.5, 0.25]
     assert {entry.settings.rounds for entry in study.methods} == {2}
 
 
 def test_settings_of_the_data_make_studies_of_their_own():
-    studies = expand(
+    studies = expand_sweep(
         sweep(data__num_clients=[4, 6], data__train=[8, 16], methods__gossip__num_peers=[1, 2])
     )
     assert [study.name for study in studies] == [
@@ -129,7 +129,7 @@ def test_settings_of_the_data_make_studies_of_their_own():
 )
 def test_a_sweep_over_what_does_not_exist_is_refused(axes, said):
     with pytest.raises(ConfigError) as caught:
-        expand(sweep(**axes))
+        expand_sweep(sweep(**axes))
     assert said in str(caught.value)
 
 
@@ -146,7 +146,9 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     }
     assert len(joined["timing"]) == 4
     assert (tmp_path / "tiny/train=8/Gossip/seed-0/metrics.parquet").exists()
-    assert [one.summary for one in read_sweep(tmp_path / "tiny")] == [one.summary for one in done]
+    assert [one.summary for one in load_sweep_results(tmp_path / "tiny")] == [
+        one.summary for one in done
+    ]
     heard.clear()
     with pytest.raises(RunExistsError):
         run_sweep(study, out=tmp_path)
@@ -158,14 +160,14 @@ def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
     """Of the point train=16 seed 0 is deleted: both points are averaged over seed 1, and n is 1 in every row."""
     done = run_sweep(replace(sweep(data__train=[8, 16]), seeds=(0, 1)), out=tmp_path)
     shutil.rmtree(tmp_path / "tiny/train=16/Gossip/seed-0")
-    joined_now = joined(read_sweep(tmp_path / "tiny"))
+    joined_now = join_summaries(load_sweep_results(tmp_path / "tiny"))
     assert joined_now["seeds"] == [1]
     assert {row["seeds"] for row in joined_now["rows"]} == {1}
     said = {(one["label"], one["seed"], one["state"]) for one in joined_now["left_out"]}
     assert ("Gossip, train=16", 0, "missing") in said
     assert ("local, train=8", 0, "finished") in said
     shutil.rmtree(tmp_path / "tiny/train=16")
-    first, second = read_sweep(tmp_path / "tiny")
+    first, second = load_sweep_results(tmp_path / "tiny")
     assert first.summary == done[0].summary
     assert second.summary["rows"] == []
     assert [(one["label"], one["seed"], one["state"]) for one in second.summary["left_out"]] == [
@@ -173,7 +175,7 @@ def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
     ]
     shutil.rmtree(tmp_path / "tiny/train=8")
     with pytest.raises(ConfigError, match="holds no study"):
-        read_sweep(tmp_path / "tiny")
+        load_sweep_results(tmp_path / "tiny")
 
 
 def test_a_sweep_over_methods_is_one_study(tmp_path):
@@ -200,13 +202,15 @@ def test_a_sweep_over_presets_runs_what_each_says(kind, field):
         STUDY
         + f'[[methods]]\nkind = "{kind}"\n[sweep]\n"methods.{kind}.preset" = ["coterie", "released"]\n'
     )
-    study = config.loads(text)
-    for one in (study, config.loads(config.dumps(study, decided=False))):
-        (expanded,) = expand(one)
+    study = config.parse_study_text(text)
+    for one in (study, config.parse_study_text(config.format_study(study, decided=False))):
+        (expanded,) = expand_sweep(one)
         methods = [entry.method for entry in expanded.methods[2:]]
         assert methods == [METHODS[kind](preset="coterie"), METHODS[kind](preset="released")]
         assert len({getattr(method, field) for method in methods}) == 2
-        assert config.loads(config.dumps(expanded)) == expanded
+        assert config.parse_study_text(config.format_study(expanded)) == expanded
     value = getattr(METHODS[kind](), field)
-    (kept,) = expand(config.loads(text, overrides=[f"methods.{kind}.{field}={value}"]))
+    (kept,) = expand_sweep(
+        config.parse_study_text(text, overrides=[f"methods.{kind}.{field}={value}"])
+    )
     assert [getattr(entry.method, field) for entry in kept.methods[2:]] == [value, value]

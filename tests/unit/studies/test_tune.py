@@ -13,7 +13,7 @@ from coterie.data.build import build_federation
 from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
-from coterie.results.conditions import tried
+from coterie.results.conditions import count_tried_settings
 from coterie.studies import config, tune
 
 STUDY = """
@@ -46,7 +46,7 @@ label = "Alone"
 
 @pytest.fixture
 def study():
-    return config.loads(STUDY)
+    return config.parse_study_text(STUDY)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
@@ -62,15 +62,15 @@ def test_no_choice_depends_on_the_test_sets(study, poison):
         return replace(federation, tests=tests)
 
     grid = {"lr": [0.001, 0.003]}
-    honest = tune.tune(study, grid, widenings=0)
-    blinded = tune.tune(study, grid, widenings=0, federation=poisoned)
+    honest = tune.tune_study(study, grid, widenings=0)
+    blinded = tune.tune_study(study, grid, widenings=0, federation=poisoned)
     assert honest.trials == blinded.trials
-    assert config.dumps(honest.study) == config.dumps(blinded.study)
+    assert config.format_study(honest.study) == config.format_study(blinded.study)
 
 
 def test_a_blind_federation_has_nothing_of_its_test_sets(study):
     federation = build_federation(study.data, 0)
-    found = tune.blind(federation)
+    found = tune.remove_test_sets(federation)
     assert [t.name for t in found.tests] == [t.name for t in federation.tests]
     assert all(len(t.x) == 1 and not t.x.any() and not t.y.any() for t in found.tests)
     assert found.x is federation.x
@@ -86,21 +86,21 @@ def test_no_trial_has_the_test_sets(study, monkeypatch):
         return simulate(federation, *args, **kwargs)
 
     monkeypatch.setattr(tune, "simulate", spy)
-    tune.tune(study, {"lr": [0.001]}, widenings=0)
+    tune.tune_study(study, {"lr": [0.001]}, widenings=0)
     assert set(seen) == {1}
 
 
 def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
     """Two rounds from zero want a larger step than 1e-4: the grid grows by its own ratio until a point is inside."""
-    tuned = tune.tune(study, {"methods.Alone.lr": [0.0001, 0.0003]}, widenings=2)
+    tuned = tune.tune_study(study, {"methods.Alone.lr": [0.0001, 0.0003]}, widenings=2)
     tried = sorted({dict(t.point)["lr"] for t in tuned.trials if t.label == "Alone"})
     assert tried == [0.0001, 0.0003, 0.0009, 0.0027]
     alone = next(c for c in tuned.choices if c.label == "Alone")
     values = {dict(t.point)["lr"]: t.value for t in tuned.trials if t.label == "Alone"}
     assert alone.value == min(values.values())
     assert dict(alone.point)["lr"] == min(values, key=lambda lr: values[lr])
-    assert tuned.study.entry("Alone").settings.local.lr == dict(alone.point)["lr"]
-    assert tuned.study.entry("Random").settings.local.lr == 0.001, "only Alone was tuned"
+    assert tuned.study.find_method("Alone").settings.local.lr == dict(alone.point)["lr"]
+    assert tuned.study.find_method("Random").settings.local.lr == 0.001, "only Alone was tuned"
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
     ],
 )
 def test_an_axis_is_continued_by_its_own_ratio_or_step(values, chosen, wider):
-    assert tune._continued(values, chosen) == wider
+    assert tune._extend_axis(values, chosen) == wider
 
 
 def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
     """As with --set, "methods.local.lr" means the methods of the kind local, whatever their labels are."""
-    tuned = tune.tune(study, {"methods.local.lr": [0.0001, 0.001]}, widenings=0)
+    tuned = tune.tune_study(study, {"methods.local.lr": [0.0001, 0.001]}, widenings=0)
     assert {t.label for t in tuned.trials if t.point} == {"Alone"}
 
 
@@ -132,23 +132,23 @@ def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
 def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
     alone = study.entry("Alone")
     two = replace(study, methods=(alone, replace(alone, label="Local")))
-    tuned = tune.tune(two, {f"methods.{name}.lr": [0.001, 0.003]}, widenings=0)
+    tuned = tune.tune_study(two, {f"methods.{name}.lr": [0.001, 0.003]}, widenings=0)
     assert {trial.label for trial in tuned.trials if trial.point} == reached
 
 
 def test_a_setting_nobody_has_is_refused(study):
     with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
-        tune.tune(study, {"tua": [1, 2]})
+        tune.tune_study(study, {"tua": [1, 2]})
     with pytest.raises(
         ConfigError, match="unknown setting of Random 'num_peer'; did you mean 'num_peers'"
     ):
-        tune.tune(study, {"methods.Random.num_peer": [1, 2]})
+        tune.tune_study(study, {"methods.Random.num_peer": [1, 2]})
 
 
 def test_clients_without_validation_data_cannot_be_tuned(study):
     bare = replace(study, data=replace(study.data, validation=0))
     with pytest.raises(ConfigError, match="validation data of every client"):
-        tune.tune(bare, {"lr": [0.1]})
+        tune.tune_study(bare, {"lr": [0.1]})
 
 
 def test_the_command_writes_a_study_that_can_be_run(tmp_path):
@@ -160,24 +160,24 @@ def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     assert "Alone: lr = 0.001" in done.output
     chosen = config.load(tmp_path / "tuned" / "small-tuned.toml")
     assert chosen.name == "small-tuned"
-    assert chosen.entry("Alone").settings.local.lr == 0.001
+    assert chosen.find_method("Alone").settings.local.lr == 0.001
     assert (tmp_path / "tuned" / "small-tuned.json").exists()
 
 
 def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path):
     """Given, or in the grid; the study that is written keeps its own. Trials are those of a study with these seeds."""
     lrs = {"lr": [0.001, 0.003]}
-    given = tune.tune(study, lrs, widenings=0, seeds=[7, 9])
-    named = tune.tune(study, {**lrs, "seeds": [7, 9]}, widenings=0)
+    given = tune.tune_study(study, lrs, widenings=0, seeds=[7, 9])
+    named = tune.tune_study(study, {**lrs, "seeds": [7, 9]}, widenings=0)
     assert {t.seed for t in given.trials} == {7, 9}
     assert tuple(given.study.seeds) == (0,)
     assert (
         given.trials
         == named.trials
-        == tune.tune(replace(study, seeds=(7, 9)), lrs, widenings=0).trials
+        == tune.tune_study(replace(study, seeds=(7, 9)), lrs, widenings=0).trials
     )
     with pytest.raises(ConfigError, match="seeds"):
-        tune.tune(study, lrs, seeds=[7, 7])
+        tune.tune_study(study, lrs, seeds=[7, 7])
 
 
 def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tmp_path):
@@ -198,40 +198,40 @@ def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tm
 
 def test_settings_with_which_a_client_diverges_count_as_tried(study, tmp_path):
     """Their trials are written without a value, so that the effort of tuning is not understated."""
-    study = config.loads(config.dumps(study), overrides=["evaluate=final"])
-    found = tune.tune(study, {"methods.Alone.lr": [0.001, 1e30]}, widenings=0)
-    path = tune.write(found, tmp_path).with_suffix(".json")
+    study = config.parse_study_text(config.format_study(study), overrides=["evaluate=final"])
+    found = tune.tune_study(study, {"methods.Alone.lr": [0.001, 1e30]}, widenings=0)
+    path = tune.write_result(found, tmp_path).with_suffix(".json")
     alone = [one for one in json.loads(path.read_text()) if one["label"] == "Alone"]
     assert {one["lr"]: one["value"] is None for one in alone} == {0.001: False, 1e30: True}
-    assert tried(path) == {"Alone": 2, "Random": 1}
+    assert count_tried_settings(path) == {"Alone": 2, "Random": 1}
 
 
 def test_a_grid_of_presets_tries_what_each_says():
     """The chosen preset is written with all that it decides; a run of it is what the trial was."""
-    study = config.loads(STUDY + '[[methods]]\nkind = "fedgwc"\n')
+    study = config.parse_study_text(STUDY + '[[methods]]\nkind = "fedgwc"\n')
     for preset in ("coterie", "released"):
-        tried = tune._with_point(study, "fedgwc", (("preset", preset),))
-        assert tried.entry("fedgwc").method == METHODS["fedgwc"](preset=preset)
-        assert config.loads(config.dumps(tried)) == tried
+        tried = tune._apply_point(study, "fedgwc", (("preset", preset),))
+        assert tried.find_method("fedgwc").method == METHODS["fedgwc"](preset=preset)
+        assert config.parse_study_text(config.format_study(tried)) == tried
 
 
 def test_data_and_modules_of_ones_own_can_be_tuned(study):
     """A federation of one's own, and a module: here those that the study names, so that nothing may change."""
     grid = {"lr": [0.001, 0.003]}
-    named = tune.tune(study, grid, widenings=0)
+    named = tune.tune_study(study, grid, widenings=0)
     own = replace(
         study, data=replace(study.data, dataset="own"), model=replace(study.model, kind="own")
     )
-    given = tune.tune(
+    given = tune.tune_study(
         own, grid, widenings=0, federation=build_federation(study.data, 0), model="linear"
     )
     assert given.trials == named.trials
     with pytest.raises(
         ConfigError, match=r"of your own; give them from Python: tune\(\.\.\., federation="
     ):
-        tune.tune(own, grid, model="linear")
+        tune.tune_study(own, grid, model="linear")
     with pytest.raises(ConfigError, match="data or a module of your own"):
-        tune.tune(own, grid, federation=build_federation(study.data, 0))
+        tune.tune_study(own, grid, federation=build_federation(study.data, 0))
 
 
 def made(seed: int):
@@ -270,4 +270,4 @@ def test_the_client_without_validation_data_is_named(study):
     with pytest.raises(
         ConfigError, match=r"validation data of every client, and b has none; .*validation="
     ):
-        tune.tune(study, {"lr": [0.1]}, federation=bare)
+        tune.tune_study(study, {"lr": [0.1]}, federation=bare)

@@ -11,12 +11,12 @@ from torch import Tensor
 from coterie.engine._base import Engine, Objective, cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import stack
 from coterie.engine.native.library import NativeProgram
 from coterie.engine.native.trace import NotTraceableError
 from coterie.engine.native.traced import TracedProgram
-from coterie.engine.optim import GRADIENT, LocalTraining
+from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
 from coterie.models.layout import Layout
 
 # numbers of a model above which a stack's kernels pass over it too often, for a few samples each
@@ -47,7 +47,7 @@ class CompiledEngine(Engine):
     """
 
     name: ClassVar[str] = "compiled"
-    does: ClassVar[str] = "a native program of the whole step"
+    description: ClassVar[str] = "a native program of the whole step"
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class CompiledEngine(Engine):
                 pass
         return TracedProgram(layout, self.objective, x, y), LoopEngine(layout, self.objective)
 
-    def gradients(
+    def compute_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Engine.gradients`."""
-        return self._other.gradients(rows, x, y, inputs)
+        """See `Engine.compute_gradients`."""
+        return self._other.compute_gradients(rows, x, y, inputs)
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
@@ -98,7 +98,7 @@ class CompiledEngine(Engine):
 
     def _agrees(self, x: Tensor, y: Tensor) -> bool:
         layout = self.layout
-        row = layout.flatten_copy(layout.train_module)[None]
+        row = layout.flatten_rewritten(layout.train_module)[None]
         ours, theirs = (
             self._step(self, row, x, y),
             self._step(LoopEngine(layout, self.objective), row, x, y),
@@ -121,7 +121,7 @@ class CompiledEngine(Engine):
         """Return the loss of one step of an engine, and how far it moves a row."""
         layout, dtype = engine.layout, row.dtype
         keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
-        work = Training(
+        work = TrainingWork(
             RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
             LocalTraining(optimizer="sgd", lr=1.0), keys=keys,
             inputs={name: value.to(dtype) for name, value in self._unequal().items()},
@@ -141,7 +141,7 @@ class CompiledEngine(Engine):
         return values
 
     def train(
-        self, rows: Float[Tensor, "clients params"], work: Training, block: int
+        self, rows: Float[Tensor, "clients params"], work: TrainingWork, block: int
     ) -> Float[Tensor, "clients steps"]:
         """See `Engine.train`; `block` matters only where another engine trains."""
         if work.private is not None:
@@ -151,22 +151,24 @@ class CompiledEngine(Engine):
         return self.program.train(rows, work)
 
     def sample_gradients(
-        self, rows: Float[Tensor, "samples params"], work: Training
+        self, rows: Float[Tensor, "samples params"], work: TrainingWork
     ) -> tuple[Float[Tensor, " samples"], Float[Tensor, "samples trainable"]]:
         """See `Engine.sample_gradients`."""
         if not self.program.fits(work):
             return self._other.sample_gradients(rows, work)
         found = torch.zeros(len(rows), 1, self.layout.trainable, dtype=rows.dtype)
         none = torch.zeros(len(rows), dtype=torch.int64)
-        losses = self.program.train(rows, replace(work, local=GRADIENT, moments=found, taken=none))
+        losses = self.program.train(
+            rows, replace(work, local=GRADIENT_ONLY, moments=found, taken=none)
+        )
         return losses[:, 0], found[:, 0]
 
-    def measure(
+    def measure_pairs(
         self,
         table: Float[Tensor, "models params"],
-        pairs: Pairs,
+        pairs: EvaluationPairs,
         inputs: Mapping[str, Tensor],
         block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
-        """See `Engine.measure`; `block` does not matter."""
+        """See `Engine.measure_pairs`; `block` does not matter."""
         return dict(zip(self.metrics, self.program.measure(table, pairs, inputs), strict=False))

@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler, program, stack
-from coterie.engine.noise import Noise
+from coterie.engine.noise import InputNoise
 from coterie.engine.optim import OPTIMIZERS, LocalTraining
 from coterie.models.layout import Layout
 
@@ -105,21 +105,21 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def noise_of(noise: Noise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
+def noise_of(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
     """Return noise in the form the program reads, and the tensors that own the memory."""
     if noise is None:
         return NoiseJob(None, None, 1), ()
     owners = (whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
-    return NoiseJob(at(owners[0]), at(owners[1]), noise.width), owners
+    return NoiseJob(at(owners[0]), at(owners[1]), noise.samples_per_row), owners
 
 
-def rule_of(work: Training) -> tuple[Rule, Tensor | None]:
+def rule_of(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     """Return the optimizer in the form the program reads, and the tensor that owns the memory of its rates."""
-    local, given = work.local, work.local.arguments
+    local, given = work.local, work.local.optimizer_arguments
     rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
     beta1, beta2 = given.get("betas", (0.0, 0.0))
     rule = Rule(
-        at(rates), list(OPTIMIZERS).index(local.optimizer), local.moments, given.get("nesterov", False),
+        at(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments, given.get("nesterov", False),
         given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
         given.get("dampening", 0.0), beta1, beta2, given.get("eps", 0.0), given.get("alpha", 0.0),
         given.get("lr_decay", 0.0), local.initial_accumulator_value,
@@ -139,12 +139,12 @@ def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
     """Return samples in the form that programs read."""
     values = None
     if samples.is_images:
-        x, channels = samples.x.contiguous(), samples.features[0]
-        every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
+        x, channels = samples.x.contiguous(), samples.input_shape[0]
+        every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.input_shape))
         levels = RawSamples(
             every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std
         )
-        values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
+        values = levels.prepare_inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
     else:
         x = samples.x.to(dtype).contiguous()
     numbers = samples.y.is_floating_point()
@@ -226,12 +226,12 @@ class NativeProgram:
             given = self.layout.zero_inputs(1)[self.alpha].expand(*shape, -1)
         return given.to(self.layout.dtype).contiguous()
 
-    def fits(self, work: Training) -> bool:
+    def fits(self, work: TrainingWork) -> bool:
         """Return whether the program can do a training: no sample has a mixture of endpoints of its own."""
         return not any(name == self.alpha and value.ndim > 3 for name, value in work.inputs.items())
 
     def train(
-        self, rows: Float[Tensor, "clients params"], work: Training
+        self, rows: Float[Tensor, "clients params"], work: TrainingWork
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
@@ -251,15 +251,18 @@ class NativeProgram:
         job = _Training(
             self._store(work.samples), augment, noise, at(rows), at(anchor), at(alpha), at(places), at(length),
             at(keys), at(losses), at(work.moments), at(taken), rule, rows.stride(0),
-            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable, work.prox,
+            0 if anchor is None else anchor.stride(0), work.num_steps, places.shape[2], self.layout.trainable, work.prox,
         )  # fmt: skip
         on_threads(self._library(not _usual(work.local)).train, job, len(rows))
         return losses
 
     def measure(
-        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: EvaluationPairs,
+        inputs: Mapping[str, Tensor],
     ) -> Float[Tensor, "values pairs"]:
-        """Return the mean loss and score of each pair; see `Engine.measure`."""
+        """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = rows_of(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (

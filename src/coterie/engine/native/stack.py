@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 from torch.nn import functional
 
-from coterie.engine._rewrites import strided
-from coterie.models.layout import KeyedDropout, ReturnedBatchNorm
+from coterie.engine._rewrites import make_strided_pool
+from coterie.models.layout import FunctionalBatchNorm, KeyedDropout
 from coterie.models.simplex_layers import SimplexHead
 
 
@@ -170,7 +170,7 @@ def _graph(module: nn.Module) -> fx.Graph:
             for name in [name for name, tensor in tensors.items() if tensor is not None]:
                 del tensors[name]
                 part.__dict__[name] = tracer.create_proxy("get_attr", head + name, (), {})
-        known = isinstance(part, KeyedDropout | ReturnedBatchNorm | SimplexHead)
+        known = isinstance(part, KeyedDropout | FunctionalBatchNorm | SimplexHead)
         if path and (known or tracer.is_leaf_module(part, path)):
             call = partial(tracer.create_proxy, "call_module", path)
             part.__dict__["forward"] = lambda *args, call=call, **kwargs: call(args, kwargs)
@@ -212,7 +212,7 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
     if isinstance(part, SimplexHead):
         return _simplex(part, path)
     if isinstance(part, nn.MaxPool2d):
-        pool = strided(part)
+        pool = make_strided_pool(part)
         if pool is None:
             raise NotAStackError(f"{path} is a pooling with windows that overlap or are padded")
         return MaxPool((pool.height, pool.width))
@@ -256,7 +256,7 @@ def _from_call(node: fx.Node) -> Layer:
         }
         kernel = arguments.get(0, arguments.get("kernel_size"))
         stride = arguments.get(1, arguments.get("stride"))
-        pool = strided(nn.MaxPool2d(kernel, stride)) if not extra else None  # type: ignore[arg-type]
+        pool = make_strided_pool(nn.MaxPool2d(kernel, stride)) if not extra else None  # type: ignore[arg-type]
         if pool is None:
             raise NotAStackError("it has a pooling with windows that overlap or are padded")
         return MaxPool((pool.height, pool.width))

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coterie.engine.precision import computing
-from coterie.models.layout import Layout, ReturnedBatchNorm, copied
+from coterie.engine.precision import product_precision
+from coterie.models.layout import FunctionalBatchNorm, Layout, copy_module
 
 aten = torch.ops.aten
 _BATCHES = (3, 5)  # samples of the two records
@@ -362,13 +362,13 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
 
 
 class _TracedBatchNorm(nn.Module):
-    """Batch normalization as PyTorch's own operation, with the statistics returned as `ReturnedBatchNorm` does."""
+    """Batch normalization as PyTorch's own operation, with the statistics returned as `FunctionalBatchNorm` does."""
 
     num_batches_tracked: Tensor
     running_mean: Tensor | None
     running_var: Tensor
 
-    def __init__(self, norm: ReturnedBatchNorm) -> None:
+    def __init__(self, norm: FunctionalBatchNorm) -> None:
         super().__init__()
         self.eps, self.momentum, self.weight, self.bias = (
             norm.eps,
@@ -398,12 +398,12 @@ class _TracedBatchNorm(nn.Module):
 
 def _traced_form(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose batch normalizations can be traced."""
-    module = copied(module)
+    module = copy_module(module)
     for parent in [*module.modules()]:
         for name, child in parent.named_children():
-            if isinstance(child, ReturnedBatchNorm):
+            if isinstance(child, FunctionalBatchNorm):
                 setattr(parent, name, _TracedBatchNorm(child))
-    return _TracedBatchNorm(module) if isinstance(module, ReturnedBatchNorm) else module
+    return _TracedBatchNorm(module) if isinstance(module, FunctionalBatchNorm) else module
 
 
 class _OneHotByComparing(TorchFunctionMode):
@@ -465,7 +465,7 @@ def _train_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record losses, gradients and the new untrained state of a step; the last input is the weight of a loss."""
-    named = layout.views(layout.flatten_copy(layout.train_module))
+    named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
     state = [s.name for s in layout.slots if s.stop > layout.trainable]
@@ -502,7 +502,7 @@ def _judge_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record the loss of each sample in evaluation, and its score where the objective has one."""
-    named = layout.views(layout.flatten_copy(layout.train_module))
+    named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
     frozen = _frozen(layout)
@@ -654,7 +654,7 @@ def record(
         return _joined(traces[0], traces[1], _BATCHES)
 
     try:
-        with computing("full", torch.device("cpu")), _plain_operations():
+        with product_precision("full", torch.device("cpu")), _plain_operations():
             with _layer_of(module) as layer:
                 train = pair(
                     lambda a, b: _train_once(layout, module, objective, a, b, layer, known)
@@ -675,7 +675,7 @@ def _together(
     layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor
 ) -> bool:
     """Try whether the losses of two samples change with the samples beside them."""
-    views = layout.views(layout.flatten_copy(layout.train_module))
+    views = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
     losses = []
     for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):

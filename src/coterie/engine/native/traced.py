@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.library import (
@@ -361,7 +361,7 @@ class TracedProgram:
             values.append(given.to(self.layout.dtype).contiguous())
         return (_POINTER * max(1, len(values)))(*[at(v) for v in values]), values
 
-    def fits(self, work: Training) -> bool:
+    def fits(self, work: TrainingWork) -> bool:
         """Return whether the program can do a training.
 
         Each input must have one value a step, and where samples need each other no batch may be of
@@ -376,7 +376,7 @@ class TracedProgram:
         return steady and not (self.together and bool((work.length == 1).any()))
 
     def train(
-        self, rows: Float[Tensor, "clients params"], work: Training
+        self, rows: Float[Tensor, "clients params"], work: TrainingWork
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
@@ -399,16 +399,19 @@ class TracedProgram:
             self._store(work.samples), augment, noise, _Memory(at(where), size, max(1, samples)),
             at(rows), at(self._frozen), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
             at(keys), at(losses), at(work.moments), at(taken), rule,
-            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
+            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.num_steps, places.shape[2],
             self.layout.trainable, work.prox,
         )  # fmt: skip
         on_threads(self._library.train, job, len(rows))
         return losses
 
     def measure(
-        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: EvaluationPairs,
+        inputs: Mapping[str, Tensor],
     ) -> Float[Tensor, "values pairs"]:
-        """Return the mean loss and score of each pair; see `Engine.measure`."""
+        """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = rows_of(table)
         given, _values = self._values(inputs, len(table))

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 
 from coterie.functional.metrics import COSTS
-from coterie.report.data.curves import mean_curve
-from coterie.report.data.packing import thin
-from coterie.results.equal_bytes import bytes_per_client
+from coterie.report.data.curves import compute_mean_curve
+from coterie.report.data.packing import thin_indices
+from coterie.results.equal_bytes import compute_bytes_per_client
 from coterie.results.summary import StoredRun
-from coterie.results.traffic import traffic
+from coterie.results.traffic import count_traffic
 
 MOST_POINTS = 150  # rounds of a curve
-COUNTED = [one.name for one in COSTS if one.unit != "B"]
+COUNTED_METRICS = [one.name for one in COSTS if one.unit != "B"]
 
 
-def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]]:
+def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]]:
     """Cost per client, mean over clients and seeds.
 
     Args:
@@ -30,18 +30,18 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
         `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
     return [
-        {"method": place, **_method(runs, metric)}
+        {"method": place, **_compute_method_cost(runs, metric)}
         for place, runs in enumerate(groups.values())
         if runs
     ]
 
 
-def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
-    rounds, reached = mean_curve(runs, "validation", metric)
-    shown = thin(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
-    spent = np.mean([_cumulative(run, rounds) for run in runs], axis=0)
-    clients = np.array([len(run.clients) for run in runs])
-    whole = [traffic(run.metrics, run.edges, run.rounds) for run in runs]
+def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
+    rounds, reached = compute_mean_curve(runs, "validation", metric)
+    shown = thin_indices(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
+    spent = np.mean([_cumulative_bytes(run, rounds) for run in runs], axis=0)
+    clients = np.array([len(run.client_clusters) for run in runs])
+    whole = [count_traffic(run.metrics, run.edges, run.num_rounds) for run in runs]
     received, sent = (
         np.mean([one.sum() / size for one, size in zip(part, clients, strict=True)])
         for part in zip(*whole, strict=True)
@@ -55,7 +55,7 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
         "sent": float(sent),
         "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
         "missing": float(np.mean(missing / clients)),
-        "counted": {name: _counted(runs, name) for name in COUNTED},
+        "counted": {name: _mean_counted_total(runs, name) for name in COUNTED_METRICS},
         "train_samples": float(
             np.mean([time.get("train_samples", np.nan) for time in times] / clients)
         ),
@@ -66,18 +66,18 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
     }
 
 
-def _cumulative(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
+def _cumulative_bytes(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
     """Bytes per client up to and with each round; those of the whole run where it has ended before."""
-    totals = np.concatenate([[0.0], bytes_per_client(run)])
+    totals = np.concatenate([[0.0], compute_bytes_per_client(run)])
     return totals[np.minimum(rounds + 1, len(totals) - 1)]
 
 
-def _counted(runs: Sequence[StoredRun], name: str) -> float | None:
+def _mean_counted_total(runs: Sequence[StoredRun], name: str) -> float | None:
     """Total per client of something that the method counted itself; None when it did not."""
     totals = []
     for run in runs:
         rows = run.metrics.loc[(run.metrics["metric"] == name).to_numpy(), "value"]
         if not len(rows):
             return None
-        totals.append(float(rows.sum()) / len(run.clients))
+        totals.append(float(rows.sum()) / len(run.client_clusters))
     return float(np.mean(totals))

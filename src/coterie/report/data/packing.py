@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Num
 from coterie.results.summary import StoredRun
 
 
-def pack(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
+def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
     """Write an array as text: "u8", "u16" and "f32" hold it as it is, "q16" puts floats on a grid of 65,535 steps.
 
     NaN survives in "f32" and "q16". The text is base64 of zlib of little-endian values in C order.
@@ -40,7 +40,7 @@ def pack(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
     return out
 
 
-def dense(
+def build_dense_table(
     run: StoredRun, split: str, metric: str, model: str = "current"
 ) -> tuple[Int[np.ndarray, " rounds"], Float[np.ndarray, "rounds clients"]]:
     """A metric as an array of rounds and clients; a client that was not active keeps its last value.
@@ -54,14 +54,14 @@ def dense(
     chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
     rows = table.loc[chosen.to_numpy()]
     rounds, place = np.unique(rows["round"].to_numpy(np.int64), return_inverse=True)
-    values = np.full((len(rounds), int(run.clients.index.to_numpy().max()) + 1), np.nan)
+    values = np.full((len(rounds), int(run.client_clusters.index.to_numpy().max()) + 1), np.nan)
     values[place, rows["client"].to_numpy(np.int64)] = rows["value"].to_numpy(float)
     if np.isnan(values).all():
         rounds, values = rounds[:0], values[:0]
     return rounds, pd.DataFrame(values).ffill().to_numpy()
 
 
-def together(
+def align_seeds(
     runs: Sequence[StoredRun], split: str, metric: str
 ) -> tuple[Int[np.ndarray, " rounds"], list[Float[np.ndarray, "rounds clients"]]]:
     """A metric of several seeds as arrays of the same rounds, so that every round is a mean over the same seeds.
@@ -72,7 +72,7 @@ def together(
     Returns:
         The rounds, and the values of each run that recorded the metric.
     """
-    tables = [(run.finished, *dense(run, split, metric)) for run in runs]
+    tables = [(run.is_finished, *build_dense_table(run, split, metric)) for run in runs]
     tables = [(done, own, values) for done, own, values in tables if len(own)]
     if not tables:
         return np.zeros(0, dtype=np.int64), []
@@ -87,7 +87,7 @@ def together(
     return rounds, out
 
 
-def thin(count: int, most: int) -> Int[np.ndarray, " points"]:
+def thin_indices(count: int, most: int) -> Int[np.ndarray, " points"]:
     """At most `most` of `count` indices, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
@@ -96,7 +96,7 @@ MOST_CLIENTS = 2000
 """Clients of which a page shows each by itself; of a larger population, a sample."""
 
 
-def sampled(
+def sample_clients(
     cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS
 ) -> Int[np.ndarray, " shown"]:
     """The clients that a page shows by themselves: all, or so many in equal steps through the planted clusters.
@@ -106,15 +106,15 @@ def sampled(
         [0, 1, 4]
     """
     order = np.lexsort((np.arange(len(cluster)), cluster))
-    return np.sort(order[thin(len(cluster), most)])
+    return np.sort(order[thin_indices(len(cluster), most)])
 
 
-def over_seeds(
+def nan_mean_std(
     stacked: Float[np.ndarray, "*shape"],
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Mean and population standard deviation over the first axis, without missing values.
 
-    A single value has no deviation: it is NaN, as `summary.over_seeds` has None.
+    A single value has no deviation: it is NaN, as `summary.mean_std_over_seeds` has None.
     """
     known = np.isfinite(stacked)
     count = np.maximum(known.sum(0), 1)

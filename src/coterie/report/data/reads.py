@@ -8,7 +8,14 @@ from jaxtyping import Float, Int
 from scipy import sparse
 
 from coterie.functional.metrics import LABEL
-from coterie.report.data.packing import MOST_CLIENTS, dense, over_seeds, pack, sampled, thin
+from coterie.report.data.packing import (
+    MOST_CLIENTS,
+    build_dense_table,
+    nan_mean_std,
+    pack_array,
+    sample_clients,
+    thin_indices,
+)
 from coterie.results import graph
 from coterie.results.summary import StoredRun
 
@@ -21,7 +28,7 @@ WINDOWS = 6  # windows in which communities are looked for; two above 300 client
 LABEL_POINTS = 120  # rounds of found labels
 
 
-def cells(
+def assign_cells(
     cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS
 ) -> Int[np.ndarray, " population"]:
     """The cell of a heatmap in which each client lies: clients in order of cluster and id, neighbors together.
@@ -39,7 +46,7 @@ def cells(
     return cell
 
 
-def reads(
+def build_reads(
     groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
 ) -> dict[str, Any] | None:
     """Reads over time, within-cluster share, and when clients found their cluster; None without any read."""
@@ -50,23 +57,23 @@ def reads(
     ]
     if not active:
         return None
-    cell = cells(cluster)
-    side, last = int(cell.max()) + 1, max(run.rounds for _, runs in active for run in runs)
+    cell = assign_cells(cluster)
+    side, last = int(cell.max()) + 1, max(run.num_rounds for _, runs in active for run in runs)
     frames = max(1, min(last, MOST_FRAMES, FRAME_BUDGET // (side * side * len(active))))
     ends = np.unique(np.ceil(np.arange(1, frames + 1) * last / frames).astype(np.int64))
-    shown = sampled(cluster)
+    shown = sample_clients(cluster)
     return {
         "cell": cell.tolist(),
         "ends": ends.tolist(),
         "expected": graph.expected_share(cluster) if cluster.max() > 0 else None,
         "methods": [
-            {"method": place, **_method_reads(runs, cluster, cell, ends, shown)}
+            {"method": place, **_build_method_reads(runs, cluster, cell, ends, shown)}
             for place, runs in active
         ],
     }
 
 
-def _method_reads(
+def _build_method_reads(
     runs: Sequence[StoredRun],
     cluster: np.ndarray,
     cell: np.ndarray,
@@ -82,37 +89,41 @@ def _method_reads(
         frame = np.searchsorted(ends, table["round"].to_numpy(np.int64), side="right")
         code = (frame * side + cell[reader]) * side + cell[read]
         counts += np.bincount(code, minlength=counts.size).reshape(counts.shape)
-        whole = whole + graph.counted(table, population)
+        whole = whole + graph.count_reads_sparse(table, population)
     shares = [graph.within_share(run.edges, cluster) for run in runs]
     rounds = np.unique(np.concatenate([share.index.to_numpy(np.int64) for share in shares]))
-    rounds = rounds[thin(len(rounds), MOST_POINTS)]
+    rounds = rounds[thin_indices(len(rounds), MOST_POINTS)]
     stacked = np.array([share.reindex(rounds).to_numpy(float) for share in shares])
-    mean, spread = over_seeds(stacked)
+    mean, spread = nan_mean_std(stacked)
     found = np.concatenate([graph.rounds_to_discovery(run.edges, cluster) for run in runs])
-    groups = graph.communities(whole)
+    groups = graph.find_communities(whole)
     windows = WINDOWS if population <= 300 else 2
     window_ends = ends[
-        thin(len(ends), windows + 1)[1:] if len(ends) > windows else thin(len(ends), windows)
+        thin_indices(len(ends), windows + 1)[1:]
+        if len(ends) > windows
+        else thin_indices(len(ends), windows)
     ]
-    peers, times = _top_peers(whole, clients)
+    peers, times = _find_top_peers(whole, clients)
     return {
-        "counts": pack(counts, "u8" if counts.max() < 256 else "u16"),
+        "counts": pack_array(counts, "u8" if counts.max() < 256 else "u16"),
         "rounds": rounds.tolist(),
-        "share": pack(mean, "q16"),
-        "share_std": pack(spread, "q16"),
+        "share": pack_array(mean, "q16"),
+        "share_std": pack_array(spread, "q16"),
         "found": np.sort(found[np.isfinite(found)]).astype(int).tolist(),
         "asked": len(found),
         "communities": groups.tolist(),
-        "agreement": graph.agreement(groups, cluster),
-        "windows": _windows(runs, cluster, window_ends),
-        "gini": graph.gini(graph.in_degree(whole)),
+        "agreement": graph.compare_partitions(groups, cluster),
+        "windows": _score_windows(runs, cluster, window_ends),
+        "gini": graph.gini(graph.count_readers(whole)),
         # a float holds an id to 2^24
-        "peers": pack(peers, "u16" if population <= 65536 else "f32"),
-        "times": pack(times, "u16"),
+        "peers": pack_array(peers, "u16" if population <= 65536 else "f32"),
+        "times": pack_array(times, "u16"),
     }
 
 
-def _top_peers(whole: Any, clients: Int[np.ndarray, " clients"]) -> tuple[np.ndarray, np.ndarray]:
+def _find_top_peers(
+    whole: Any, clients: Int[np.ndarray, " clients"]
+) -> tuple[np.ndarray, np.ndarray]:
     """The peers that some clients read most, and how often; places that nobody fills have a count of 0."""
     peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
     for row, client in enumerate(clients):
@@ -126,7 +137,7 @@ def _top_peers(whole: Any, clients: Int[np.ndarray, " clients"]) -> tuple[np.nda
     return peers, times
 
 
-def _windows(
+def _score_windows(
     runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray
 ) -> list[dict[str, Any]]:
     """How well communities of the reads of each window agree with the planted clusters, all seeds together."""
@@ -135,18 +146,24 @@ def _windows(
         counts = sparse.csr_array((len(cluster), len(cluster)), dtype=np.int64)
         for run in runs:
             index = run.edges["round"].to_numpy(np.int64)
-            counts = counts + graph.counted(
+            counts = counts + graph.count_reads_sparse(
                 run.edges.loc[(index >= start) & (index < end)], len(cluster)
             )
         if counts.nnz:
-            found = graph.communities(counts)
+            found = graph.find_communities(counts)
             number = int(found.max()) + 1
-            out.append({"round": int(end) - 1, "groups": number, **graph.agreement(found, cluster)})
+            out.append(
+                {
+                    "round": int(end) - 1,
+                    "groups": number,
+                    **graph.compare_partitions(found, cluster),
+                }
+            )
         start = end
     return out
 
 
-def labels(
+def build_labels(
     groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
 ) -> list[dict[str, Any]]:
     """The clusters that methods with labels of their own found: agreement over rounds, and the labels of one seed.
@@ -158,16 +175,16 @@ def labels(
     """
     out = []
     for place, runs in enumerate(groups.values()):
-        found = [dense(run, "train", LABEL.name) for run in runs]
+        found = [build_dense_table(run, "train", LABEL.name) for run in runs]
         tables = [(rounds, values) for rounds, values in found if len(rounds)]
         if not tables:
             continue
-        rounds = tables[0][0][thin(len(tables[0][0]), LABEL_POINTS)]
+        rounds = tables[0][0][thin_indices(len(tables[0][0]), LABEL_POINTS)]
         scores = []
         for own, values in tables:
             at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
-            scores.append([_label_scores(row, cluster) for row in values[at]])
-        mean, _ = over_seeds(np.array(scores))
+            scores.append([_score_labels(row, cluster) for row in values[at]])
+        mean, _ = nan_mean_std(np.array(scores))
         own, values = tables[0]
         shown = values[
             np.searchsorted(own, rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:])
@@ -177,18 +194,20 @@ def labels(
                 "method": place,
                 "rounds": rounds.tolist(),
                 **{name: mean[:, i].tolist() for i, name in enumerate(("ari", "nmi", "groups"))},
-                "label": pack(np.where(np.isfinite(shown), shown, 65535).astype(np.int64), "u16"),
+                "label": pack_array(
+                    np.where(np.isfinite(shown), shown, 65535).astype(np.int64), "u16"
+                ),
             }
         )
     return out
 
 
-def _label_scores(
+def _score_labels(
     label: Float[np.ndarray, " population"], cluster: np.ndarray
 ) -> tuple[float, float, float]:
     known = np.isfinite(label)
     if not known.any():
         return np.nan, np.nan, np.nan
     whole = label[known].astype(np.int64)
-    score = graph.agreement(whole, cluster[known])
+    score = graph.compare_partitions(whole, cluster[known])
     return score["ari"], score["nmi"], float(len(np.unique(whole)))

@@ -19,7 +19,7 @@ from coterie.engine import _choice
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.stack import (
@@ -35,7 +35,7 @@ from coterie.engine.native.stack import (
 from coterie.engine.native.trace import NotTraceableError, record
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
-from coterie.models.layout import Layout, build
+from coterie.models.layout import Layout, build_model
 from coterie.models.simplex_layers import simplex_head
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
@@ -79,7 +79,7 @@ def training(layout, data, local, clients=3, steps=4, prox=0.0):
     )
     anchor = rows + 0.1 if prox else None
     inputs = mixtures(layout, clients, steps)
-    return rows, Training(
+    return rows, TrainingWork(
         data, places, length, local, anchor=anchor, prox=prox, keys=keys, inputs=inputs
     )
 
@@ -98,7 +98,7 @@ def mixtures(layout, *shape):
 
 def pairs(data):
     places = torch.arange(len(data)).reshape(2, -1)
-    return Pairs(
+    return EvaluationPairs(
         data, places, torch.tensor([20, 17]), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 1, 0])
     )
 
@@ -108,12 +108,14 @@ def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
     layout = Layout(model, dtype)
     objective = cross_entropy if classes else squared_error
     data = samples(features, classes, dtype, uint8=uint8)
-    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    x, y = data.prepare_inputs(torch.arange(2)), data.prepare_targets(torch.arange(2))
     results = []
     for engine in (LoopEngine(layout, objective), CompiledEngine(layout, objective, x, y)):
         rows, work = training(layout, data, local, prox=prox)
         losses = engine.train(rows, work, 2)
-        values = engine.measure(rows, pairs(data), layout.zero_inputs(3) | mixtures(layout, 3), 2)
+        values = engine.measure_pairs(
+            rows, pairs(data), layout.zero_inputs(3) | mixtures(layout, 3), 2
+        )
         results.append((rows, losses, *values.values()))
     assert torch.equal(results[0][1].isnan(), results[1][1].isnan())
     scale = max(1.0, float(results[0][0].abs().max()))
@@ -181,17 +183,17 @@ def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
 )
 def test_a_simplex_head_is_compiled_with_weights_of_the_endpoints_that_change(options):
     local = LocalTraining(lr=0.1, optimizer="sgd", momentum=0.5, batch_size=11)
-    source = simplex_head(lambda: build("cnn-b", (1, 8, 8), 4), 3, **options)
+    source = simplex_head(lambda: build_model("cnn-b", (1, 8, 8), 4), 3, **options)
     assert both(source(), (1, 8, 8), 4, torch.float64, local, prox=0.2) < 1e-10
 
 
 def test_a_simplex_model_without_given_weights_mixes_its_endpoints_alike():
     layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
     data = samples((5,), 3, torch.float64)
-    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    x, y = data.prepare_inputs(torch.arange(2)), data.prepare_targets(torch.arange(2))
     rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
     alike = replace(
-        work, inputs={"0.alpha": torch.full((3, work.steps, 4), 0.25, dtype=torch.float64)}
+        work, inputs={"0.alpha": torch.full((3, work.num_steps, 4), 0.25, dtype=torch.float64)}
     )
     results = []
     for given in (replace(work, inputs={}), alike):
@@ -205,12 +207,12 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
     """And with the loop engine's numbers."""
     layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
     data = samples((5,), 3, torch.float64)
-    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    x, y = data.prepare_inputs(torch.arange(2)), data.prepare_targets(torch.arange(2))
     results = []
     for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
         rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
         engine.train(
-            rows, replace(work, inputs=mixtures(layout, 3, work.steps, work.places.shape[2])), 2
+            rows, replace(work, inputs=mixtures(layout, 3, work.num_steps, work.places.shape[2])), 2
         )
         results.append(rows)
     assert torch.allclose(*results, atol=1e-12)
@@ -219,12 +221,16 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
     # of some, Adam turns a gradient that is all rounding into a whole step
-    with Rng(0).torch_globals("model"):
-        network = build("cnn-b", (1, 8, 8), 4)
+    with Rng(0).temporary_torch_seed("model"):
+        network = build_model("cnn-b", (1, 8, 8), 4)
     assert both(network, (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
     assert (
         both(
-            build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)
+            build_model("linear", (7,), 2),
+            (7,),
+            0,
+            torch.float64,
+            LocalTraining(optimizer="sgd", lr=0.1),
         )
         < 1e-12
     )
@@ -232,15 +238,15 @@ def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
 
 @pytest.mark.parametrize("uint8", [False, True])
 def test_augmented_batches_are_those_of_the_loop_engine(uint8):
-    layout = Layout(build("cnn-b", (1, 8, 8), 4), torch.float32)
+    layout = Layout(build_model("cnn-b", (1, 8, 8), 4), torch.float32)
     data = samples((1, 8, 8), 4, torch.float32, uint8=uint8)
-    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    x, y = data.prepare_inputs(torch.arange(2)), data.prepare_targets(torch.arange(2))
     results = []
     for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
         rows, work = training(layout, data, LocalTraining(batch_size=11, optimizer="sgd", lr=0.1))
         plain = rows.clone()
         engine.train(plain, work, 2)
-        crops = CropFlip(torch.tensor([3, 1 << 60, 77]), 2, data.black())
+        crops = CropFlip(torch.tensor([3, 1 << 60, 77]), 2, data.black_pixel())
         results.append((engine.train(rows, replace(work, augment=crops), 2).nan_to_num(0), rows))
         assert float((rows - plain).abs().max()) > 1e-3
     for ours, theirs in zip(*results, strict=True):
@@ -251,7 +257,10 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     layout = Layout(stack_of_everything(), torch.float64)
     data = samples((2, 10, 9), 3, torch.float64)
     engine = CompiledEngine(
-        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        cross_entropy,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
     start, work = training(layout, data, LocalTraining(), clients=5)
     together, alone = start.clone(), start.clone()
@@ -264,7 +273,8 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
         part = slice(client, client + 1)
         row = alone[part]
         assert torch.equal(
-            engine.train(row, work.part(part), 1).nan_to_num(0), losses[part].nan_to_num(0)
+            engine.train(row, work.select_clients(part), 1).nan_to_num(0),
+            losses[part].nan_to_num(0),
         )
     assert torch.equal(together, alone)
 
@@ -282,8 +292,8 @@ def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else(kind):
     layout, tiny = Layout(nn.Sequential(kind(3, 2)), torch.float32), torch.tensor([1e-39])
     data = RawSamples(tiny.expand(4, 3), torch.tensor([0, 1, 1, 1]), torch.float32)
     local = LocalTraining(optimizer="sgd", lr=1.0, batch_size=4)
-    work = Training(data, torch.arange(4).reshape(1, 1, 4), torch.full((1, 1), 4), local)
-    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    work = TrainingWork(data, torch.arange(4).reshape(1, 1, 4), torch.full((1, 1), 4), local)
+    x, y = data.prepare_inputs(torch.arange(2)), data.prepare_targets(torch.arange(2))
     trained = []
     for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
         rows = torch.zeros(1, layout.size)
@@ -299,14 +309,17 @@ def test_a_diverged_model_has_no_finite_loss_and_leaves_others_alone():
     layout = Layout(stack_of_everything(), torch.float64)
     data = samples((2, 10, 9), 3, torch.float64)
     engine = CompiledEngine(
-        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        cross_entropy,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
     rows, work = training(layout, data, LocalTraining())
     rows[1, 3] = math.nan
     losses = engine.train(rows, work, 3)
     assert bool(losses[1].isnan().all())
     assert bool(rows[[0, 2]].isfinite().all())
-    values = engine.measure(rows, pairs(data), {}, 3)
+    values = engine.measure_pairs(rows, pairs(data), {}, 3)
     assert values["loss"].isnan().tolist() == [False, True, False, True]
 
 
@@ -333,7 +346,7 @@ def test_stacks_are_recognized_layer_by_layer():
         Linear("head.weight", "head.bias", 5),
     ]
     assert layers(Handwritten()) == found
-    net = Layout(build("mlp-c", (1, 4, 4), 3)).train_module
+    net = Layout(build_model("mlp-c", (1, 4, 4), 3)).train_module
     assert layers(net) == [Flatten(), Linear("1.weight", "1.bias", 512), Activation("relu"), Dropout(0.2, False, 1),
                            Linear("4.weight", "4.bias", 3)]  # fmt: skip
 
@@ -393,7 +406,7 @@ def test_settings_of_a_trace_do_not_reach_what_other_threads_train():
     class Meanwhile(nn.Linear):
         def forward(self, input):
             threads.append(
-                Thread(target=trainer.gradients, args=(torch.zeros(1, layout.size), *batch))
+                Thread(target=trainer.compute_gradients, args=(torch.zeros(1, layout.size), *batch))
             )
             threads[-1].start()
             threads[-1].join(0.1)
@@ -431,7 +444,7 @@ def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_li
     with pytest.warns(
         UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+"
     ) as lines:
-        assert engines.make("compiled", layout, cross_entropy, x, y).name == "vmap"
+        assert engines.make_engine("compiled", layout, cross_entropy, x, y).name == "vmap"
     assert len(lines) == 1
     compiler.machine.cache_clear()
 
@@ -502,7 +515,10 @@ def test_a_wrong_program_is_not_used(monkeypatch):
     monkeypatch.setattr(CompiledEngine, "train", wrong)
     with pytest.raises(NotTraceableError, match="does not compute what it does"):
         CompiledEngine(
-            layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+            layout,
+            cross_entropy,
+            data.prepare_inputs(torch.arange(2)),
+            data.prepare_targets(torch.arange(2)),
         )
 
 
@@ -510,7 +526,7 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
     chosen = [
-        engines.make("auto", layout, cross_entropy, x, y, expected).name
+        engines.make_engine("auto", layout, cross_entropy, x, y, expected).name
         for expected in (None, 1e3, 1e5)
     ]
     assert chosen == ["vmap", "vmap", "compiled"]
@@ -520,7 +536,10 @@ def test_a_traced_module_takes_longer_to_compile_than_a_stack_and_so_more_work()
     """A normalization is no layer of a stack."""
     layout = Layout(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3)), torch.float64)
     x = torch.zeros(2, 7, dtype=torch.float64)
-    assert [_choice.compiling_pays(layout, x, expected) for expected in (1e5, 1e6)] == [False, True]
+    assert [_choice.is_compiling_worthwhile(layout, x, expected) for expected in (1e5, 1e6)] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("batch_size", "name"), [(None, "vmap"), (8, "vmap"), (400, "loop")])
@@ -531,10 +550,13 @@ def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """
     layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
     x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
-    assert _choice.products(layout, x) == 17_576
+    assert _choice.count_products(layout, x) == 17_576
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert engines.make("auto", layout, cross_entropy, x, y, batch_size=batch_size).name == name
+        assert (
+            engines.make_engine("auto", layout, cross_entropy, x, y, batch_size=batch_size).name
+            == name
+        )
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
@@ -572,7 +594,7 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
 
     def reason(*parts, name="auto", expected=1e9, **options):
         layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
-        return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
+        return engines.make_engine(name, layout, cross_entropy, x, y, expected, **options).reason
 
     loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
     unknown = (

@@ -12,14 +12,14 @@ from torch.nn import functional
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler, library, lower
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.loops import dense, in_memory, reshaped
 from coterie.engine.native.trace import Dim, NotTraceableError, record
 from coterie.engine.native.traced import TracedProgram
-from coterie.engine.noise import Noise
+from coterie.engine.noise import InputNoise
 from coterie.engine.task import LocalTraining
 from coterie.models.layout import Layout
 from coterie.models.simplex_layers import SimplexHead
@@ -324,7 +324,7 @@ def training(layout, data, local, rows):
             inputs[name] = torch.rand(
                 clients, 3, own.shape[-1], generator=stream, dtype=layout.dtype
             )
-    return Training(data, places, length, local, keys=keys, inputs=inputs)
+    return TrainingWork(data, places, length, local, keys=keys, inputs=inputs)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -354,23 +354,28 @@ def test_it_does_on_processors_with_smaller_registers(name, processor, register,
 
 def check_against_the_loop_engine(name):
     make, features, objective, together = MODULES[name]
-    with Rng(0).torch_globals("init"):
+    with Rng(0).temporary_torch_seed("init"):
         layout = Layout(make(), torch.float64)
     data = data_of(features, objective in (cross_entropy, several_targets), torch.float64)
     program = TracedProgram(
-        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        objective,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
     assert program.together == together
     for local in (
         LocalTraining(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=19),
         LocalTraining(optimizer="sgd", lr=0.1, batch_size=6),
     ):
-        row = layout.flatten_copy(layout.train_module)
+        row = layout.flatten_rewritten(layout.train_module)
         start = torch.stack([row, row + 0.1 * torch.sin(torch.arange(layout.size))])
         if not together:  # batches in parts too, whose gradients are added
             program._samples = {"train": local.batch_size - 2, "judge": 12}
         places, count = torch.arange(40).reshape(2, 20), torch.tensor([20, 17])
-        sets = Pairs(data, places, count, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
+        sets = EvaluationPairs(
+            data, places, count, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])
+        )
         work, inputs = training(layout, data, local, start), layout.zero_inputs(2)
         rows = start.clone()
         loop = LoopEngine(layout, objective)
@@ -381,7 +386,7 @@ def check_against_the_loop_engine(name):
         )
         results, rows = [found], start.clone()
         results.append(
-            (loop.train(rows, work, 2), rows, *loop.measure(rows, sets, inputs, 2).values())
+            (loop.train(rows, work, 2), rows, *loop.measure_pairs(rows, sets, inputs, 2).values())
         )
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours.isnan(), theirs.isnan())
@@ -394,13 +399,16 @@ def check_against_the_loop_engine(name):
 @pytest.mark.parametrize("name", ["pools", "writes"])
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
-    with Rng(0).torch_globals("init"):
+    with Rng(0).temporary_torch_seed("init"):
         layout = Layout(make())
     data = data_of(features, True, torch.float32)
     program = TracedProgram(
-        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        objective,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
-    start = layout.flatten_copy(layout.train_module).repeat(2, 1)
+    start = layout.flatten_rewritten(layout.train_module).repeat(2, 1)
     work = training(layout, data, LocalTraining(optimizer="sgd", lr=0.1, batch_size=16), start)
     ours, theirs = start.clone(), start.clone()
     program.train(ours, work)
@@ -410,7 +418,7 @@ def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
 
 
 def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_engine():
-    with Rng(0).torch_globals("init"):
+    with Rng(0).temporary_torch_seed("init"):
         model = nn.Sequential(
             nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(4 * 4 * 5, 4)
         )
@@ -420,12 +428,15 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
     y = torch.randint(0, 4, (40,), generator=stream)
     data = RawSamples(x, y, torch.float32, (0.4, 0.5), (0.2, 0.3))
     program = TracedProgram(
-        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        cross_entropy,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
-    start = layout.flatten_copy(layout.train_module).repeat(2, 1)
+    start = layout.flatten_rewritten(layout.train_module).repeat(2, 1)
     plain = training(layout, data, LocalTraining(optimizer="sgd", lr=0.1, batch_size=9), start)
-    crops = CropFlip(torch.tensor([3, 1 << 60]), 2, data.black())
-    noise = Noise(torch.tensor([5, 1 << 59]), torch.tensor([0.0, 0.7]), 20)
+    crops = CropFlip(torch.tensor([3, 1 << 60]), 2, data.black_pixel())
+    noise = InputNoise(torch.tensor([5, 1 << 59]), torch.tensor([0.0, 0.7]), 20)
     found = []
     for work in (plain, replace(plain, augment=crops), replace(plain, augment=crops, noise=noise)):
         ours, theirs = start.clone(), start.clone()
@@ -441,14 +452,17 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
 @pytest.mark.parametrize("name", ["pools", "writes"])
 def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     make, features, objective, _together = MODULES[name]
-    with Rng(0).torch_globals("init"):
+    with Rng(0).temporary_torch_seed("init"):
         layout = Layout(make())
     data = data_of(features, True, torch.float32)
     engine = CompiledEngine(
-        layout, objective, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        objective,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
     local = LocalTraining(lr=0.01, batch_size=8)
-    start = layout.flatten_copy(layout.train_module).repeat(5, 1)
+    start = layout.flatten_rewritten(layout.train_module).repeat(5, 1)
     every = training(layout, data, local, start)
     rows = start.clone()
     engine.train(rows, every, 5)
@@ -461,7 +475,7 @@ def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     assert torch.equal(rows, again)
     for client in (0, 1, 4):
         alone = start[client : client + 1].clone()
-        engine.train(alone, every.part(slice(client, client + 1)), 1)
+        engine.train(alone, every.select_clients(slice(client, client + 1)), 1)
         assert torch.equal(alone[0], rows[client])
 
 
@@ -585,10 +599,15 @@ def test_a_batch_of_one_sample_is_left_to_the_loop_engine_where_samples_need_eac
     layout = Layout(Table(), torch.float64)
     data = data_of((7,), True, torch.float64)
     engine = CompiledEngine(
-        layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+        layout,
+        cross_entropy,
+        data.prepare_inputs(torch.arange(2)),
+        data.prepare_targets(torch.arange(2)),
     )
-    rows = layout.flatten_copy(layout.train_module)[None].clone()
-    work = training(layout, data, LocalTraining(batch_size=8), rows.repeat(2, 1)).part(slice(0, 1))
+    rows = layout.flatten_rewritten(layout.train_module)[None].clone()
+    work = training(layout, data, LocalTraining(batch_size=8), rows.repeat(2, 1)).select_clients(
+        slice(0, 1)
+    )
     work.length[:, 1] = 1
     with pytest.raises(ValueError, match="more than one value"):
         engine.train(rows, work, 1)
