@@ -95,8 +95,8 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
             nonlocal rounds
             rounds += 1
             for exchange in exchanges:
-                exchange.begin(Rng(0).at_round(rounds))
-                exchange.enter(exchange.ids)
+                exchange.begin_round(Rng(0).at_round(rounds))
+                exchange.set_active(exchange.ids)
             own_message = Message(torch.full((1, 4000), 1.0), {"samples": torch.ones(1)})
             exchanges[1].pull(own_message, torch.full((1, 0), -1))
             assert bool(exchanges[0].pull(own_message, torch.tensor([[1]])).mask.all()), (

@@ -63,8 +63,8 @@ class Honest:
         a, b = self.exchanges
         for node in (a, b):
             node.post.terms = replace(node.post.terms, deadline=seconds)
-            node.begin(Rng(0).at_round(self.round))
-            node.enter(node.ids)
+            node.begin_round(Rng(0).at_round(self.round))
+            node.set_active(node.ids)
         b.pull(message(1), torch.full((1, 0), -1))
         return a.pull(message(0), torch.tensor([list(peers)])).mask[0]
 

@@ -364,7 +364,7 @@ class Engine(ABC):
         wanted = targets.reshape(models * samples, *targets.shape[2:])
         found = [self.objective(flat, wanted)]
         if len(self.metrics) > 1:
-            found.append(self.objective.score(flat, wanted))  # type: ignore[attr-defined]
+            found.append(self.objective.measure_samples(flat, wanted))  # type: ignore[attr-defined]
         values = (value.to(outputs.dtype).reshape(models, samples) for value in found)
         return dict(zip(self.metrics, values, strict=True))
 

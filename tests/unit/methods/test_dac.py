@@ -273,7 +273,7 @@ def test_push_goes_on_when_peers_have_stopped(play):
     tracker = run.loop.tracker
     stopped = torch.arange(6) == 2
     run.loop.tracker = dataclasses.replace(tracker, stopped=stopped)
-    run.loop.exchange.retire(torch.tensor([2]), tracker.best[stopped])
+    run.loop.exchange.retire_clients(torch.tensor([2]), tracker.best[stopped])
     before = run.memory
     run.steps(1)
     assert not run.infos[-1]["arrived"][run.infos[-1]["peers"] == 2].any()

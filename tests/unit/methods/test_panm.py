@@ -193,7 +193,7 @@ def test_the_update_remembered_is_that_of_the_last_local_training(play):
     """g_i = w_i after minus before this round's training, in the order train first."""
     run = play(PanmGrad(**SHORT)).steps(2)
     before = run.state.params
-    after, _ = run.loop.task.train(before, run.loop.rng.at(2), run.loop.settings.local)
+    after, _ = run.loop.task.train(before, run.loop.rng.at_round(2), run.loop.settings.local)
     run.steps(1)
     assert torch.equal(run.memory.update, after - before)
 

@@ -47,8 +47,8 @@ def message(client: int, **fields) -> Message:
 
 
 def begin(exchange, round: int = 0) -> None:
-    exchange.begin(Rng(0).at_round(round))
-    exchange.enter(exchange.ids)
+    exchange.begin_round(Rng(0).at_round(round))
+    exchange.set_active(exchange.ids)
 
 
 def publish(exchange, what: Message | None = None) -> None:
@@ -293,7 +293,7 @@ def test_one_that_stopped_goes_on_answering_with_its_best_model_and_its_last_ext
     begin(a)
     begin(b)
     publish(b)
-    b.retire(torch.tensor([1]), torch.full((1, 4), 7.0))
+    b.retire_clients(torch.tensor([1]), torch.full((1, 4), 7.0))
     for round in (1, 40):
         begin(a, round)
         inbox = pull(a, 1)
@@ -305,7 +305,7 @@ def test_a_restarted_one_that_had_stopped_stands_again(network):
     _, (_a, b, c), _ = network(3)
     begin(b)
     publish(b)
-    b.retire(torch.tensor([1]), torch.full((1, 4), 7.0))
+    b.retire_clients(torch.tensor([1]), torch.full((1, 4), 7.0))
     kept = b.snapshot()
     c.ids, c.name = b.ids, b.name  # another process with the same client
     c.restore(kept)
@@ -326,7 +326,7 @@ def test_the_server_goes_on_without_a_client_that_is_missing(network):
 
     def serve(exchange):
         begin(exchange)
-        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+        return exchange.ask_server(message(int(exchange.ids[0])), double, torch.zeros(()))
 
     (shared, _), (other, inbox) = everywhere((a, b), serve)
     assert (float(shared), float(other)) == (1.0, 0.0)
@@ -341,7 +341,7 @@ def test_a_client_that_came_too_late_misses_the_round(network):
 
     def serve(exchange):
         begin(exchange)
-        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+        return exchange.ask_server(message(int(exchange.ids[0])), double, torch.zeros(()))
 
     everywhere((a, b), serve)
     with pytest.raises(RoundMissed, match="absent"):
@@ -367,7 +367,7 @@ def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
     begin(exchange)
     started = time.monotonic()
     with pytest.raises(OSError, match="no room"):
-        pull(a, 1) if who == "peer" else exchange.serve(
+        pull(a, 1) if who == "peer" else exchange.ask_server(
             message(int(exchange.ids[0])), double, torch.zeros(())
         )
     assert time.monotonic() - started < 20
@@ -378,7 +378,7 @@ def test_a_node_that_is_closed_says_so(network):
     _, (a, b), _ = network(2)
     for exchange, ask in (
         (a, lambda: pull(a, 1)),
-        (b, lambda: b.serve(message(1), double, torch.zeros(()))),
+        (b, lambda: b.ask_server(message(1), double, torch.zeros(()))),
     ):
         begin(exchange)
         exchange.post.close()
@@ -391,7 +391,7 @@ def test_a_client_gives_up_when_no_server_answers(network):
     a.post.transport.close()
     begin(b)
     with pytest.raises(TransportError, match="n0 has not answered for 0 s"):
-        b.serve(message(1), double, torch.zeros(()))
+        b.ask_server(message(1), double, torch.zeros(()))
 
 
 def test_a_request_is_for_the_server_alone(network):
@@ -400,7 +400,7 @@ def test_a_request_is_for_the_server_alone(network):
 
     def serve(exchange):
         begin(exchange)
-        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+        return exchange.ask_server(message(int(exchange.ids[0])), double, torch.zeros(()))
 
     everywhere((a, b, c), serve)
     request = replace(c._at(0, 1), kind="request")
@@ -418,7 +418,7 @@ def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(networ
             torch.ones(1, 4),
             {"samples": torch.tensor([samples]), "trace": torch.tensor([[1.0, trace]])},
         )
-        return exchange.serve(own, double, torch.zeros(()))
+        return exchange.ask_server(own, double, torch.zeros(()))
 
     rounds = [(1.0, torch.nan, [0, 1]), (torch.nan, 1.0, [0]), (1.0, torch.inf, [0])]
     for round, (samples, trace, arrived) in enumerate(rounds):
@@ -441,7 +441,7 @@ def test_everybody_learns_the_cohort_from_the_server(network):
 
     def choose(exchange):
         begin(exchange)
-        return exchange.cohort(lambda: torch.tensor([0, 2])).tolist()
+        return exchange.agree_on_cohort(lambda: torch.tensor([0, 2])).tolist()
 
     assert everywhere(exchanges, choose) == [[0, 2]] * 3
 
@@ -453,7 +453,7 @@ def test_a_cohort_that_is_no_set_of_clients_is_refused(network, ids):
     begin(b)
     a.post.publish({"ids": torch.tensor(ids)}, Address(0, 0, -1, "cohort"))
     with pytest.raises(TransportError, match="cohort is not a set of clients in ascending order"):
-        b.cohort(lambda: torch.arange(3))
+        b.agree_on_cohort(lambda: torch.arange(3))
     assert [(e["peer"], e["code"]) for e in events if e["event"] == "refused"] == [("n0", "cohort")]
 
 
@@ -468,7 +468,7 @@ def test_an_answer_that_shows_other_rows_than_it_has_is_refused(network, index, 
     answer = {"table": torch.ones(rows, 4), "index": torch.tensor(index)}
     a.post.publish(answer, Address(0, 0, 1, "reply"), to="n1")
     with pytest.raises(TransportError, match=f"the server's answer {said}"):
-        b.serve(message(1), double, torch.zeros(()))
+        b.ask_server(message(1), double, torch.zeros(()))
 
 
 REGION = ReplyForm(1, {"center": (torch.float64, (3,))})
@@ -503,12 +503,12 @@ def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_ha
     answer = {n: t for n, t in {**ANSWER, **change}.items() if t is not None}
     a.post.publish(answer, Address(0, 0, 1, "reply"), to="n1")
     with pytest.raises(TransportError, match="the server n0 has not answered for 0 s"):
-        b.serve(replace(message(1), expects=REGION), double, torch.zeros(()))
+        b.ask_server(replace(message(1), expects=REGION), double, torch.zeros(()))
     assert {reason.partition(":")[2] for reason in b.post.traffic.missing} <= {code, "size"}
     assert sum(b.post.traffic.missing.values()) == 1
     a.post.publish(ANSWER, Address(1, 0, 1, "reply"), to="n1")
     begin(b, 1)
-    _, inbox = b.serve(replace(message(1), expects=REGION), double, torch.zeros(()))
+    _, inbox = b.ask_server(replace(message(1), expects=REGION), double, torch.zeros(()))
     assert inbox.field("center").tolist() == [[[1.0] * 3]], "what has the form is taken"
 
 

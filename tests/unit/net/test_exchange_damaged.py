@@ -198,9 +198,9 @@ def test_tensors_that_differ_from_ones_own_are_refused_by_peers_and_by_the_serve
         assert not reader.pull(message(0), torch.tensor([[1]])).mask.any()
     else:
         with ThreadPoolExecutor(3) as pool:
-            served = pool.submit(reader.serve, message(0), total, torch.zeros(SIZE))
+            served = pool.submit(reader.ask_server, message(0), total, torch.zeros(SIZE))
             waiting = [
-                pool.submit(one.serve, message(one.ids.item()), total, torch.ones(1))
+                pool.submit(one.ask_server, message(one.ids.item()), total, torch.ones(1))
                 for one in (sender, third)
             ]
             shared, inbox = served.result()
@@ -242,8 +242,8 @@ def test_a_servers_answer_that_makes_no_sense_ends_in_an_error_and_not_in_a_mode
     server._expected = torch.tensor([0, 1])
     shared = torch.zeros(SIZE)
     with ThreadPoolExecutor(2) as pool:
-        served = pool.submit(server.serve, message(0), total, shared)
-        asked = pool.submit(client.serve, message(1), total, shared)
+        served = pool.submit(server.ask_server, message(0), total, shared)
+        asked = pool.submit(client.ask_server, message(1), total, shared)
         with pytest.raises(TransportError, match=text):
             asked.result()
         served.result()
@@ -262,15 +262,15 @@ COHORTS = {
 def test_a_cohort_that_is_no_set_of_clients_is_refused(network, name):
     server, client, _ = network.exchanges
     network.damage("cohort", holding(lambda tensors: {"ids": COHORTS[name]}))
-    server.cohort(lambda: torch.tensor([0, 1]))
+    server.agree_on_cohort(lambda: torch.tensor([0, 1]))
     with pytest.raises(TransportError, match="not a set of clients in ascending order"):
-        client.cohort(lambda: torch.tensor([0]))
+        client.agree_on_cohort(lambda: torch.tensor([0]))
     assert client._expected is None
     network.hub.tamper = None
     network.begin(server, 1)
     network.begin(client, 1)
-    server.cohort(lambda: torch.tensor([0, 1]))
-    assert client.cohort(lambda: torch.tensor([0])).tolist() == [0, 1]
+    server.agree_on_cohort(lambda: torch.tensor([0, 1]))
+    assert client.agree_on_cohort(lambda: torch.tensor([0])).tolist() == [0, 1]
 
 
 def test_a_newer_incarnation_is_no_damage(network):

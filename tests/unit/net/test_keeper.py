@@ -220,8 +220,8 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
     a, b, c = (run.node(f"n{i}") for i in range(3))
     for node in (a, b, c):
         node.transport.serve_head(node._head)
-        node.loop.exchange.begin(node.loop.rng.at(0))
-        node.loop.exchange.enter(node.exchange.ids)
+        node.loop.exchange.begin_round(node.loop.rng.at_round(0))
+        node.loop.exchange.set_active(node.exchange.ids)
     request = identity.make_request(tmp_path / "new", "n2", a.roster.member("n2").address)
     a.post._newest["n2"] = 1 << 52  # the thief said that it had been started often
     setup.rekey_member(organizer, "n2", request)

@@ -421,7 +421,7 @@ def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     """A member that did not answer at the start; with a server it is the server that misses it."""
     node = networks(kind).node(0)
     node.exchange.away(["n3"])
-    node.exchange.begin(Rng(3).at_round(0))
+    node.exchange.begin_round(Rng(3).at_round(0))
     everybody = torch.arange(6)
     rnd = node.loop._context(0, torch.tensor([0]), everybody)
     assert everybody[~rnd.reachable].tolist() == away

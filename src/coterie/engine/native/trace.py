@@ -513,7 +513,7 @@ def _judge_once(
         )
         losses = objective(outputs, y)
         scored = getattr(objective, "metric", None) is not None
-        scores = objective.score(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
+        scores = objective.measure_samples(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
         trace = recorder.trace
         trace.outputs = [recorder.ref(losses), recorder.ref(scores)]
     return trace
