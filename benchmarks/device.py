@@ -50,7 +50,7 @@ def side(
         batch_size=local.batch_size,
         cuda_graphs=graphs,
     )
-    start = task.init(Rng(1))
+    start = task.initial_models(Rng(1))
 
     def train() -> Tensor:
         return task.train(start, Rng(1).at_round(0), local)[1]["losses"]
@@ -62,8 +62,10 @@ def side(
 def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
     """Return the usual loop's training of the first clients, from the same start with the same batches."""
     task = Task(data, lambda: network(net), engine="loop")
-    start = task.layout.build_module(task.init(Rng(1))[0])
-    schedule = draw_batches(local, task.counts("train"), task.ids, Rng(1).at_round(0), "batches")
+    start = task.layout.build_module(task.initial_models(Rng(1))[0])
+    schedule = draw_batches(
+        local, task.count_samples("train"), task.ids, Rng(1).at_round(0), "batches"
+    )
     batches = [
         [order[:size].tolist() for order, size in zip(orders, sizes.tolist(), strict=True)]
         for orders, sizes in zip(

@@ -258,7 +258,7 @@ def sides(entry: Entry, of: Size, adam: str, engines: Sequence[str]) -> Sides:
         elif engine != name:
             missing[name] = said
             continue
-        start = ours.init(Rng(0)).clone()
+        start = ours.initial_models(Rng(0)).clone()
         first[engine] = ours.train(start, rng, local)[1]["losses"][:, 0]
         ready[engine] = time.perf_counter() - began
         run[engine] = lambda ours=ours, start=start: ours.train(start, rng, local)

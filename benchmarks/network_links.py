@@ -205,7 +205,7 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
         setting = traffic.CostSetting(
             population=network_parity.NODES,
             params=task.layout.size,
-            samples=int(task.samples[0]),
+            samples=int(task.num_samples[0]),
             group=3,
         )
         counted = 0

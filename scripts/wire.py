@@ -168,7 +168,10 @@ def sent(method: Method, **settings: Any) -> tuple[dict[Sent, list[int]], dict[i
     if hasattr(method, "candidates") and hasattr(method, "clusters"):
         lengths[names["candidates"] * names["clusters"]] = "candidates · clusters"
     lengths |= {POPULATION: "population", CLASSES: "classes"}
-    lengths |= {task.part.compared.num_columns: "compared", task.part.shared.num_columns: "params"}
+    lengths |= {
+        task.sharing.compared.num_columns: "compared",
+        task.sharing.shared.num_columns: "params",
+    }
     return dict(recorder.sent), lengths
 
 

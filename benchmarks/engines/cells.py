@@ -125,8 +125,8 @@ class Coterie:
             raise CoterieError(
                 f"the {engine} engine cannot run {cell.net} here; {everybody.engine.name} would"
             )
-        self.task = everybody.rows(torch.arange(min(limit or cell.clients, cell.clients)))
-        self.params = everybody.init(Rng(1))
+        self.task = everybody.select_clients(torch.arange(min(limit or cell.clients, cell.clients)))
+        self.params = everybody.initial_models(Rng(1))
         self.method = Dac(num_peers=min(PEERS, cell.clients - 1), two_hop=False)
         self.state = State(self.params[: len(self.task)], self.method.memory(self.task, Rng(1)))
         draws = Rng(1).uniform("bench.peers", self.task.ids, cell.clients)
@@ -186,9 +186,11 @@ class Usual:
     """
 
     def __init__(self, other: Coterie, clients: int) -> None:
-        task = other.task.rows(torch.arange(min(clients, len(other.task))))
+        task = other.task.select_clients(torch.arange(min(clients, len(other.task))))
         self.cell, self.task, self.lr = other.cell, task, other.local.lr
-        schedule = draw_batches(other.local, task.counts("train"), task.ids, other.rng, "batches")
+        schedule = draw_batches(
+            other.local, task.count_samples("train"), task.ids, other.rng, "batches"
+        )
         self.batches = [
             [
                 order[:size].tolist()

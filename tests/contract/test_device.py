@@ -291,7 +291,9 @@ def test_foreign_randomness_on_a_device_is_that_of_the_client():
             )
             torch.cuda.set_rng_state(torch.cuda.get_rng_state())
             results.append(
-                task.train(task.init(Rng(0)), Rng(0).at_round(0), LocalTraining())[0].cpu()
+                task.train(task.initial_models(Rng(0)), Rng(0).at_round(0), LocalTraining())[
+                    0
+                ].cpu()
             )
             # its state of before is back
             with pytest.raises(RuntimeError, match="which nobody has seeded"):

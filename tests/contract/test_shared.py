@@ -131,7 +131,7 @@ def test_what_stays_at_home_is_in_no_message_and_no_exchange_changes_it(
         loop: Loop = _RunFactory(federation, method, Net, settings).make_loop(exchange=spy)
     noise = torch.from_numpy(Rng(1).generator("noise").normal(size=loop.state.params.shape))
     loop.state = replace(loop.state, params=loop.state.params + noise / 4)
-    part, before = loop.task.part, loop.state.params.clone()
+    part, before = loop.task.sharing, loop.state.params.clone()
     while not loop.is_finished:
         loop.run_next_round()
     loop.evaluate_final()
@@ -242,7 +242,7 @@ def test_what_a_method_declares_is_what_a_pattern_says():
     assert torch.equal(declared.state.params, written.state.params)
     both = run_method(
         OwnHead(), model=Net, settings=replace(settings, shared=["!body.1"])
-    ).task.part
+    ).task.sharing
     layout = declared.task.layout
     assert torch.equal(both.local.mask, match_patterns(layout, ["head", "body.1"], ""))
 
@@ -262,7 +262,7 @@ def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str
         shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local
     )
     loop = run_method(METHODS["dac"](num_peers=2), model=Net, settings=settings)
-    part, start = loop.task.part, loop.task.origin(Rng(3))
+    part, start = loop.task.sharing, loop.task.origin(Rng(3))
     assert {width for width, _ in boards} == {part.shared.num_columns}
     assert {board.shape for _, board in boards} == {(6, part.shared.num_columns)}
     assert torch.equal(part.local.select_from(loop.state.params), part.local.select_from(start))
@@ -326,7 +326,7 @@ def test_the_server_of_cfl_compares_the_same_part():
             {"samples": torch.ones(4, dtype=torch.float64)},
             torch.arange(4),
         )
-        context = ServerContext(0, Rng(3), task.layout, 4, None, task.part)
+        context = ServerContext(0, Rng(3), task.layout, 4, None, task.sharing)
         found[on[0]] = method.merge(context, shared, message).label.tolist()
     assert found["0"] in ([0, 0, 1, 1], [1, 1, 0, 0])
     assert found["1"] in ([0, 1, 0, 1], [1, 0, 1, 0])

@@ -50,8 +50,12 @@ def test_engines_agree(task: Any):
             expected=1e9, batch_size=5,
         )  # fmt: skip
         assert part.engine.name == engine
-        params, info = part.train(part.init(Rng(0)), Rng(0).at_round(0), settings.local)
-        found[engine] = [params, info["losses"], *part.measure(params, "validation").values()]
+        params, info = part.train(part.initial_models(Rng(0)), Rng(0).at_round(0), settings.local)
+        found[engine] = [
+            params,
+            info["losses"],
+            *part.evaluate_split(params, "validation").values(),
+        ]
         found[engine] += part.evaluate(params).values()
     for engine in ("vmap", "compiled"):
         for ours, theirs in zip(found[engine], found["loop"], strict=True):

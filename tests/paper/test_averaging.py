@@ -50,7 +50,7 @@ def test_one_full_batch_step_is_gradient_descent_on_all_data():
     federation = uneven()
     local = LocalTraining(steps=1, batch_size=100, optimizer="sgd", lr=0.5)
     loop = follow(FedAvg(), federation, local=local, rounds=3)
-    row = loop.task.fresh(Rng(3), 1)[0]
+    row = loop.task.draw_models(Rng(3), 1)[0]
     inside = federation.split == 0
     x, y = federation.x[inside], federation.y[inside]
     weight, bias = row[:12].reshape(3, 4).clone(), row[12:].clone()
@@ -65,7 +65,7 @@ def test_one_full_batch_step_is_gradient_descent_on_all_data():
 def test_the_first_loss_is_that_of_the_model_sent():
     """Losses are measured before the step: the first full batch shows the broadcast model's loss."""
     loop = follow(FedAvg(), local=dataclasses.replace(SGD, batch_size=100), rounds=1)
-    start = loop.task.fresh(Rng(3), 1).expand(6, -1)
+    start = loop.task.draw_models(Rng(3), 1).expand(6, -1)
     _, info = loop.task.train(start, Rng(3).at_round(0), dataclasses.replace(SGD, batch_size=100))
     torch.testing.assert_close(info["losses"][:, 0], loop.task.loss(start, "train"))
 
@@ -121,7 +121,7 @@ def test_the_penalty_acts_from_the_second_step_on():
 def test_a_stronger_penalty_keeps_clients_nearer():
     """The distance from the model sent falls with mu (an aliased anchor would leave it unchanged)."""
     loop = follow(FedAvg(), rounds=0)
-    start = loop.task.fresh(Rng(3), 1).expand(6, -1)
+    start = loop.task.draw_models(Rng(3), 1).expand(6, -1)
     gaps = []
     for mu in (0.0, 0.1, 1.0, 4.0):
         params, _ = loop.task.train(start, Rng(3).at_round(0), SGD, anchor=start, prox=mu)
@@ -171,7 +171,7 @@ def test_dittos_global_track_is_fedavg_bit_for_bit():
 def test_ditto_without_penalty_is_local_training():
     """lambda = 0: each client's personal model is trained on its own data alone, from the first model."""
     loop = follow(Ditto(lam=0.0), rounds=3)
-    params = loop.task.init(Rng(3))
+    params = loop.task.initial_models(Rng(3))
     for index in range(3):
         params, _ = loop.task.train(
             params, Rng(3).at_round(index), loop.settings.local, purpose="batches.personal"
@@ -321,7 +321,7 @@ def test_pooled_training_is_training_on_all_rows_in_one_place():
     federation = uneven()
     local = LocalTraining(steps=2, batch_size=100, optimizer="sgd", lr=0.5)
     loop = follow(METHODS["pooled"](), federation, local=local, rounds=3, participation=0.5)
-    row = loop.task.fresh(Rng(3), 1)[0]
+    row = loop.task.draw_models(Rng(3), 1)[0]
     inside = federation.split == 0
     x, y = federation.x[inside], federation.y[inside]
     weight, bias = row[:12].reshape(3, 4).clone(), row[12:].clone()

@@ -336,7 +336,7 @@ def test_losses_are_padded_to_a_common_length():
         setup = testing.tiny_settings(rounds=1, **changes)
         loop: Loop = testing.run_method(method, settings=dataclasses.replace(setup, rounds=0))
         rnd = dataclasses.replace(loop._make_round(0, torch.arange(6), torch.arange(6)))
-        _, info = rnd.task.train(loop.task.init(Rng(3)), rnd.rng, rnd.local)
+        _, info = rnd.task.train(loop.task.initial_models(Rng(3)), rnd.rng, rnd.local)
         return method.report(rnd, info)["losses"]
 
     three = sent(FedGwc(trace=5))  # 12 samples in batches of 5: three steps

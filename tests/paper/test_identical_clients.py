@@ -59,7 +59,9 @@ def test_gossip_with_everybody_is_centralized_gradient_descent(method):
     local = LocalTraining(optimizer="sgd", lr=LR, batch_size=SAMPLES)
     settings = Settings(rounds=ROUNDS, local=local, dtype="float64", evaluate="final")
     run = simulate(federation, method, model="linear", settings=settings, seed=3)
-    start = Task(federation.host(federation.ids), "linear", dtype=torch.float64).init(Rng(3))[0]
+    start = Task(federation.host(federation.ids), "linear", dtype=torch.float64).initial_models(
+        Rng(3)
+    )[0]
     x, y = federation.x[0, :10], federation.y[0, :10]
     expected = gradient_descent(start, x, y, ROUNDS + 1)
     torch.testing.assert_close(run.params, expected.expand(CLIENTS, -1), rtol=0, atol=1e-12)

@@ -134,7 +134,7 @@ def test_apfls_shared_model_is_fedavgs(alpha: float):
 def test_apfl_goes_from_fedavg_to_local_training():
     """With alpha = 1 a client's model never hears of the others; with 0 it is what it sent to FedAvg's server."""
     loop, fedavg = follow(Apfl(1.0), rounds=3), follow(FedAvg(), rounds=3)
-    alone = loop.task.init(Rng(3))
+    alone = loop.task.initial_models(Rng(3))
     for index in range(3):
         alone, _ = loop.task.train(alone, Rng(3).at_round(index), SGD)
     torch.testing.assert_close(served(loop), alone, rtol=0, atol=1e-12)
@@ -234,7 +234,7 @@ def test_pfedmes_clients_without_a_batch_rest():
     split = tiny.split.clone()
     split[0, 5:] = -1
     loop = follow(PFedMe(eta=0.05), dataclasses.replace(tiny, split=split), rounds=1)
-    start, theta = loop.task.fresh(Rng(3), 1)[0], loop.state.memory.model[0]
+    start, theta = loop.task.draw_models(Rng(3), 1)[0], loop.state.memory.model[0]
     torch.testing.assert_close(
         loop.state.params[0], start - 0.75 * (start - theta), rtol=0, atol=1e-12
     )
@@ -325,7 +325,7 @@ def slopes(params: Tensor) -> Tensor:
 def test_fedper_averages_the_body_and_each_client_keeps_its_head():
     """Three rounds of one step, written out; a client outside the cohort keeps its head too."""
     loop = deep(FedPer(), rounds=3)
-    params = loop.task.init(Rng(3)).clone()
+    params = loop.task.initial_models(Rng(3)).clone()
     for _ in range(3):
         params = params - 0.1 * slopes(params)
         sent, params = params, torch.cat([params[:, :8].mean(0).expand(6, -1), params[:, 8:]], 1)
@@ -353,7 +353,7 @@ def test_fedper_with_no_layer_of_its_own_is_fedavg_and_with_one_more_it_says_so(
 def test_fedrep_fits_the_head_before_the_body():
     """Two rounds of three steps of the head and one of the body, each with the other part fixed, written out."""
     loop = deep(FedRep(head_epochs=3), rounds=2)
-    params = loop.task.init(Rng(3)).clone()
+    params = loop.task.initial_models(Rng(3)).clone()
     for _ in range(2):
         for _ in range(3):
             params[:, 8:] -= 0.1 * slopes(params)[:, 8:]
@@ -376,7 +376,9 @@ def test_dfedalt_where_everybody_reads_everybody_is_fedrep():
 def test_dfedalt_trains_the_head_before_the_body_between_its_exchanges():
     """One round with one peer, written out: exchange bodies, then three steps of the head and one of the body."""
     loop = deep(DFedAlt(num_peers=1, head_epochs=3), rounds=1, warmup_epochs=0)
-    start = loop.task.init(Rng(3)).clone()  # shared by all, so that the exchange changes nothing
+    start = loop.task.initial_models(
+        Rng(3)
+    ).clone()  # shared by all, so that the exchange changes nothing
     params = start.clone()
     for _ in range(3):
         params[:, 8:] -= 0.1 * slopes(params)[:, 8:]

@@ -730,7 +730,7 @@ def test_endpoints_start_by_xaviers_law_or_as_the_model_draws_its_head():
         method = SosicFl(endpoints=10, regions=2, endpoint_start=start)
         task = task_of(method, lambda: nn.Linear(4, 3))
         views = task.layout.split_rows(method.draw_first_model(task, Rng(1)))
-        own = [task.layout.split_rows(row) for row in task.fresh(Rng(1), 10)]
+        own = [task.layout.split_rows(row) for row in task.draw_models(Rng(1), 10)]
         weights, biases = (
             torch.stack([one[name][m] for m, one in enumerate(own)]) for name in ("weight", "bias")
         )

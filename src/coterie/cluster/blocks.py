@@ -190,7 +190,7 @@ class Block:
             _move_state(loop.state, "cpu"),
             tracker,
             loop.validation,
-            loop.task.spent.snapshot(),
+            loop.task.privacy_ledger.snapshot(),
             snapshot,
         )
 
@@ -201,7 +201,7 @@ class Block:
         if len(kept.tracker.best):
             loop.tracker = replace(kept.tracker, best=kept.tracker.best.to(loop.task.device))
         loop.validation = dict(kept.validation)
-        loop.task.spent.restore(kept.spent)
+        loop.task.privacy_ledger.restore(kept.spent)
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
 
     def final(self, last: int) -> FinalReport:
@@ -352,7 +352,7 @@ class DriverLoop(Loop):
         )
 
     def _init_state(self, task: Task) -> State:
-        return super()._init_state(task.rows(torch.arange(1)))
+        return super()._init_state(task.select_clients(torch.arange(1)))
 
     @property
     def is_finished(self) -> bool:
@@ -436,7 +436,7 @@ class DriverLoop(Loop):
             name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
         }
         spent = [one.spent for one in found if one.spent]
-        self.task.spent.restore(
+        self.task.privacy_ledger.restore(
             {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
         )
         self.stored_exchange.restore(merge_snapshots([one.exchange for one in found]))
@@ -444,7 +444,7 @@ class DriverLoop(Loop):
 
     def scatter_state(self) -> None:
         """Pass the state on to the blocks."""
-        spent, kept = self.task.spent.snapshot(), list[BlockState]()
+        spent, kept = self.task.privacy_ledger.snapshot(), list[BlockState]()
         for rows in self.block_rows:
             of_rows = partial(_select_rows, rows)
             mine = torch.isin(spent["client"], self.task.ids[rows]) if spent else rows

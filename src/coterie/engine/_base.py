@@ -118,7 +118,7 @@ class Engine(ABC):
         Returns:
             The loss of each step before its update, on the CPU; NaN where a client had no batch.
         """
-        losses = rows.new_full(work.length.shape, torch.nan)
+        losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         start = 0
         while start < len(rows):
             step = max(1, block // self._block_divisor)
@@ -151,8 +151,8 @@ class Engine(ABC):
         if work.private is not None:
             return self._train_block_privately(rows, work, work.private)
         trainable = self.layout.trainable
-        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
-        losses = rows.new_full(work.length.shape, torch.nan)
+        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
+        losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         rates = None if work.rates is None else work.rates.to(rows.device)
         for step in range(work.num_steps):
             for size, members in work.group_by_size(step):
@@ -185,8 +185,8 @@ class Engine(ABC):
     ) -> Tensor:
         """Train on clipped gradients with noise; running statistics stay as they are."""
         trainable = self.layout.trainable
-        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
-        losses = rows.new_full(work.length.shape, torch.nan)
+        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
+        losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for step in range(work.num_steps):
             members = private.active_clients(step)
             if not len(members):
@@ -232,7 +232,7 @@ class Engine(ABC):
             gradients.mul_(clip_factors(gradients, clip))
             sums.index_add_(0, owner[some], gradients)
             total.index_add_(0, owner[some], loss.to(total))
-        return total / work.length[members, step].to(total), sums
+        return total / work.batch_sizes[members, step].to(total), sums
 
     def sample_gradients(
         self, rows: Float[Tensor, "samples params"], work: TrainingWork
@@ -271,10 +271,12 @@ class Engine(ABC):
             totals = {name: table.new_zeros(len(pairs.models)) for name in self.metrics}
             step = 1 if alone else max(1, block // self._block_divisor)
             try:
-                if alone or len(pairs.count) < len(pairs.models):
+                if alone or len(pairs.set_sizes) < len(pairs.models):
                     self._measure_sets(table, work, pairs.sets, inputs, step, totals)
                 else:
-                    self._measure_blocks(table, work, pairs.count[pairs.sets], inputs, step, totals)
+                    self._measure_blocks(
+                        table, work, pairs.set_sizes[pairs.sets], inputs, step, totals
+                    )
                 break
             except torch.OutOfMemoryError:
                 if self._block_divisor > _MAX_INPUT_ENTRIES["cuda"]:
@@ -282,7 +284,7 @@ class Engine(ABC):
                         "the memory does not hold the measurement of one model on one sample"
                     ) from None
                 self._halve_blocks()
-        means = torch.stack(list(totals.values())) / pairs.count[pairs.sets].to(table)
+        means = torch.stack(list(totals.values())) / pairs.set_sizes[pairs.sets].to(table)
         return dict(zip(totals, means.cpu(), strict=True))
 
     def _measure_sets(
@@ -300,7 +302,7 @@ class Engine(ABC):
         found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
         who = order.to(table.device).split(repeats.tolist())
         for number, chosen in zip(found.tolist(), who, strict=True):
-            for places in pairs.places[number, : int(pairs.count[number])].split(size):
+            for places in pairs.sample_indices[number, : int(pairs.set_sizes[number])].split(size):
                 x, y = (
                     pairs.prepare_inputs(pairs.sets[chosen[:1]], places[None]),
                     pairs.samples.prepare_targets(places),
@@ -331,7 +333,9 @@ class Engine(ABC):
             for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
                 chosen = {k: v[models] for k, v in inputs.items()}
-                for places in pairs.places[sets, :number].split(size, dim=1) if number else ():
+                for places in (
+                    pairs.sample_indices[sets, :number].split(size, dim=1) if number else ()
+                ):
                     outputs = self.forward(
                         table[models], pairs.prepare_inputs(sets, places), chosen
                     )
@@ -378,7 +382,7 @@ class Engine(ABC):
         }
         for number, part, outputs in self.iterate_outputs(table, pairs, inputs, block):
             targets = pairs.samples.prepare_targets(
-                pairs.places[number, : int(pairs.count[number])]
+                pairs.sample_indices[number, : int(pairs.set_sizes[number])]
             )
             for pair, own in zip(part.tolist(), outputs, strict=True):
                 for name, value in self._sample_metrics(own[None], targets[None]).items():
@@ -409,7 +413,7 @@ class Engine(ABC):
         step = 1 if alone else max(1, min(block, most))
         for number in torch.unique(pairs.sets).tolist():
             who = (pairs.sets == number).nonzero().flatten()
-            places = work.places[number, : int(pairs.count[number])]
+            places = work.sample_indices[number, : int(pairs.set_sizes[number])]
             if not len(places):
                 continue
             of = torch.tensor([number], device=places.device)

@@ -130,7 +130,7 @@ def make_engine(
     batch_size: int | None = None,
     precision: str = "full",
     cuda_graphs: bool = False,
-    own_optimizer: str | None = None,
+    custom_optimizer: str | None = None,
 ) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
 
@@ -146,7 +146,7 @@ def make_engine(
             to be faster.
         precision: see `engine.precision.product_precision`.
         cuda_graphs: see `VmapEngine`.
-        own_optimizer: the import path of an optimizer that only the loop engine runs; None for
+        custom_optimizer: the import path of an optimizer that only the loop engine runs; None for
             another.
 
     Raises:
@@ -160,9 +160,9 @@ def make_engine(
         raise ConfigError(
             f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine"
         )
-    if own_optimizer and name not in ("auto", "loop"):
+    if custom_optimizer and name not in ("auto", "loop"):
         raise ConfigError(
-            f"optimizer = {own_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
+            f"optimizer = {custom_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
             "or 'loop'"
         )
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
@@ -174,8 +174,8 @@ def make_engine(
         ) from error
     if name == "loop":
         return _set_reason(loop, _AS_REQUESTED)
-    if own_optimizer:
-        return _set_reason(loop, f"the optimizer {own_optimizer} has no faster program here")
+    if custom_optimizer:
+        return _set_reason(loop, f"the optimizer {custom_optimizer} has no faster program here")
     against = []  # what speaks against a faster engine
     if name in ("auto", "compiled"):
         unfit = _why_not_compile(layout, x, expected, precision) if name == "auto" else None

@@ -88,14 +88,14 @@ class LoopEngine(Engine):
         """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
         if rows.device.type == "cpu":
             pages.keep_small_blocks()
-        losses = rows.new_full(work.length.shape, torch.nan)
+        losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for row in range(len(rows)):
             if work.private is not None:
                 one = slice(row, row + 1)
-                with work.foreign(row):
+                with work.seed_torch(row):
                     losses[one] = self._train_block(rows[one], work.select_clients(one))
                 continue
-            with work.foreign(row), self._product_precision(rows.device):
+            with work.seed_torch(row), self._product_precision(rows.device):
                 found = self._train_one(rows[row], work, row)
             if found:
                 losses[row, : len(found)] = torch.stack(found)
@@ -110,7 +110,7 @@ class LoopEngine(Engine):
             away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
             model.copy_from_row(anchor, work.anchor[number, : self.layout.trainable])
         moments = None if work.moments is None else work.moments[number]
-        taken = None if work.taken is None else work.taken[number]
+        taken = None if work.steps_taken is None else work.steps_taken[number]
         rates = None if work.rates is None else work.rates[number].tolist()
         losses: list[Tensor] = []
         model.load_row(row)
@@ -144,7 +144,7 @@ class LoopEngine(Engine):
             own.add_(model.gradient.mul_(clip_factors(model.gradient[None], clip)[0]))
             if sample + 1 == len(places) or places[sample + 1] != row:
                 model.copy_to_row(own, sums[row])
-        return total / work.length[members, step].to(total), sums
+        return total / work.batch_sizes[members, step].to(total), sums
 
     def _run_backward(
         self, model: FlatModel, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]

@@ -103,62 +103,66 @@ class TrainingWork:
 
     Args:
         samples: the data of the batches.
-        places: indices of each batch's samples in `samples`; ignored beyond the batch's size.
-        length: the size of each batch; 0 after a client's last step.
+        sample_indices: indices of each batch's samples in `samples`; ignored beyond the batch's
+            size.
+        batch_sizes: the size of each batch; 0 after a client's last step.
         local: optimizer and its settings.
         anchor: models of the proximal term.
         prox: weight of the proximal term.
         inputs: values of the layout's input buffers, in each step.
-        keys: the key of each client's dropout masks, and the names of the buffers that take them.
+        dropout_keys: the key of each client's dropout masks, and the names of the buffers that take
+            them.
         augment: augmentation of the inputs of each step.
         noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
-        taken: with `moments`: steps that each client took before.
+        steps_taken: with `moments`: steps that each client took before.
         rates: the learning rate of each step of each client, in float64 on the CPU; that of `local`
             when None.
-        foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for
+        seed_torch: (client's row) -> a context in which PyTorch's own generator is that client's, for
             foreign modules.
         private: clip the gradient of each sample and add noise; None for plain gradients.
     """
 
     samples: RawSamples
-    places: Int[Tensor, "clients steps batch"]
-    length: Int[Tensor, "clients steps"]
+    sample_indices: Int[Tensor, "clients steps batch"]
+    batch_sizes: Int[Tensor, "clients steps"]
     local: LocalTraining
     anchor: Float[Tensor, "clients params"] | None = None
     prox: float = 0.0
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
-    keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
+    dropout_keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
     augment: CropFlip | None = None
     noise: InputNoise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
-    taken: Int[Tensor, " clients"] | None = None
+    steps_taken: Int[Tensor, " clients"] | None = None
     rates: Float[Tensor, "clients steps"] | None = None
-    foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
+    seed_torch: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
     private: PrivateSteps | None = None
 
     @property
     def num_steps(self) -> int:
         """The largest number of steps of any client."""
-        return self.length.shape[1]
+        return self.batch_sizes.shape[1]
 
     def select_clients(self, rows: slice) -> "TrainingWork":
         """Return the training of some of the clients."""
         return replace(
             self,
-            places=self.places[rows],
-            length=self.length[rows],
+            sample_indices=self.sample_indices[rows],
+            batch_sizes=self.batch_sizes[rows],
             anchor=None if self.anchor is None else self.anchor[rows],
             inputs={name: value[rows] for name, value in self.inputs.items()},
-            keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
+            dropout_keys=None
+            if self.dropout_keys is None
+            else (self.dropout_keys[0][rows], self.dropout_keys[1]),
             augment=None
             if self.augment is None
             else replace(self.augment, keys=self.augment.keys[rows]),
             noise=None if self.noise is None else self.noise.select_clients(rows),
             moments=None if self.moments is None else self.moments[rows],
-            taken=None if self.taken is None else self.taken[rows],
+            steps_taken=None if self.steps_taken is None else self.steps_taken[rows],
             rates=None if self.rates is None else self.rates[rows],
-            foreign=lambda row: self.foreign((rows.start or 0) + row),
+            seed_torch=lambda row: self.seed_torch((rows.start or 0) + row),
             private=None if self.private is None else self.private.select_clients(rows),
         )
 
@@ -172,18 +176,20 @@ class TrainingWork:
         only = slice(step, step + 1)
         return replace(
             self,
-            places=self.places[:, only],
-            length=self.length[:, only],
+            sample_indices=self.sample_indices[:, only],
+            batch_sizes=self.batch_sizes[:, only],
             anchor=None,
             prox=0.0,
             inputs={name: value[:, only] for name, value in self.inputs.items()},
-            keys=None if self.keys is None else (step_keys(self.keys[0], step), self.keys[1]),
+            dropout_keys=None
+            if self.dropout_keys is None
+            else (step_keys(self.dropout_keys[0], step), self.dropout_keys[1]),
             augment=None
             if self.augment is None
             else replace(self.augment, keys=self.augment.keys + step),
             noise=None if self.noise is None else replace(self.noise, keys=self.noise.keys + step),
             moments=None,
-            taken=None,
+            steps_taken=None,
             rates=None,
             private=None if self.private is None else self.private.single_step(step, query),
         )
@@ -201,13 +207,13 @@ class TrainingWork:
             The trainings, of one step each; the place among `members` of the client that each is
             of; and its row.
         """
-        sizes = self.length[members, step]
+        sizes = self.batch_sizes[members, step]
         owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
         place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         owner, who, place = (
             each.to(self.samples.device) for each in (owner, members[owner], place)
         )
-        keys, augment, noise = self.keys, self.augment, self.noise
+        keys, augment, noise = self.dropout_keys, self.augment, self.noise
         if keys is not None:
             keys = (splitmix(step_keys(keys[0][who], step) + place), keys[1])
         if augment is not None:
@@ -216,19 +222,19 @@ class TrainingWork:
             noise = replace(noise, keys=noise.keys[who] + step, sigma=noise.sigma[who])
         work = replace(
             self,
-            places=self.places[who, step, place][:, None, None],
-            length=torch.ones(len(owner), 1, dtype=torch.int64),
+            sample_indices=self.sample_indices[who, step, place][:, None, None],
+            batch_sizes=torch.ones(len(owner), 1, dtype=torch.int64),
             anchor=None,
             prox=0.0,
             inputs={
                 name: value[who.to(value.device), step][:, None]
                 for name, value in self.inputs.items()
             },
-            keys=keys,
+            dropout_keys=keys,
             augment=augment,
             noise=noise,
             moments=None,
-            taken=None,
+            steps_taken=None,
             rates=None,
             private=None,
         )
@@ -236,10 +242,10 @@ class TrainingWork:
 
     def gather_batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
         """Return the batches of some clients in a step."""
-        places = self.places[members, step, :size]
+        places = self.sample_indices[members, step, :size]
         values = {name: value[members, step] for name, value in self.inputs.items()}
-        if self.keys is not None:
-            keys, names = self.keys
+        if self.dropout_keys is not None:
+            keys, names = self.dropout_keys
             values |= dict.fromkeys(names, step_keys(keys[members], step))
         x = self.samples.prepare_inputs(places)
         if self.augment is not None:
@@ -255,7 +261,7 @@ class TrainingWork:
         one step.
         """
         member = torch.tensor([row], device=self.samples.device)
-        lengths = [size for size in self.length[row].tolist() if size]
+        lengths = [size for size in self.batch_sizes[row].tolist() if size]
         start = 0
         while start < len(lengths):
             size = lengths[start]
@@ -266,12 +272,12 @@ class TrainingWork:
                 (step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths)
             )
             steps = range(start, min(most, stop))
-            places = self.places[row, start : steps.stop, :size]
+            places = self.sample_indices[row, start : steps.stop, :size]
             x, y = self.samples.prepare_inputs(places), self.samples.prepare_targets(places)
             for number, step in enumerate(steps):
                 values = {name: value[row, step] for name, value in self.inputs.items()}
-                if self.keys is not None:
-                    keys, names = self.keys
+                if self.dropout_keys is not None:
+                    keys, names = self.dropout_keys
                     values |= dict.fromkeys(names, step_keys(keys[member], step)[0])
                 own, at = x[number : number + 1], places[number : number + 1]
                 if self.augment is not None:
@@ -290,7 +296,7 @@ class TrainingWork:
         """The groups of every step, whose members go to the samples' device at once."""
         steps = [
             [(size, rows) for size, rows in group_equal_values(length) if size]
-            for length in self.length.T
+            for length in self.batch_sizes.T
         ]
         there = iter(
             move_indices([rows for groups in steps for _, rows in groups], self.samples.device)
@@ -334,16 +340,16 @@ class EvaluationPairs:
 
     Args:
         samples: the data of the sets.
-        places: indices of each set's samples in `samples`; ignored beyond its size.
-        count: the size of each set.
+        sample_indices: indices of each set's samples in `samples`; ignored beyond its size.
+        set_sizes: the size of each set.
         models: row of each pair's model in the table of models.
         sets: the set of each pair.
         noise: on the inputs of each set; the same for all models measured on it.
     """
 
     samples: RawSamples
-    places: Int[Tensor, "sets width"]
-    count: Int[Tensor, " sets"]
+    sample_indices: Int[Tensor, "sets width"]
+    set_sizes: Int[Tensor, " sets"]
     models: Int[Tensor, " pairs"]
     sets: Int[Tensor, " pairs"]
     noise: InputNoise | None = None
@@ -352,8 +358,10 @@ class EvaluationPairs:
         """Return the same pairs with all but the sizes of sets on the samples' device."""
         device = self.samples.device
         noise = None if self.noise is None else self.noise.to(device)
-        places, models, sets = (each.to(device) for each in (self.places, self.models, self.sets))
-        return replace(self, places=places, models=models, sets=sets, noise=noise)
+        places, models, sets = (
+            each.to(device) for each in (self.sample_indices, self.models, self.sets)
+        )
+        return replace(self, sample_indices=places, models=models, sets=sets, noise=noise)
 
     def prepare_inputs(
         self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]

@@ -81,14 +81,14 @@ class PrivateSteps:
     Args:
         dp: clipping and noise.
         expected: the expected size of a batch of each client, in float64 and on the CPU.
-        count: steps of each client, on the CPU; its batch may be empty in some.
+        step_counts: steps of each client, on the CPU; its batch may be empty in some.
         normal: draws the noise.
         query: which gradient of its batch each step asks for, from 0.
     """
 
     dp: DPSGD
     expected: Float[Tensor, " clients"]
-    count: Int[Tensor, " clients"]
+    step_counts: Int[Tensor, " clients"]
     normal: DrawNormal
     query: int = 0
 
@@ -98,7 +98,7 @@ class PrivateSteps:
         return replace(
             self,
             expected=self.expected[rows],
-            count=self.count[rows],
+            step_counts=self.step_counts[rows],
             normal=lambda row, step, query: self.normal(first + row, step, query),
         )
 
@@ -106,14 +106,14 @@ class PrivateSteps:
         """Return those of one step, as a training of its own."""
         return replace(
             self,
-            count=(self.count > step).to(torch.int64),
+            step_counts=(self.step_counts > step).to(torch.int64),
             normal=lambda row, _step, number: self.normal(row, step, number),
             query=query,
         )
 
     def active_clients(self, step: int) -> Int[Tensor, " active_clients"]:
         """Return who takes a step."""
-        return (self.count > step).nonzero().flatten()
+        return (self.step_counts > step).nonzero().flatten()
 
     def add_noise(
         self,

@@ -69,7 +69,7 @@ class StepwiseTraining:
                 f"optimizer {self.work.local.custom_optimizer!r} is not known here; this method takes its steps itself, with one of "
                 "Coterie's own optimizers: 'sgd' or 'adam', for example"
             )
-        length = self.work.length
+        length = self.work.batch_sizes
         self.losses = torch.full(length.shape, torch.nan, dtype=self.engine.layout.dtype)
         self._samples = torch.zeros(len(length), dtype=torch.int64)
 
@@ -101,15 +101,15 @@ class StepwiseTraining:
             self.work.single_step(step, self._asked.get(step, 0)),
             local=GRADIENT_ONLY,
             moments=found,
-            taken=torch.zeros(len(params), dtype=torch.int64),
-            foreign=lambda row: self.foreign(step, row),
+            steps_taken=torch.zeros(len(params), dtype=torch.int64),
+            seed_torch=lambda row: self.foreign(step, row),
         )
         losses = self.engine.train(params, work, self.block)[:, 0]
         self._asked[step] = self._asked.get(step, 0) + 1
         self.used(step, self._asked[step])
         first = self.losses[:, step].isnan()
         self.losses[:, step] = torch.where(first, losses.to(self.losses), self.losses[:, step])
-        self._samples += self.work.length[:, step]
+        self._samples += self.work.batch_sizes[:, step]
         self.spent(time.perf_counter() - started)
         return found[:, 0]
 
@@ -139,7 +139,9 @@ class StepwiseTraining:
     def learning_rates(self, step: int) -> Float[Tensor, " clients"]:
         """Return the learning rate of each client in a step, in float64 and on the CPU."""
         if self.work.rates is None:
-            return torch.full((len(self.work.length),), self.work.local.lr, dtype=torch.float64)
+            return torch.full(
+                (len(self.work.batch_sizes),), self.work.local.lr, dtype=torch.float64
+            )
         return self.work.rates[:, step]
 
     def finish(self, *params: Float[Tensor, "clients params"]) -> dict[str, Tensor]:

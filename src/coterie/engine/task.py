@@ -236,7 +236,7 @@ class Task:
         self.layout = Layout(module, dtype, _find_input_conversion(module, federation, dtype)).to(
             device
         )
-        self.part = ParameterSharing.from_patterns(
+        self.sharing = ParameterSharing.from_patterns(
             self.layout, shared, similarity_on, () if home is None else home(self.layout), owner
         )
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
@@ -259,7 +259,7 @@ class Task:
         self._carried: tuple[Carried, Tensor] | None = None  # with the row of each client in it
         self._rng = Rng(0)
         self._fixed = False  # first models are the module's own values
-        self.samples = where["train"].count.to(dtype)
+        self.num_samples = where["train"].count.to(dtype)
         probe = torch.arange(8) % max(1, len(everything))
         x, y = everything.prepare_inputs(probe), everything.prepare_targets(probe)
         self._check_outputs(x)
@@ -276,7 +276,7 @@ class Task:
             batch_size=batch_size,
             precision=precision,
             cuda_graphs=cuda_graphs,
-            own_optimizer=own_optimizer,
+            custom_optimizer=own_optimizer,
         )
         self.rounds, self._pool, self._secret = rounds, pool, secret
         self.block = block or (
@@ -307,7 +307,7 @@ class Task:
         Raises:
             ModelError: with the client, and what to do.
         """
-        counts = self.counts("train").tolist()
+        counts = self.count_samples("train").tolist()
         alone = [
             row for row, samples in enumerate(counts) if smallest_batch_size(local, samples) == 1
         ]
@@ -359,7 +359,7 @@ class Task:
                 f"local.dp needs a loss of each sample, and loss {self.objective.kind!r} joins those of a batch: take "
                 "another loss, or leave dp out"
             )
-        most, delta = int(self.counts("train").max()), local.dp_settings.delta
+        most, delta = int(self.count_samples("train").max()), local.dp_settings.delta
         if delta * most >= 1:
             raise ConfigError(
                 f"dp.delta is {delta:g}; expected less than 1 / {most}, the most training samples of a client: with "
@@ -385,7 +385,7 @@ class Task:
         return self._shared.federation
 
     @property
-    def spent(self) -> PrivacyLedger:
+    def privacy_ledger(self) -> PrivacyLedger:
         """What private training has spent of each hosted client's privacy so far, all views of this task together."""
         return self._shared.spent
 
@@ -394,33 +394,33 @@ class Task:
         """Seconds spent in `train` so far, all views of this task together."""
         return self._shared.train_seconds
 
-    def counts(self, split: str) -> Int[Tensor, " clients"]:
+    def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return how many samples each hosted client has in a split."""
         return self._shared.positions[split].count[self._at]
 
-    def test_counts(self) -> Int[Tensor, " clients"]:
+    def count_test_samples(self) -> Int[Tensor, " clients"]:
         """Return how many samples the test set that serves each hosted client has ($m_k$)."""
         sizes = torch.tensor([len(test) for test in self._shared.tests])
         return sizes[self._shared.federation.test_of[self._at]]
 
-    def rows(self, rows: Int[Tensor, " rows"]) -> "Task":
+    def select_clients(self, rows: Int[Tensor, " select_clients"]) -> "Task":
         """Return a view of some of the hosted clients; the data are not copied."""
         part = copy.copy(self)
         part._at = self._at[rows]
-        part.ids, part.samples = self.ids[rows], self.samples[rows]
+        part.ids, part.num_samples = self.ids[rows], self.num_samples[rows]
         if self._carried is not None:
             part._carried = self._carried[0], self._carried[1][rows]
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
-    def among_first(self, count: int) -> "Task":
+    def first_clients_alone(self, count: int) -> "Task":
         """Return a view of the first hosted clients as if there were no others; only shapes may depend on it."""
-        part = self.rows(torch.arange(count))
+        part = self.select_clients(torch.arange(count))
         part.ids, part.population = torch.arange(count), count
         part._fixed = True
         return part
 
-    def at(self, rng: Rng) -> "Task":
+    def for_round(self, rng: Rng) -> "Task":
         """Return a view for the evaluations of a round: noise that is drawn at every access depends on the round."""
         view = copy.copy(self)
         view._rng = rng
@@ -428,7 +428,7 @@ class Task:
 
     # ------------------------------------------------------------------ models
 
-    def init(self, rng: Rng) -> Float[Tensor, "clients params"]:
+    def initial_models(self, rng: Rng) -> Float[Tensor, "clients params"]:
         """Return the first model $w^0$ of each hosted client; it does not depend on the round of `rng`."""
         return self.origin(rng)
 
@@ -452,7 +452,7 @@ class Task:
             return self.layout.flatten_rewritten(self.layout.train_module).to(self.device)
         return draw_initial_params(self.model, self.layout, rng, client).to(self.device)
 
-    def fresh(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
+    def draw_models(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
         """Return independently drawn first models, the same in every process; the first of them is $w^0$.
 
         With `init="given"` the first has the module's own values and the others are drawn.
@@ -473,7 +473,7 @@ class Task:
         """
         start = self.layout.trainable
         if self.buffers == "average" or start == self.layout.size:
-            return self.part.keep_local(before, merged)
+            return self.sharing.keep_local(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
             own = (
@@ -481,7 +481,7 @@ class Task:
                 .to(merged)
                 .expand(len(merged), -1)
             )
-        return self.part.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
+        return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
 
     # ------------------------------------------------------------------ data
 
@@ -528,7 +528,7 @@ class Task:
             else OptimizerState(left.values[rows], left.taken[rows])
         )
 
-    def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> OptimizerState:
+    def init_optimizer_state(self, local: LocalTraining, tracks: int = 1) -> OptimizerState:
         """Return the initial state of the optimizers.
 
         Args:
@@ -540,9 +540,9 @@ class Task:
         )
         return OptimizerState.initial(local, tracks, like)
 
-    def steps(self, local: LocalTraining) -> int:
+    def count_steps(self, local: LocalTraining) -> int:
         """Return the most optimizer steps any hosted client takes in one local training."""
-        return max((count_steps(local, int(n)) for n in self.samples), default=0)
+        return max((count_steps(local, int(n)) for n in self.num_samples), default=0)
 
     def train(
         self,
@@ -587,7 +587,7 @@ class Task:
             )
         started = time.perf_counter()
         schedule = draw_batches(
-            local, self.counts("train"), self.ids, self._hidden(rng, local), purpose
+            local, self.count_samples("train"), self.ids, self._hidden(rng, local), purpose
         )
         moments, taken = self._kept(local, track)
         work = replace(
@@ -595,7 +595,7 @@ class Task:
             anchor=anchor if prox else None,
             prox=prox,
             moments=moments,
-            taken=taken,
+            steps_taken=taken,
         )
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
@@ -638,7 +638,7 @@ class Task:
             schedule.batch_sizes,
             local,
             inputs=inputs or {},
-            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys)
+            dropout_keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys)
             if self.layout.keys
             else None,
             augment=self._augment(local, rng, purpose),
@@ -646,7 +646,7 @@ class Task:
             rates=local.learning_rates(
                 schedule.active_steps.to(torch.int64), rng.round, self.rounds
             ),
-            foreign=lambda row: rng.temporary_torch_seed(
+            seed_torch=lambda row: rng.temporary_torch_seed(
                 f"{purpose}.torch", int(self.ids[row]), self.device
             ),
             private=self._private(rng, local, schedule, purpose),
@@ -672,7 +672,7 @@ class Task:
             stream = hidden.generator(f"{purpose}.dp.{step}.{query}", int(self.ids[row]))
             return stream.standard_normal(size)
 
-        expected = self.counts("train").clamp(max=local.batch_size).double()
+        expected = self.count_samples("train").clamp(max=local.batch_size).double()
         return PrivateSteps(local.dp_settings, expected, schedule.poisson_steps, normal)
 
     def _use(self, local: LocalTraining, times: Int[Tensor, " clients"], number: int) -> None:
@@ -681,14 +681,14 @@ class Task:
             return
         noise, spent = local.dp_settings.noise_multiplier, self._shared.spent
         for client, samples, often in zip(
-            self.ids.tolist(), self.counts("train").tolist(), times.tolist(), strict=True
+            self.ids.tolist(), self.count_samples("train").tolist(), times.tolist(), strict=True
         ):
             share = poisson_rate(local, samples)
             spent.add_uses(client, PrivateQuery(share, noise, number), often)
             if number > 1:
                 spent.add_uses(client, PrivateQuery(share, noise, number - 1), -often)
 
-    def stepwise(
+    def train_stepwise(
         self,
         rng: Rng,
         local: LocalTraining,
@@ -721,7 +721,7 @@ class Task:
                 info = steps.report(params)
         """
         schedule = draw_batches(
-            local, self.counts("train"), self.ids, self._hidden(rng, local), purpose
+            local, self.count_samples("train"), self.ids, self._hidden(rng, local), purpose
         )
 
         def spent(seconds: float) -> None:
@@ -765,7 +765,7 @@ class Task:
             )
         started = time.perf_counter()
         out, info = pool.train(params, rng, local)
-        self._shared.spent.charge_clients(pool.spent, self.ids.tolist())
+        self._shared.spent.charge_clients(pool.privacy_ledger, self.ids.tolist())
         self._shared.train_seconds += time.perf_counter() - started
         if self._carried is not None and (left := pool.moments) is not None:
             carried, rows = self._carried
@@ -779,9 +779,9 @@ class Task:
         return out, info
 
     @property
-    def pooled_samples(self) -> int:
+    def num_pooled_samples(self) -> int:
         """How many training samples there are at all clients of the population together."""
-        return int(self._pooled.samples.sum())
+        return int(self._pooled.num_samples.sum())
 
     @property
     def _pooled(self) -> "Task":
@@ -808,7 +808,7 @@ class Task:
         if not local.persistent_client_optimizer:
             return None, None
         if self._carried is None:
-            moments, rows = self.fresh_moments(local, track + 1), torch.arange(len(self))
+            moments, rows = self.init_optimizer_state(local, track + 1), torch.arange(len(self))
         else:
             moments, rows = self._carried[0].before, self._carried[1]
         return moments.values[rows, track].contiguous(), moments.taken[rows, track]
@@ -832,9 +832,9 @@ class Task:
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, " clients"]:
         """Return the mean loss of each client's model on its own data; NaN for a client without such data."""
-        return self.measure(params, split, inputs)[metrics.LOSS.name]
+        return self.evaluate_split(params, split, inputs)[metrics.LOSS.name]
 
-    def measure(
+    def evaluate_split(
         self,
         params: Float[Tensor, "clients params"],
         split: str,
@@ -849,7 +849,11 @@ class Task:
         self, params: Float[Tensor, "clients params"], split: str = "train"
     ) -> Float[Tensor, "clients samples"]:
         """Return the loss of each client's model on each sample of its own, on the CPU; NaN behind its last sample."""
-        places, counts, everybody = self._places(split), self.counts(split), torch.arange(len(self))
+        places, counts, everybody = (
+            self._places(split),
+            self.count_samples(split),
+            torch.arange(len(self)),
+        )
         pairs = EvaluationPairs(self._shared.samples, places, counts, everybody, everybody)
         found = torch.full(places.shape, torch.nan, dtype=self.dtype)
         for client, _, outputs in self.engine.iterate_outputs(
@@ -936,7 +940,12 @@ class Task:
         """Measure pairs of (row of the table, hosted client) on the client's own data."""
         noise = self._noise(self._rng, "noise")
         pairs = EvaluationPairs(
-            self._shared.samples, self._places(split), self.counts(split), models, clients, noise
+            self._shared.samples,
+            self._places(split),
+            self.count_samples(split),
+            models,
+            clients,
+            noise,
         )
         values = self._run(table, pairs, inputs)
         # then the metric says what the loss says
@@ -957,7 +966,10 @@ class Task:
         The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and
         `metrics`. No random draw is made.
         """
-        return {**self._evaluate(params, inputs), **self.judged(params, self.metrics, inputs)}
+        return {
+            **self._evaluate(params, inputs),
+            **self.evaluate_metrics(params, self.metrics, inputs),
+        }
 
     def _evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None
@@ -975,7 +987,7 @@ class Task:
                 out[name][rows] = value[which]
         return out
 
-    def judged(
+    def evaluate_metrics(
         self,
         params: Float[Tensor, "clients params"],
         wanted: Sequence[SampleMetric],
@@ -1075,7 +1087,9 @@ class Task:
                 values[name][rows] = (whole.sum(1) / len(test)).to(self.dtype)[which]
         return values, recall, number
 
-    def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
+    def accuracy_on_all_tests(
+        self, models: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""
         chosen, which = first_equal_rows(models).unique(return_inverse=True)
         right, total = torch.zeros(len(chosen), dtype=self.dtype), 0

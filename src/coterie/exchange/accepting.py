@@ -124,11 +124,11 @@ class Reputation:
 class Judge(Protocol):
     """What a client judges with: its own data. An `engine.task.Task` is one."""
 
-    samples: Tensor
+    num_samples: Tensor
     population: int
-    part: ParameterSharing
+    sharing: ParameterSharing
 
-    def counts(self, split: str) -> Int[Tensor, " clients"]:
+    def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return how many samples each client has in a split."""
         ...
 
@@ -150,13 +150,13 @@ def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Te
 
 
 def _splits_to_judge_by(task: Judge) -> list[str]:
-    seen = task.counts("validation") > 0
+    seen = task.count_samples("validation") > 0
     return [split for split, some in (("validation", seen), ("train", ~seen)) if bool(some.any())]
 
 
 def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
     """Choose for each client the values of its validation data, or of its training data where it has no others."""
-    seen, out = task.counts("validation") > 0, nothing
+    seen, out = task.count_samples("validation") > 0, nothing
     for split, value in found.items():
         rows = seen if split == "validation" else ~seen
         out = torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, out)
@@ -167,7 +167,7 @@ def _shared_distances(
     part: ParameterSharing, own: Tensor, table: Tensor, index: Tensor, mask: Tensor
 ) -> Tensor:
     """Return the distances of what is shared."""
-    if not part.whole:
+    if not part.shares_all:
         own, table = part.shared.select_from(own), part.shared.select_from(table)
     return similarity.l2_distances(own, table, index, mask)
 
@@ -217,10 +217,12 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         if message.params.shape[1]:
             fine = self._check_losses(replace(inbox, mask=fine), message.params)
             radius = self.rules.clip * self.reputation.step[:, None]
-            far = _shared_distances(self.task.part, message.params, inbox.table, inbox.index, fine)
+            far = _shared_distances(
+                self.task.sharing, message.params, inbox.table, inbox.index, fine
+            )
             scale = torch.where(fine & (radius > 0) & (far > radius), radius / far, scale)
         self._pulled.append(_PullDecision(peers, scale, arrived & ~fine, fine))
-        most = self.rules.samples * self.task.samples.double()
+        most = self.rules.samples * self.task.num_samples.double()
         return replace(inbox, mask=fine, limits=Limits(message.params, scale, most))
 
     def _check_losses(self, inbox: Inbox, own: Tensor) -> Bool[Tensor, "clients peers"]:
@@ -233,10 +235,10 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         bound = torch.where(mine.isfinite(), bound, first)
         counts, found = torch.zeros_like(self.passes), {}
         for split in _splits_to_judge_by(self.task):
-            rows = (self.task.counts("validation") > 0) == (split == "validation")
+            rows = (self.task.count_samples("validation") > 0) == (split == "validation")
             some = inbox.mask & rows[:, None]
             found[split] = self.task.score(replace(inbox, mask=some), split).double().cpu()
-            counts = torch.where(rows, self.task.counts(split), counts)
+            counts = torch.where(rows, self.task.count_samples(split), counts)
         losses = _choose_by_split(
             self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64)
         )
@@ -248,7 +250,7 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
     ) -> None:
         """Take note of how far the clients' own training moved their models."""
-        self.reputation = self.reputation.after_training(self.task.part, before, after)
+        self.reputation = self.reputation.after_training(self.task.sharing, before, after)
 
     def finish_round(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
         """Return what the clients remember after the round, and the report of the round with what was judged.

@@ -72,12 +72,14 @@ def narrow_exchange(
     exchange: Exchange, part: ParameterSharing, own: Float[Tensor, "clients params"]
 ) -> Exchange:
     """Return an exchange of what is shared: the exchange itself, where that is everything."""
-    return exchange if part.whole else NarrowedExchange(exchange, part, own)
+    return exchange if part.shares_all else NarrowedExchange(exchange, part, own)
 
 
 def narrow_message(part: ParameterSharing, message: Message) -> Message:
     """Return a message with the shared columns alone."""
-    return message if part.whole else replace(message, params=_narrow_rows(part, message.params))
+    return (
+        message if part.shares_all else replace(message, params=_narrow_rows(part, message.params))
+    )
 
 
 def _narrow_rows(part: ParameterSharing, rows: Tensor) -> Tensor:

@@ -77,14 +77,14 @@ class Apfl(PersonalModels):
 
     def memory(self, task: Task, rng: Rng) -> ApflMemory:
         """Everybody starts at the first model."""
-        model = task.init(rng).clone()
+        model = task.initial_models(rng).clone()
         return ApflMemory(model, torch.full_like(model[:, 0], self.alpha))
 
     def learn(
         self, rnd: Round, memory: ApflMemory, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Float[Tensor, "clients params"], ApflMemory, Info]:
         """Train both parts on the same batches."""
-        steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
         shared, model, alpha = start.clone(), memory.model.clone(), memory.alpha.clone()
         for step in range(steps.num_steps):
             slope = steps.compute_gradient(shared, step)

@@ -339,7 +339,7 @@ class PeerMethod(Method):
 
     def message(self, task: Task, state: State) -> Message:
         """Return what the hosted clients publish, from their state before the exchange."""
-        return Message(state.params, {"samples": task.samples})
+        return Message(state.params, {"samples": task.num_samples})
 
     def messages(self, task: Task, state: State) -> Sequence[Message]:
         """Return what the hosted clients publish in each exchange of a round, from their state before it.
@@ -375,7 +375,7 @@ class PeerMethod(Method):
     @final
     def init(self, task: Task, rng: Rng) -> State:
         """Return the first models and the first memory."""
-        return State(task.init(rng), self.memory(task, rng))
+        return State(task.initial_models(rng), self.memory(task, rng))
 
     @final
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -716,7 +716,7 @@ def merge_by_rule(
     """
     what = f"aggregation {path!r}"
     rule, own, out = import_function(str(path), what), state.params, state.params.clone()
-    columns = rnd.task.part.shared
+    columns = rnd.task.sharing.shared
     order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field_by_slot("samples")
     for row in range(len(own)):
         slots = order[row][keep[row][order[row]]]
@@ -724,7 +724,7 @@ def merge_by_rule(
             continue
         models = torch.cat([own[row : row + 1], inbox.limited_models(row, slots)])
         models = columns.select_from(models)
-        counts = torch.cat([rnd.task.samples[row : row + 1].to(samples), samples[row, slots]])
+        counts = torch.cat([rnd.task.num_samples[row : row + 1].to(samples), samples[row, slots]])
         alike = None
         if similarity is not None:
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
@@ -732,7 +732,7 @@ def merge_by_rule(
         merged = aggregation.merge_by_rule(rule, received, what)
         out[row] = (
             merged
-            if rnd.task.part.whole
+            if rnd.task.sharing.shares_all
             else columns.replace_in(out[row : row + 1], merged[None])[0]
         )
     return replace(state, params=out), mixing_report(
@@ -763,7 +763,7 @@ def average_models(
     if rule is not None:
         return merge_by_rule(rule, rnd, state, inbox, keep)
     weights, own_weight = aggregation.fedavg_weights(
-        inbox.field_by_slot("samples"), rnd.task.samples, keep
+        inbox.field_by_slot("samples"), rnd.task.num_samples, keep
     )
     mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
     return replace(state, params=mixed), mixing_report(inbox, weights, own_weight)

@@ -73,8 +73,8 @@ class Cfl(ServerMethod):
 
     def shared(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""
-        start = Averaging().init_clusters(task.fresh(rng, 1), task.population, task.layout)
-        width = task.part.compared.num_columns if self.participation == "partial" else 0
+        start = Averaging().init_clusters(task.draw_models(rng, 1), task.population, task.layout)
+        width = task.sharing.compared.num_columns if self.participation == "partial" else 0
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
         return CflClusters(
             start.models, start.velocity, start.label, last, torch.full((task.population,), -1)

@@ -42,8 +42,8 @@ class CostSetting:
             task: of a run.
             group: members of a client's own cluster.
         """
-        part = task.part
-        samples, apart = int(task.samples.mean()), task.init_mode == "per_client"
+        part = task.sharing
+        samples, apart = int(task.num_samples.mean()), task.init_mode == "per_client"
         shared, compared = part.shared.num_columns, part.compared.num_columns
         return CostSetting(
             task.population, shared, samples, group, task.dtype.itemsize, apart, compared

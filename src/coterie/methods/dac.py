@@ -72,8 +72,8 @@ def pull_and_measure(
     mask, arrived = inbox.mask, inbox.mask.sum(1)
     if metric == "inv_loss":
         value = similarity.invert_cost(rnd.task.score(inbox), eps)
-        return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.counts("train")})
-    compared = rnd.task.part.compared
+        return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.count_samples("train")})
+    compared = rnd.task.sharing.compared
     pair = (
         compared.select_from(state.params),
         compared.select_from(inbox.table),
@@ -94,7 +94,7 @@ def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, 
     Where clients start from different models, the memory has `origin` and messages carry it; else
     all know it.
     """
-    compared = rnd.task.part.compared
+    compared = rnd.task.sharing.compared
     origin: Tensor = state.memory.origin
     if origin.shape[1]:
         origin, origins = compared.select_from(origin), inbox.fields["origin"]
@@ -170,7 +170,7 @@ def push_and_measure(
         bytes=models.bytes[:, :count] + replies.bytes,
     )
     cost = {
-        "passes": judged.sum(1) * rnd.task.counts("train"),
+        "passes": judged.sum(1) * rnd.task.count_samples("train"),
         "extra_models": models.mask[:, count:].sum(1),
         "extra_floats": requests.mask.sum(1) * count + replies.mask.sum(1) * rnd.task.population,
         "extra_bytes": requests.bytes.sum(1) + models.bytes[:, count:].sum(1),
@@ -444,9 +444,9 @@ class Dac(PeerMethod):
 
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and, with two-hop estimates, the similarities to share."""
-        fields = {"samples": task.samples}
+        fields = {"samples": task.num_samples}
         if state.memory.origin.shape[1]:
-            fields["origin"] = task.part.compared.select_from(state.memory.origin)
+            fields["origin"] = task.sharing.compared.select_from(state.memory.origin)
         if self.two_hop and self.two_hop_scope == "current":
             fields |= self.scores_to_share(state)
         return Message(state.params, fields)
@@ -539,7 +539,7 @@ class Dac(PeerMethod):
         told = similarity_report(rnd, measured.similarity, drawn)
         if self.aggregation == "fedavg":
             weights, own_weight = aggregation.fedavg_weights(
-                inbox.field_by_slot("samples"), rnd.task.samples, inbox.mask
+                inbox.field_by_slot("samples"), rnd.task.num_samples, inbox.mask
             )
         elif self.aggregation == "fedsim":
             weights, own_weight = aggregation.fedsim_weights(measured.similarity, inbox.mask)

@@ -89,7 +89,7 @@ class Ditto(PersonalModels):
 
     def memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
-        return PersonalMemory(task.init(rng).clone())
+        return PersonalMemory(task.initial_models(rng).clone())
 
     def remember(
         self,

@@ -183,7 +183,7 @@ class FedGwc(WithPresets, ServerMethod):
     def shared(self, task: Task, rng: Rng) -> FedGwcClusters:
         """Return one cluster whose members have not met."""
         begin, size = (
-            self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout),
+            self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout),
             task.population,
         )
         level = 1 / size**2 if self.start == "uniform" else 0.0
@@ -211,7 +211,7 @@ class FedGwc(WithPresets, ServerMethod):
         width = self.trace if rnd.local.steps is None else rnd.local.steps
         padded = losses.new_full((len(losses), width), torch.nan)
         padded[:, : losses.shape[1]] = losses[:, :width]
-        return {"samples": rnd.task.samples, "losses": padded}
+        return {"samples": rnd.task.num_samples, "losses": padded}
 
     def extra(
         self,

@@ -46,7 +46,7 @@ def train_alternately(
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []
     for track, (local, only, purpose) in enumerate(parts):
-        steps = rnd.task.stepwise(rnd.rng, local, purpose=purpose, only=only)
+        steps = rnd.task.train_stepwise(rnd.rng, local, purpose=purpose, only=only)
         for step in range(steps.num_steps):
             steps.apply_gradient(params, steps.compute_gradient(params, step), step, track)
         reports.append(steps.finish(params))

@@ -69,7 +69,7 @@ class FedProx(OneModel):
 
     def shared(self, task: Task, rng: Rng) -> FedProxClusters:
         """Return the server's state; nobody's samples are known yet."""
-        start = self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout)
+        start = self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout)
         return FedProxClusters(
             start.models,
             start.velocity,
@@ -81,7 +81,7 @@ class FedProx(OneModel):
         """Tell the server how many samples each client has, when it draws by them."""
         if self.sampling == "uniform":
             return state
-        message = Message(state.params[:, :0], {"samples": rnd.task.samples})
+        message = Message(state.params[:, :0], {"samples": rnd.task.num_samples})
         return replace(
             state, shared=self.ask(rnd, _register_samples, message, state.shared, NO_MODEL)[0]
         )

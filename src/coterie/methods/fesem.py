@@ -65,7 +65,7 @@ class FeSem(ServerMethod):
     def shared(self, task: Task, rng: Rng) -> FeSemClusters:
         """Return independent centers and random balanced memberships."""
         apart = self.features == "last_layer" and not bool(
-            (last_layer_mask(task.layout) & task.part.trained.mask).any()
+            (last_layer_mask(task.layout) & task.sharing.trained.mask).any()
         )
         require(
             not apart,
@@ -75,7 +75,7 @@ class FeSem(ServerMethod):
         )
         order = rng.at_round(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
-        models = task.fresh(rng, self.clusters)
+        models = task.draw_models(rng, self.clusters)
         return FeSemClusters(
             models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)
         )

@@ -99,7 +99,7 @@ class Ifca(ServerMethod):
     def shared(self, task: Task, rng: Rng) -> IfcaModels:
         """Return independently drawn models."""
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
-        return IfcaModels(task.fresh(rng, count))
+        return IfcaModels(task.draw_models(rng, count))
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Choose among candidates by what clients would choose among them."""
@@ -175,14 +175,14 @@ class Ifca(ServerMethod):
         label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
-        message = Message(params, {"samples": rnd.task.samples, "label": label})
+        message = Message(params, {"samples": rnd.task.num_samples, "label": label})
         shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
-        passes = offer.mask.sum(1) * rnd.task.counts("train")
+        passes = offer.mask.sum(1) * rnd.task.count_samples("train")
         return State(params, None, shared), {
             **info,
             "label": label,
             "passes": passes,
-            **traffic_report(rnd.task.part, offer, request, message),
+            **traffic_report(rnd.task.sharing, offer, request, message),
             **self.extra(rnd, start, params, shared),
         }
 

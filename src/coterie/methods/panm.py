@@ -108,15 +108,15 @@ class Panm(PeerMethod):
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
         sent = {
-            name: task.part.compared.select_from(value)
+            name: task.sharing.compared.select_from(value)
             for name, value in extras.items()
             if value.shape[1]
         }
-        return Message(state.params, {"samples": task.samples, **sent})
+        return Message(state.params, {"samples": task.num_samples, **sent})
 
     def messages(self, task: Task, state: State) -> Sequence[Message]:
         """Publish what the score needs, then the model alone, for those that average with it without a score."""
-        return self.message(task, state), Message(state.params, {"samples": task.samples})
+        return self.message(task, state), Message(state.params, {"samples": task.num_samples})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
@@ -157,7 +157,7 @@ class Panm(PeerMethod):
         )
         samples = torch.cat([scored.field_by_slot("samples"), rest.field_by_slot("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
-        weights, own_weight = aggregation.fedavg_weights(samples, rnd.task.samples, keep)
+        weights, own_weight = aggregation.fedavg_weights(samples, rnd.task.num_samples, keep)
         parts = weights.tensor_split([slots.shape[1]], dim=1)
         mixed = scored.mix(parts[0], own=state.params, own_weight=own_weight)
         mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
@@ -257,7 +257,7 @@ class PanmGrad(Panm):
         """Compare updates with those received."""
         total = torch.zeros(inbox.mask.shape, dtype=torch.float64)
         if self.alpha > 0:
-            update = rnd.task.part.compared.select_from(state.memory.update)
+            update = rnd.task.sharing.compared.select_from(state.memory.update)
             last = similarity.cosine(update, inbox.fields["update"], inbox.index, inbox.mask)
             total = total + self.alpha * last
         if self.alpha < 1:
@@ -304,7 +304,7 @@ class PanmLoss(Panm):
         """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()
         value = similarity.invert_cost(loss, self.eps) if self.transform == "inverse" else -loss
-        return value, {"passes": inbox.mask.sum(1) * rnd.task.counts("train")}
+        return value, {"passes": inbox.mask.sum(1) * rnd.task.count_samples("train")}
 
     def cost(self, setting: CostSetting, round: int) -> Cost:
         """Read models, and score some by their loss."""

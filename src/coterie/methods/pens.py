@@ -101,7 +101,7 @@ class Pens(PeerMethod):
             kept = memory.kept.clone()
             kept[rows, peers[rows, slots]] += 1
             memory = PensMemory(kept)
-            cost["passes"] = inbox.mask.sum(1) * rnd.task.counts("train")
+            cost["passes"] = inbox.mask.sum(1) * rnd.task.count_samples("train")
         else:
             peers = selection.sample_uniformly(
                 noise, self.num_peers, rnd.candidates & self.find_neighbors(memory.kept)

@@ -65,10 +65,10 @@ class PerFedAvg(OneModel):
         """Go down the gradient of the loss after adaptation."""
         task, free = rnd.task, self.hessian == "free"
         first, second = (
-            task.stepwise(rnd.rng, rnd.local, purpose=name)
+            task.train_stepwise(rnd.rng, rnd.local, purpose=name)
             for name in ("batches", "batches.adapted")
         )
-        third = task.stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
+        third = task.train_stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
         params = start.clone()
         for step in range(first.num_steps):
             adapted = self._move_along(params, first.compute_gradient(params, step), -self.alpha)
@@ -102,7 +102,7 @@ class PerFedAvg(OneModel):
         """Fetch the shared model and adapt it to each client's training data."""
         shared, info = super().served(rnd, state)
         size = (
-            max(1, int(rnd.task.samples.max()))
+            max(1, int(rnd.task.num_samples.max()))
             if self.adapt_batch_size is None
             else self.adapt_batch_size
         )

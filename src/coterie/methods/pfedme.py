@@ -64,7 +64,7 @@ class PFedMe(PersonalModels):
 
     def memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
-        return PersonalMemory(task.init(rng).clone())
+        return PersonalMemory(task.initial_models(rng).clone())
 
     def learn(
         self,
@@ -74,7 +74,7 @@ class PFedMe(PersonalModels):
         offer: Inbox,
     ) -> tuple[Float[Tensor, "clients params"], PersonalMemory, Info]:
         """Approach the envelope's minimum on each batch, and follow it."""
-        steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
         shared, model = start.clone(), start.clone()
         w, theta = shared[:, :trainable], model[:, :trainable]  # views
         for step in range(steps.num_steps):

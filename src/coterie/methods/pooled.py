@@ -33,7 +33,7 @@ class Pooled(Method):
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the first model, at every client."""
-        return State(task.init(rng)[:1].expand(len(task), -1).clone())
+        return State(task.initial_models(rng)[:1].expand(len(task), -1).clone())
 
     def cohort(
         self, shared: Any, rng: Rng, population: int, participation: float | int
@@ -46,7 +46,9 @@ class Pooled(Method):
         model, info = rnd.task.train_pooled(state.params[:1], rnd.rng, rnd.local)
         everybody = len(rnd.ids)
         told = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
-        samples = info["train_samples"] * rnd.task.samples.double() / rnd.task.pooled_samples
+        samples = (
+            info["train_samples"] * rnd.task.num_samples.double() / rnd.task.num_pooled_samples
+        )
         return replace(state, params=model.expand(everybody, -1).clone()), {
             **told,
             "train_samples": samples.long(),

@@ -274,7 +274,9 @@ class ServerMethod(Method):
             expects = self.offered()
         message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
-        context = ServerContext(rnd.index, rnd.rng, task.layout, task.population, taking, task.part)
+        context = ServerContext(
+            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing
+        )
         return rnd.exchange.ask_server(message, partial(rule, context), shared)
 
     def request(self, rnd: Round, state: State) -> Message:
@@ -287,12 +289,14 @@ class ServerMethod(Method):
 
     def shared(self, task: Task, rng: Rng) -> Any:
         """Return the server's state before the first round."""
-        return self.averaging.init_clusters(task.fresh(rng, 1), task.population, task.layout)
+        return self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout)
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
         return State(
-            task.init(rng), self.memory(task, rng), clear_home_columns(task, self.shared(task, rng))
+            task.initial_models(rng),
+            self.memory(task, rng),
+            clear_home_columns(task, self.shared(task, rng)),
         )
 
     def train(
@@ -303,7 +307,7 @@ class ServerMethod(Method):
 
     def report(self, rnd: Round, info: Info) -> dict[str, Tensor]:
         """Return what clients send beside their models."""
-        return {"samples": rnd.task.samples}
+        return {"samples": rnd.task.num_samples}
 
     def remember(
         self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
@@ -343,7 +347,7 @@ class ServerMethod(Method):
         shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
         info = {
             **info,
-            **traffic_report(rnd.task.part, offer, request, message),
+            **traffic_report(rnd.task.sharing, offer, request, message),
             **self.extra(rnd, start, params, shared),
         }
         if "personal_train_samples" in info:
@@ -392,13 +396,15 @@ def extend_labels(
 
 def clear_home_columns(task: Task, shared: Any) -> Any:
     """Return a server's state whose models are 0 in the columns that stay at home, as those that it receives are."""
-    if task.part.whole:
+    if task.sharing.shares_all:
         return shared
 
     def clear_columns(value: Tensor) -> Tensor:
         model = value.ndim == 2 and value.shape[1] == task.layout.size and value.is_floating_point()
         return (
-            task.part.shared.expand_to_rows(task.part.shared.select_from(value)) if model else value
+            task.sharing.shared.expand_to_rows(task.sharing.shared.select_from(value))
+            if model
+            else value
         )
 
     return map_tensors(shared, clear_columns)

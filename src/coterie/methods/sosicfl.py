@@ -141,7 +141,7 @@ class SimplexMethod(WithPresets, OneModel):
     def draw_first_model(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
         rows, xavier = (
-            task.fresh(rng, self.endpoints),
+            task.draw_models(rng, self.endpoints),
             self.endpoint_start == "xavier" and self.scope == "head",
         )
         gain = math.sqrt(self.head_lr_scale)
@@ -154,7 +154,7 @@ class SimplexMethod(WithPresets, OneModel):
         state = super().init(task, rng)
         return (
             state
-            if task.part.whole
+            if task.sharing.shares_all
             else replace(state, params=self.draw_first_model(task, rng).repeat(len(task), 1))
         )
 
@@ -328,7 +328,7 @@ class SimplexMethod(WithPresets, OneModel):
         self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Tensor, Info]:
         """Train the simplex, each step at another of its points."""
-        inputs = self.draw_alpha_inputs(rnd, offer, "alpha", rnd.task.steps(rnd.local))
+        inputs = self.draw_alpha_inputs(rnd, offer, "alpha", rnd.task.count_steps(rnd.local))
         return rnd.task.train(start, rnd.rng, rnd.local, inputs=inputs)
 
     def compose_models(
@@ -489,7 +489,7 @@ class SosicFlPlus(SimplexMethod):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         inputs = self.draw_alpha_inputs(
-            rnd, self._personal_offer(offer), "alpha.personal", rnd.task.steps(local)
+            rnd, self._personal_offer(offer), "alpha.personal", rnd.task.count_steps(local)
         )
         own = _own_or_received(memory, start)
         model, info = rnd.task.train(

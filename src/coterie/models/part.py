@@ -106,7 +106,7 @@ class ParameterSharing:
     compared: ColumnSet
 
     @property
-    def whole(self) -> bool:
+    def shares_all(self) -> bool:
         """Whether everything is shared."""
         return not self.local.ranges
 
@@ -154,7 +154,9 @@ class ParameterSharing:
     ) -> Shaped[Tensor, "clients params"]:
         """Return merged rows with what stays at home as it was before."""
         return (
-            merged if self.whole else self.local.replace_in(merged, self.local.select_from(before))
+            merged
+            if self.shares_all
+            else self.local.replace_in(merged, self.local.select_from(before))
         )
 
 

@@ -195,7 +195,7 @@ def _measure_rate(post: Post, peer: str) -> float | None:
 def _estimate_round(node: Node, rates: list[float]) -> str:
     """Estimated time of a round: one local training, measured, and the transfers of its models."""
     task, started = node.task, time.perf_counter()
-    params = task.init(Rng(0))
+    params = task.initial_models(Rng(0))
     task.train(params, Rng(0).at_round(0), node.plan.settings.local)
     training = time.perf_counter() - started
     size = params.shape[1] * params.element_size()

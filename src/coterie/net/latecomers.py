@@ -163,14 +163,20 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     if isinstance(method, ServerMethod):
         task = loop.task
         context = ServerContext(
-            last, loop.rng.at_round(last), task.layout, task.population, None, task.part
+            last, loop.rng.at_round(last), task.layout, task.population, None, task.sharing
         )
         table = method.serving(context, loop.state.shared)
-        told = {-1: {"table": table if task.part.whole else task.part.shared.select_from(table)}}
+        told = {
+            -1: {
+                "table": table
+                if task.sharing.shares_all
+                else task.sharing.shared.select_from(table)
+            }
+        }
     else:
         assert isinstance(method, PeerMethod)
         task = wide()
-        message = narrow_message(task.part, method.message(task, join_states(loop, task)))
+        message = narrow_message(task.sharing, method.message(task, join_states(loop, task)))
         told = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in told.items():
         at = Address(-1, 0, client, KIND)

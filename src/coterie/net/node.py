@@ -200,7 +200,7 @@ class Node:
         if audit is not None:
             self.post.on_answer, self.post.ensure_able = audit.record_delivery, audit.ensure_written
         door = latecomers.LateExchange if self.late else RemoteExchange
-        self.exchange = door(self.post, self.task.part.shared.num_columns)
+        self.exchange = door(self.post, self.task.sharing.shared.num_columns)
         ids = None if self.participants is None else self.participants.ids
         record = Record(clusters, names, ids, similarities=plan.settings.record_similarities)
         self.loop = NodeLoop(
@@ -688,14 +688,14 @@ class Node:
     def _fetch_table(self) -> Tensor:
         """The server's models, with 0 in what clients keep at home."""
         assert isinstance(self.exchange, latecomers.LateExchange)
-        part = self.task.part
+        part = self.task.sharing
         try:
             table = self.exchange.fetch_models(self.loop.state.params)
         except RoundMissed:
             raise TransportError(
                 f"the server {self.roster.server} has no model for new clients: see its log"
             ) from None
-        return table if part.whole else part.shared.expand_to_rows(table)
+        return table if part.shares_all else part.shared.expand_to_rows(table)
 
     def _follow_models(self, models: newcomers.ModelSteps) -> newcomers.ModelSteps:
         """Pass a newcomer's models on, and log its rounds."""

@@ -121,8 +121,8 @@ def _compute_accuracy(
     loop: Loop, client: int, rows: Float[Tensor, "rows params"]
 ) -> Float[Tensor, " rows"]:
     if client == ALL_CLIENTS:
-        return loop.task.pooled_accuracy(rows)
-    return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
+        return loop.task.accuracy_on_all_tests(rows)
+    return loop.task.select_clients(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
 
 
 def tabulate_interactions(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:

@@ -203,7 +203,7 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
 
 def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
     """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
-    part = task.among_first(size)
+    part = task.first_clients_alone(size)
     state = check_returned_state(method, "init", method.init(part, Rng(0)), part)
     sent = (
         list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []

@@ -123,7 +123,7 @@ def run_sequential_round(
         state, info = method.train(rnd, state)
         together = {**info, "trained": state.params}
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
-    shares = rnd.task.part
+    shares = rnd.task.sharing
     boards = _make_published_messages(method, shares, rnd.task, state)
     kept = [narrow_message(shares, message) for message in standing] or [None] * len(boards)
     boards = [
@@ -144,7 +144,7 @@ def run_sequential_round(
     infos: list[Info] = []
     for rows in acted:
         own, info = state.select_rows(rows), {}
-        part = dataclasses.replace(rnd, task=rnd.task.rows(rows))
+        part = dataclasses.replace(rnd, task=rnd.task.select_clients(rows))
         if schedule == "sequential" and early:
             own, trained = method.train(part, own)
             info = {**trained, "trained": own.params}
@@ -179,7 +179,7 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
     """
     one = torch.zeros(1, dtype=torch.int64)
     try:
-        number = len(method.messages(task.rows(one), state.select_rows(one)))
+        number = len(method.messages(task.select_clients(one), state.select_rows(one)))
     except ConfigError as error:
         raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
     if number != max(1, method.exchanges):
@@ -236,7 +236,7 @@ def _predict_reads(
     read in an earlier.
     """
     live.set_active(rnd.ids)
-    door = narrow_exchange(_PeerProbe(live), rnd.task.part, state.params)
+    door = narrow_exchange(_PeerProbe(live), rnd.task.sharing, state.params)
     try:
         method.exchange(dataclasses.replace(rnd, exchange=door), state)
     except _PeersAsked as asked:

@@ -123,11 +123,11 @@ def wrap_exchange(inner: Exchange, groups: AttackGroups, task: Task, seed: int) 
     """Return the exchange in which these clients attack: the exchange itself where nobody does."""
     if not groups:
         return inner
-    part, first = task.part, task.origin(Rng(seed))
+    part, first = task.sharing, task.origin(Rng(seed))
     return AttackingExchange(
         inner,
         groups,
-        first if part.whole else part.shared.select_from(first),
+        first if part.shares_all else part.shared.select_from(first),
         task.population,
         task.ids,
     )

@@ -124,7 +124,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors |= {f"state.reputation.{k}": v for k, v in _list_tensors(loop.state.reputation).items()}
     tensors |= {f"tracker.{k}": v for k, v in _list_tensors(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
-    tensors |= {f"privacy.{k}": v for k, v in loop.task.spent.snapshot().items()}
+    tensors |= {f"privacy.{k}": v for k, v in loop.task.privacy_ledger.snapshot().items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
     record, names = loop.record.snapshot()
     tensors |= {f"record.{k}": v for k, v in record.items()}
@@ -225,7 +225,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     )
     loop.tracker = _fill_fields(loop.tracker, select_tensors("tracker."))
     loop.validation = select_tensors("validation.")
-    loop.task.spent.restore(select_tensors("privacy."))
+    loop.task.privacy_ledger.restore(select_tensors("privacy."))
     loop.record.restore(select_tensors("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:

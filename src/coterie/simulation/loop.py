@@ -126,7 +126,7 @@ class Loop:
         rng: Rng,
         record: Record,
     ) -> None:
-        self.task, self.rng = task.at(rng), rng
+        self.task, self.rng = task.for_round(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
         self.acceptance_rules = settings.acceptance_rules_for(method)
@@ -166,13 +166,13 @@ class Loop:
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
         state = check_returned_state(
-            self.method, "init", self.method.init(task.at(self.rng), self.rng), task
+            self.method, "init", self.method.init(task.for_round(self.rng), self.rng), task
         )
         if self.settings.local.persistent_client_optimizer:
-            moments = task.fresh_moments(self.settings.local, self.method.tracks)
+            moments = task.init_optimizer_state(self.settings.local, self.method.tracks)
             state = dataclasses.replace(state, moments=moments)
         if self.acceptance_rules is not None:
-            losses = own_losses(task.at(self.rng.at_round(-1)), state.params)
+            losses = own_losses(task.for_round(self.rng.at_round(-1)), state.params)
             state = dataclasses.replace(
                 state, reputation=Reputation.from_first_losses(losses, task.population)
             )
@@ -223,16 +223,16 @@ class Loop:
 
     def _task_at(self, index: int) -> Task:
         """Return the task as it measures in a round."""
-        return self.task.at(self.rng.at_round(index))
+        return self.task.for_round(self.rng.at_round(index))
 
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
         task = self._task_at(index).carrying(self.state.moments)
-        task = task if whole else task.rows(rows)
+        task = task if whole else task.select_clients(rows)
         exchange = narrow_exchange(
-            self.exchange, task.part, self.state.params if whole else self.state.params[rows]
+            self.exchange, task.sharing, self.state.params if whole else self.state.params[rows]
         )
         reputation = self.state.reputation
         if self.acceptance_rules is not None and reputation is not None:
@@ -270,7 +270,7 @@ class Loop:
             params, info = task.train(self.state.params, rng, local)
             reputation = self.state.reputation
             if reputation is not None:
-                reputation = reputation.after_training(task.part, self.state.params, params)
+                reputation = reputation.after_training(task.sharing, self.state.params, params)
             self.state = self.method.trained(
                 dataclasses.replace(self.state, params=params), self.state.params
             )
@@ -339,7 +339,7 @@ class Loop:
             self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
         )
         state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
-        messages = self.method.messages(self.task.rows(stopped), state)
+        messages = self.method.messages(self.task.select_clients(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
     def _finish_round(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
@@ -364,17 +364,17 @@ class Loop:
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
-            values = self._task_at(index).measure(judged, "validation")
+            values = self._task_at(index).evaluate_split(judged, "validation")
         else:
             values = (
                 self._task_at(index)
-                .rows(measured.nonzero().flatten())
-                .measure(judged[measured], "validation")
+                .select_clients(measured.nonzero().flatten())
+                .evaluate_split(judged[measured], "validation")
             )
         for name, value in values.items():
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
             self.validation[name] = known.masked_scatter(measured, value.cpu())
-        unknown = self.task.counts("validation") == 0
+        unknown = self.task.count_samples("validation") == 0
         patience = None if self.method.server else self.settings.patience
         before = self.tracker.stopped
         loss = self.validation[metrics.LOSS.name]
@@ -388,7 +388,7 @@ class Loop:
                 if self.settings.stopped_broadcast == "best"
                 else self.state.params
             )
-            narrow_exchange(self.exchange, self.task.part, models).retire_clients(
+            narrow_exchange(self.exchange, self.task.sharing, models).retire_clients(
                 ids[new], models[new]
             )
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
@@ -408,7 +408,9 @@ class Loop:
             {}
             if private is None
             else {
-                metrics.EPSILON.name: self.task.spent.compute_epsilon(self.task.ids, private.delta)
+                metrics.EPSILON.name: self.task.privacy_ledger.compute_epsilon(
+                    self.task.ids, private.delta
+                )
             }
         )
 
@@ -471,7 +473,9 @@ class Loop:
             values = task.evaluate(params)
         else:
             values, recall, number = task.evaluate_by_class(params)
-            values |= task.judged(params, [one for one in task.metrics if one.name not in wanted])
+            values |= task.evaluate_metrics(
+                params, [one for one in task.metrics if one.name not in wanted]
+            )
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
@@ -483,7 +487,7 @@ class Loop:
             self.exchange.set_active(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
             models = self.method.overall(self._make_round(index, everybody, population), self.state)
-            values[overall] = task.pooled_accuracy(models)
+            values[overall] = task.accuracy_on_all_tests(models)
         return values
 
     def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
@@ -513,7 +517,7 @@ class Loop:
         )
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
             values |= final_metrics.compute_reductions(
-                tested[name], self.task.test_counts()[seen], label
+                tested[name], self.task.count_test_samples()[seen], label
             )
         if "maxima" in wanted:
             values |= final_metrics.compute_maxima(self.record.metrics)
@@ -550,7 +554,7 @@ class Loop:
         task = self._task_at(last)
         measured = {
             "test": self._evaluate_on_tests(last, params),
-            "validation": task.measure(params, "validation"),
+            "validation": task.evaluate_split(params, "validation"),
         }
         for split, values in measured.items():
             # the round may have measured its current models already

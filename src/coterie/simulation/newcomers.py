@@ -174,15 +174,15 @@ class JoinContext:
     @property
     def newcomer_task(self) -> Task:
         """The task of the newcomers alone."""
-        return self.task.rows(self.rows)
+        return self.task.select_clients(self.rows)
 
     def make_round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
         """Return a round of some clients. Newcomers count from their first: their draws are those of any client."""
         rng = self.rng.at_round(index)
         return Round(
             index=index,
-            task=task.at(rng),
-            exchange=narrow_exchange(self.exchange, task.part, params),
+            task=task.for_round(rng),
+            exchange=narrow_exchange(self.exchange, task.sharing, params),
             rng=rng,
             reachable=self.reachable,
             local=self.settings.local,
@@ -198,7 +198,7 @@ class JoinContext:
         """Return what the newcomers' optimizers begin with, where their state is kept."""
         keeps = self.settings.local.persistent_client_optimizer
         return (
-            self.newcomer_task.fresh_moments(self.settings.local, self.method.tracks)
+            self.newcomer_task.init_optimizer_state(self.settings.local, self.method.tracks)
             if keeps
             else None
         )
@@ -235,7 +235,7 @@ def join_newcomers(
     else:
         taking, last = loop.task, loop.next_round - 1
         context = ServerContext(
-            last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.part
+            last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.sharing
         )
         table = loop.method.serving(context, loop.state.shared)
         models = (
@@ -261,15 +261,18 @@ def evaluate_newcomers(
         The tested model of each newcomer.
     """
     own, best = now.newcomer_task, now.settings.evaluate == "best_val"
-    measured = own.at(now.rng.at_round(last))
-    everybody, unknown = torch.ones(len(own), dtype=torch.bool), own.counts("validation") == 0
+    measured = own.for_round(now.rng.at_round(last))
+    everybody, unknown = (
+        torch.ones(len(own), dtype=torch.bool),
+        own.count_samples("validation") == 0,
+    )
     tracker: Tracker | None = None
     params = None
     for place, (params, judged) in enumerate(models):
         if place == 0 and now.method.server:
             record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
         if best:
-            loss = measured.measure(judged, "validation")[metrics.LOSS.name].cpu()
+            loss = measured.evaluate_split(judged, "validation")[metrics.LOSS.name].cpu()
             tracker = tracker or Tracker.start(judged)
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
@@ -309,10 +312,10 @@ def _choose_received_models(
 
     What clients keep at home they have of their own first model.
     """
-    own, mine = now.newcomer_task, now.newcomer_task.init(now.rng)
+    own, mine = now.newcomer_task, now.newcomer_task.initial_models(now.rng)
     offer = Reply.to_every_client(table, len(own)).to_inbox()
-    if not own.part.whole:
-        offer = replace(offer, part=own.part, own=mine)
+    if not own.sharing.shares_all:
+        offer = replace(offer, part=own.sharing, own=mine)
     losses = own.score(offer).nan_to_num(nan=torch.inf)
     chosen = table[losses.argmin(1).to(table.device)]
     return own.apply_buffer_policy(mine, chosen), chosen
@@ -348,7 +351,7 @@ def _iterate_cohort_models(
         active = taking.nonzero().flatten()
         now.begin_round(index, active)
         part = state.select_rows(active)
-        trained = task.carrying(state.moments).rows(active)
+        trained = task.carrying(state.moments).select_clients(active)
         rnd = replace(now.make_round(index, trained, part.params), reachable=taking)
         new, _ = check_returned_round(method, "round", method.round(rnd, part), rnd.task)
         state = state.replace_rows(active, replace(new, moments=rnd.task.moments))
@@ -410,8 +413,10 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
         moments = rnd.task.moments
         new = state.replace_rows(rows, replace(found, moments=None))
         if going is not None and len(active):
-            whole = now.task.rows(torch.arange(len(going.task))).carrying(theirs)
-            rnd = now.make_round(going.next_round + index, whole.rows(active), state.params[active])
+            whole = now.task.select_clients(torch.arange(len(going.task))).carrying(theirs)
+            rnd = now.make_round(
+                going.next_round + index, whole.select_clients(active), state.params[active]
+            )
             found, _ = method.train(rnd, state.select_rows(active))
             if theirs is not None:
                 theirs = zip_tensors(

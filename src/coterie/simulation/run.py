@@ -602,7 +602,7 @@ def _forecast_run(
         further=_memory.count_model_copies(
             server=method.server,
             whole=settings.participation == 1,
-            narrowed=not task.part.whole,
+            narrowed=not task.sharing.shares_all,
             tracks=method.tracks,
             train_first=(settings.order or method.order) == "train_first",
         )

@@ -68,7 +68,7 @@ def trained(
         task = Task(federation, entry.make, engine=engine, dtype=dtype, batch_size=12, **settings)
         if task.engine.name != engine:
             return None
-        params, info = task.train(task.init(Rng(0)).clone(), Rng(0).at_round(0), local)
+        params, info = task.train(task.initial_models(Rng(0)).clone(), Rng(0).at_round(0), local)
     return params, info["losses"]
 
 

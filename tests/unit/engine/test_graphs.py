@@ -100,7 +100,7 @@ def test_a_training_that_is_replayed_is_that_which_is_not():
     trained = []
     for graphs in (False, True):
         task = Task(images().host(range(6)), Net, engine="vmap", device="cuda", cuda_graphs=graphs)
-        rows = task.init(Rng(0)).clone()
+        rows = task.initial_models(Rng(0)).clone()
         for number in range(4):
             rows, _ = task.train(
                 rows, Rng(0).at_round(number), LocalTraining(epochs=4, batch_size=4, lr=0.01)

@@ -175,9 +175,9 @@ def plain(module, layout, row, work, client, loss=functional.cross_entropy, befo
     if local.optimizer == "sgd":
         optimizer = torch.optim.SGD(trained, momentum=local.momentum, **kind)
     losses = []
-    for step, size in enumerate(work.length[client].tolist()):
+    for step, size in enumerate(work.batch_sizes[client].tolist()):
         if size:
-            at = work.places[client, step, :size]
+            at = work.sample_indices[client, step, :size]
             optimizer.zero_grad(set_to_none=False)
             for p in trained:  # as a parameter that is not used is decayed with the others
                 p.grad = torch.zeros_like(p)
@@ -253,10 +253,10 @@ def test_moments_that_are_kept_are_those_of_the_optimizer_and_training_goes_on_f
         taken = torch.tensor([2 * number])
         part = replace(
             work,
-            places=work.places[:, steps],
-            length=work.length[:, steps],
+            sample_indices=work.sample_indices[:, steps],
+            batch_sizes=work.batch_sizes[:, steps],
             moments=moments,
-            taken=taken,
+            steps_taken=taken,
         )
         engine.train(there, part, 1)
     after, _, optimizer = plain(module, layout, rows[1], work, 0)
@@ -327,12 +327,12 @@ def test_dropout_draws_the_same_masks_as_the_vmap_engine():
     )
     _, _, _, work = case("group norm")
     layout = Layout(module, torch.float64)
-    work = replace(work, keys=(torch.tensor([3, 1 << 62, 5]), layout.keys))
+    work = replace(work, dropout_keys=(torch.tensor([3, 1 << 62, 5]), layout.keys))
     rows = layout.flatten_module(module).repeat(3, 1)
     one, other, without = rows.clone(), rows.clone(), rows.clone()
     LoopEngine(layout, cross_entropy, channels_last=True).train(one, work, 1)
     VmapEngine(layout, cross_entropy).train(other, work, 3)
-    LoopEngine(layout, cross_entropy).train(without, replace(work, keys=None), 1)
+    LoopEngine(layout, cross_entropy).train(without, replace(work, dropout_keys=None), 1)
     assert torch.allclose(one, other, rtol=0, atol=1e-10)
     assert not torch.allclose(one, without, atol=1e-4)
 

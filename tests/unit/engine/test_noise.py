@@ -65,7 +65,7 @@ def test_every_step_and_every_round_see_other_noise():
     """A client without momentum or shuffling that takes the same full batch twice has two losses that differ."""
     local = LocalTraining(batch_size=12, epochs=2, optimizer="sgd", lr=0.0)
     task = make_task(noisy_federation(), FedAvg(), "linear", tiny_settings())
-    params = task.init(Rng(0))
+    params = task.initial_models(Rng(0))
     losses = task.train(params, Rng(0).at_round(1), local)[1]["losses"]
     assert torch.allclose(losses[0::2, 0], losses[0::2, 1])
     assert float((losses[1::2, 0] - losses[1::2, 1]).abs().min()) > 1e-4
@@ -73,7 +73,7 @@ def test_every_step_and_every_round_see_other_noise():
         lambda t: t.measure(params, "validation")["loss"],
         lambda t: t.evaluate(params)["loss"],
     ):
-        first, again, later = (measure(task.at(Rng(0).at_round(r))) for r in (1, 1, 2))
+        first, again, later = (measure(task.for_round(Rng(0).at_round(r))) for r in (1, 1, 2))
         assert torch.equal(first, again)
         assert torch.equal(first[0::2], later[0::2])
         assert float((first[1::2] - later[1::2]).abs().min()) > 1e-4
@@ -82,12 +82,12 @@ def test_every_step_and_every_round_see_other_noise():
 def test_all_metrics_of_a_round_are_of_the_same_noisy_images():
     """Accuracy, recalls and pooled accuracy see one drawing of a test set: the recalls add up to the accuracy."""
     federation = noisy_federation()
-    task = make_task(federation, FedAvg(), "linear", tiny_settings()).at(Rng(2).at_round(3))
-    params = task.init(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
+    task = make_task(federation, FedAvg(), "linear", tiny_settings()).for_round(Rng(2).at_round(3))
+    params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
     _, recall, number = task.evaluate_by_class(params)
     accuracy = task.evaluate(params)["accuracy"]
     torch.testing.assert_close((recall.nan_to_num() * number).sum(1) / number.sum(1), accuracy)
-    torch.testing.assert_close(task.pooled_accuracy(params[:1])[0], accuracy[:2].mean())
+    torch.testing.assert_close(task.accuracy_on_all_tests(params[:1])[0], accuracy[:2].mean())
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
@@ -123,9 +123,11 @@ def test_measurements_of_engines_agree():
             "linear",
             dataclasses.replace(settings, engine=engine, block=block),
         )
-        params = task.init(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
+        params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
         found.append(
-            torch.stack([task.measure(params, "train")["loss"], task.evaluate(params)["loss"]])
+            torch.stack(
+                [task.evaluate_split(params, "train")["loss"], task.evaluate(params)["loss"]]
+            )
         )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)

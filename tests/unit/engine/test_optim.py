@@ -114,12 +114,12 @@ def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, ra
         for key, value in layout.views(row).items():
             dict(module.named_parameters())[key].copy_(value)
     optimizer = optimizer_of(name, module.parameters())
-    for step, size in enumerate(work.length[client].tolist()):
+    for step, size in enumerate(work.batch_sizes[client].tolist()):
         if not size:
             continue
         if rates is not None:
             optimizer.param_groups[0]["lr"] = float(rates[client, step])
-        places = work.places[client, step, :size]
+        places = work.sample_indices[client, step, :size]
         optimizer.zero_grad()
         functional.cross_entropy(module(work.samples.x[places]), work.samples.y[places]).backward()
         optimizer.step()
@@ -172,12 +172,17 @@ def test_what_an_optimizer_remembers_is_torch_optims_and_training_goes_on_from_i
         (3, local.num_moments, layout.trainable), local.initial_accumulator_value
     )
     for steps in (slice(0, 2), slice(2, 4)):
-        length = work.length[:, steps]
+        length = work.batch_sizes[:, steps]
         part = dataclasses.replace(
-            work, local=local, places=work.places[:, steps].contiguous(), length=length
+            work,
+            local=local,
+            sample_indices=work.sample_indices[:, steps].contiguous(),
+            batch_sizes=length,
         )
         engine.train(
-            found, dataclasses.replace(part, moments=moments, taken=taken, rates=RATES[:, steps]), 3
+            found,
+            dataclasses.replace(part, moments=moments, steps_taken=taken, rates=RATES[:, steps]),
+            3,
         )
         taken = taken + (length > 0).sum(1)
     for client in range(2):

@@ -50,7 +50,7 @@ def test_rounds_of_local_training_are_one_training_of_torch_optim(
     task = make_task(federation, Local(), "linear", settings)
     expected = []
     for row in range(6):
-        weights = task.init(Rng(3))[row].clone().requires_grad_()
+        weights = task.initial_models(Rng(3))[row].clone().requires_grad_()
         kind = (
             torch.optim.Adam([weights], lr=0.01)
             if local is ADAM
@@ -82,7 +82,7 @@ def test_the_state_stays_with_the_client_whatever_model_it_trains():
     local = dataclasses.replace(SGD, batch_size=12)
     task = make_task(tiny_federation(), FedAvg(), "linear", tiny_settings())
     plain = dataclasses.replace(local, persistent_client_optimizer=False)
-    theta, velocity = task.init(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
+    theta, velocity = task.initial_models(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
     for index in range(4):
         gradient = (theta - task.train(theta, Rng(3).at_round(index), plain)[0]) / 0.1
         velocity = velocity / 2 + gradient
@@ -217,7 +217,7 @@ def test_the_velocity_begins_again_each_round_or_goes_on():
         loop = finished(Local(), tiny_settings(local=local))
         task = make_task(tiny_federation(), Local(), "linear", tiny_settings())
         plain = LocalTraining(batch_size=12, optimizer="sgd", lr=0.1, momentum=0.5)
-        params, velocity = task.init(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
+        params, velocity = task.initial_models(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
         for index in range(-1, 4):
             gradient = (params - task.train(params, Rng(3).at_round(index), plain)[0]) / 0.1
             velocity = gradient + velocity / 2 * persistent

@@ -66,7 +66,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
         for step, size in enumerate(LENGTHS[client].tolist()):
             if size:
                 optimizer.param_groups[0]["lr"] = float(RATES[client, step])
-                places = work.places[client, step, :size]
+                places = work.sample_indices[client, step, :size]
                 optimizer.zero_grad()
                 functional.cross_entropy(
                     own(work.samples.x[places]), work.samples.y[places]
@@ -130,7 +130,9 @@ def test_auto_takes_the_loop_engine_for_it_and_says_why():
     layout = Layout(nn.Linear(2, 2), torch.float32)
     x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
     assert (
-        make_engine("loop", layout, cross_entropy, x, y, own_optimizer=local.custom_optimizer).name
+        make_engine(
+            "loop", layout, cross_entropy, x, y, custom_optimizer=local.custom_optimizer
+        ).name
         == "loop"
     )
     with pytest.raises(ConfigError, match="expected engine = 'loop'"):

@@ -33,7 +33,9 @@ class Net(nn.Module):
 def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]:
     task = Task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
     params, info = task.train(
-        task.init(Rng(0)), Rng(0).at_round(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
+        task.initial_models(Rng(0)),
+        Rng(0).at_round(0),
+        LocalTraining(batch_size=5, optimizer="sgd", lr=0.1),
     )
     return task, params, info["losses"]
 
@@ -107,7 +109,11 @@ def test_cuda_graphs_are_for_a_device_alone():
         engines.VmapEngine(task.layout, loss, cuda_graphs=wanted) for wanted in (False, True)
     )
     assert plain._replayed is None
-    rows, x, y = task.init(Rng(0)), torch.rand(6, 4, 4), torch.zeros(6, 4, dtype=torch.int64)
+    rows, x, y = (
+        task.initial_models(Rng(0)),
+        torch.rand(6, 4, 4),
+        torch.zeros(6, 4, dtype=torch.int64),
+    )
     for _ in range(9):
         torch.testing.assert_close(
             replaying.compute_gradients(rows, x, y, {}), plain.compute_gradients(rows, x, y, {})

@@ -57,7 +57,7 @@ def test_a_step_is_that_of_the_paper(engine):
     """Sampling, clipping, noise and the division are written out again; the gradient is PyTorch's own."""
     federation = ragged(noise=False)
     own, local = task(engine, federation=federation), replace(SGD, epochs=1, steps=3)
-    start, rng = own.init(Rng(0)) * 3 + 0.1, Rng(0).at_round(1)
+    start, rng = own.initial_models(Rng(0)) * 3 + 0.1, Rng(0).at_round(1)
     found, info = own.train(start, rng, local)
     for row, count in enumerate((12, 11, 7, 5, 3, 2)):
         weights, size = start[row].clone(), min(4, count)
@@ -100,7 +100,7 @@ def test_engines_agree(model, optimizer):
     for engine in ENGINES:
         own = task(engine, model)
         assert own.engine.name == engine
-        start = own.init(Rng(0)).clone()
+        start = own.initial_models(Rng(0)).clone()
         ends.append(own.train(start, Rng(0).at_round(2), local, anchor=start + 0.1, prox=0.3))
     assert bool(ends[0][1]["losses"][0].isnan().any())  # a batch that nobody is in
     for params, info in ends[1:]:
@@ -115,7 +115,7 @@ def test_engines_agree_on_augmented_images():
     ends = []
     for engine in ENGINES:
         own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
-        ends.append(own.train(own.init(Rng(0)), Rng(0).at_round(1), local)[0])
+        ends.append(own.train(own.initial_models(Rng(0)), Rng(0).at_round(1), local)[0])
     for params in ends[1:]:
         torch.testing.assert_close(params, ends[0], rtol=0, atol=1e-10)
 
@@ -137,17 +137,17 @@ def test_who_is_hosted_beside_changes_no_bit(engine):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_step_by_step_is_train(engine, optimizer):
     own, local = task(engine, Custom), replace(SGD, batch_size=2, optimizer=optimizer)
-    start, rng = own.init(Rng(0)).clone(), Rng(0).at_round(2)
+    start, rng = own.initial_models(Rng(0)).clone(), Rng(0).at_round(2)
     expected, told = own.train(start, rng, local)
-    params, steps = start.clone(), own.stepwise(rng, local)
-    once = dict(own.spent.uses)
+    params, steps = start.clone(), own.train_stepwise(rng, local)
+    once = dict(own.privacy_ledger.uses)
     for step in range(steps.num_steps):
         steps.apply_gradient(params, steps.compute_gradient(params, step), step)
     found = steps.finish(params)
     torch.testing.assert_close(params, expected, rtol=0, atol=1e-12)
     for name, value in told.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, equal_nan=True)
-    assert own.spent.uses == {key: 2 * times for key, times in once.items()}
+    assert own.privacy_ledger.uses == {key: 2 * times for key, times in once.items()}
 
 
 def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
@@ -157,20 +157,25 @@ def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
         replace(SGD, optimizer="adam", batch_size=1, steps=6),
     )
     kept = replace(local, persistent_client_optimizer=True)
-    view = own.carrying(own.fresh_moments(kept))
-    _, info = view.train(own.init(Rng(0)), Rng(0), kept)
+    view = own.carrying(own.init_optimizer_state(kept))
+    _, info = view.train(own.initial_models(Rng(0)), Rng(0), kept)
     assert bool(info["losses"].isnan().any())
     assert view.moments.taken.flatten().tolist() == [6] * 6
 
 
 def test_a_secret_draws_other_noise_and_batches():
     own = [task(secret=secret) for secret in (None, 0, 1)]
-    plain, same, other = (one.train(one.init(Rng(0)), Rng(0).at_round(0), SGD)[0] for one in own)
+    plain, same, other = (
+        one.train(one.initial_models(Rng(0)), Rng(0).at_round(0), SGD)[0] for one in own
+    )
     assert torch.equal(plain, same)  # the seed of the run is 0 too
     assert not torch.equal(plain, other)
     without = replace(SGD, dp=None)
     assert torch.equal(
-        *(one.train(one.init(Rng(0)), Rng(0).at_round(0), without)[0] for one in (own[0], own[2]))
+        *(
+            one.train(one.initial_models(Rng(0)), Rng(0).at_round(0), without)[0]
+            for one in (own[0], own[2])
+        )
     )
 
 
@@ -223,7 +228,7 @@ class Normalized(nn.Sequential):
 def test_what_joins_samples_is_refused():
     own = task("loop", Normalized)
     with pytest.raises(ModelError, match=r"BatchNorm '1' joins samples: take nn\.GroupNorm"):
-        own.train(own.init(Rng(0)), Rng(0), SGD)
+        own.train(own.initial_models(Rng(0)), Rng(0), SGD)
     with pytest.raises(ConfigError, match=r"dp\.delta is 0\.1; expected less than 1 / 12"):
         task().check_private(replace(SGD, dp={**DP, "delta": 0.1}))
 
@@ -290,31 +295,34 @@ def test_epsilon_holds_for_a_batch_drawn_by_chance(gradients):
 
 def test_what_was_used_is_counted():
     own = task()
-    own.train(own.init(Rng(0)), Rng(0), SGD)
-    own.rows(torch.tensor([5])).train(
-        own.init(Rng(0))[5:], Rng(0).at_round(1), replace(SGD, steps=7)
+    own.train(own.initial_models(Rng(0)), Rng(0), SGD)
+    own.select_clients(torch.tensor([5])).train(
+        own.initial_models(Rng(0))[5:], Rng(0).at_round(1), replace(SGD, steps=7)
     )
     expected = {
         (client, PrivateQuery(min(4, n) / n, 1.5)): 2 * -(-n // 4)
         for client, n in enumerate((12, 11, 7, 5, 3, 2))
     }
     expected[5, PrivateQuery(1.0, 1.5)] += 7
-    assert own.spent.uses == expected
+    assert own.privacy_ledger.uses == expected
     again = PrivacyLedger()
-    again.restore(own.spent.snapshot())
-    assert again == own.spent
+    again.restore(own.privacy_ledger.snapshot())
+    assert again == own.privacy_ledger
     assert PrivacyLedger().snapshot() == {}
 
 
 def test_several_gradients_of_a_batch_are_one_query():
     own = task()
-    params, steps = own.init(Rng(0)).clone(), own.stepwise(Rng(0), replace(SGD, steps=2))
+    params, steps = (
+        own.initial_models(Rng(0)).clone(),
+        own.train_stepwise(Rng(0), replace(SGD, steps=2)),
+    )
     first, second = (steps.compute_gradient(params, 0) for _ in range(2))
     steps.compute_gradient(params, 1)
     assert not torch.equal(first, second)  # noise of its own
     assert {
         query.gradients: times
-        for (client, query), times in own.spent.uses.items()
+        for (client, query), times in own.privacy_ledger.uses.items()
         if client == 0 and times
     } == {2: 1, 1: 1}
 

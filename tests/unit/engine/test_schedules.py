@@ -207,9 +207,9 @@ def test_a_task_that_does_not_know_the_number_of_rounds_says_so():
     task = Task(tiny_federation().host(range(6)), "linear")
     local = LocalTraining(lr_schedule="cosine")
     with pytest.raises(ConfigError, match=r"runs over all rounds; expected Task\(rounds=...\)"):
-        task.train(task.init(Rng(0)), Rng(0), local)
+        task.train(task.initial_models(Rng(0)), Rng(0), local)
     task.train(
-        task.init(Rng(0)),
+        task.initial_models(Rng(0)),
         Rng(0),
         dataclasses.replace(local, lr_schedule={"kind": "cosine", "over": "steps"}),
     )
@@ -225,7 +225,7 @@ def test_a_run_has_the_rates_of_its_rounds_and_steps(engine):
     task = make_task(federation, Local(), "linear", settings)
     expected = []
     for row in range(6):
-        weights = task.init(Rng(3))[row].clone()
+        weights = task.initial_models(Rng(3))[row].clone()
         x, y = federation.x[row, :12], federation.y[row, :12]
         for index, by_round in zip(range(-1, 3), (0.5, 0.5, 0.75, 1.0), strict=True):
             order = torch.from_numpy(

@@ -58,9 +58,9 @@ def task(engine="vmap", model="linear", **kwargs):
 def test_step_by_step_is_train(engine, local):
     """Equal batches, dropout masks, noise, rates and running statistics; clients with fewer steps stop."""
     own = task(engine, Custom)
-    start, rng = own.init(Rng(0)).clone(), Rng(0).at_round(2)
+    start, rng = own.initial_models(Rng(0)).clone(), Rng(0).at_round(2)
     expected, told = own.train(start, rng, local)
-    params, steps = start.clone(), own.stepwise(rng, local)
+    params, steps = start.clone(), own.train_stepwise(rng, local)
     for step in range(steps.num_steps):
         steps.apply_gradient(params, steps.compute_gradient(params, step), step)
     found = steps.finish(params)
@@ -75,8 +75,11 @@ def test_step_by_step_is_train(engine, local):
 def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
     """By autograd on the linear model, at another point than the start; nothing moves, and who has no batch gets 0."""
     own, local = task(engine), replace(SGD, epochs=1, batch_size=12, drop_last=False)
-    params = own.init(Rng(0)) * 3 + 0.1
-    steps, before = own.stepwise(Rng(0).at_round(0), replace(local, batch_size=6)), params.clone()
+    params = own.initial_models(Rng(0)) * 3 + 0.1
+    steps, before = (
+        own.train_stepwise(Rng(0).at_round(0), replace(local, batch_size=6)),
+        params.clone(),
+    )
     gradients = [steps.compute_gradient(params, step) for step in range(2)]
     assert torch.equal(params, before)
     federation = tiny_federation()
@@ -97,8 +100,11 @@ def test_images_are_cropped_and_flipped_as_in_training():
     for engine in ENGINES:
         own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
         local = replace(SGD, batch_size=20, augment="crop-flip", padding=1)
-        expected, _ = own.train(own.init(Rng(0)), Rng(0).at_round(1), local)
-        params, steps = own.init(Rng(0)).clone(), own.stepwise(Rng(0).at_round(1), local)
+        expected, _ = own.train(own.initial_models(Rng(0)), Rng(0).at_round(1), local)
+        params, steps = (
+            own.initial_models(Rng(0)).clone(),
+            own.train_stepwise(Rng(0).at_round(1), local),
+        )
         for step in range(steps.num_steps):
             steps.apply_gradient(params, steps.compute_gradient(params, step), step)
         torch.testing.assert_close(params, expected, rtol=0, atol=1e-11)
@@ -107,7 +113,7 @@ def test_images_are_cropped_and_flipped_as_in_training():
 def test_two_models_of_a_client_have_optimizers_of_their_own():
     """With momentum 0.5 and a gradient of 1: both move by 1 and 1.5, however their steps alternate."""
     own, local = task(), replace(SGD, steps=2, lr=1.0, momentum=0.5)
-    steps = own.stepwise(Rng(0), local)
+    steps = own.train_stepwise(Rng(0), local)
     one, other = torch.zeros(2, 6, own.layout.size, dtype=torch.float64)
     ones = torch.ones(6, own.layout.trainable, dtype=torch.float64)
     for step in range(2):
@@ -128,8 +134,8 @@ def test_only_some_parameters_move(chosen, local):
     own, local = task(), replace(local, epochs=1, batch_size=12, drop_last=False)
     only = torch.zeros(own.layout.trainable, dtype=torch.bool)
     only[chosen] = True
-    start = own.init(Rng(0)).clone()
-    params, steps = start.clone(), own.stepwise(Rng(0), replace(local, steps=3), only=only)
+    start = own.initial_models(Rng(0)).clone()
+    params, steps = start.clone(), own.train_stepwise(Rng(0), replace(local, steps=3), only=only)
     inner = start.clone().requires_grad_()
     kind = torch.optim.Adam if local.optimizer == "adam" else torch.optim.SGD
     theirs = kind([inner], lr=local.lr)
@@ -149,10 +155,10 @@ def test_state_that_is_kept_between_rounds_goes_on():
     only = torch.zeros(15, dtype=torch.bool)
     only[[2, 9]] = True
     own = task()
-    moments, params = own.fresh_moments(local), torch.zeros(6, 15, dtype=torch.float64)
+    moments, params = own.init_optimizer_state(local), torch.zeros(6, 15, dtype=torch.float64)
     for _ in range(2):
         view = own.carrying(moments)
-        steps = view.stepwise(Rng(0), local, only=only)
+        steps = view.train_stepwise(Rng(0), local, only=only)
         steps.apply_gradient(params, torch.ones(6, 15, dtype=torch.float64), 0)
         steps.finish(params)
         moments = view.moments
@@ -169,8 +175,8 @@ def test_samples_of_all_gradients_count_and_a_lost_model_is_told():
     """Batches of 4, 4, 3 and the like, each asked for twice; client 1 becomes NaN."""
     own = task()
     steps, params = (
-        own.stepwise(Rng(0), replace(SGD, epochs=1, drop_last=False)),
-        own.init(Rng(0)).clone(),
+        own.train_stepwise(Rng(0), replace(SGD, epochs=1, drop_last=False)),
+        own.initial_models(Rng(0)).clone(),
     )
     params[1] = torch.inf
     for step in [*range(steps.num_steps)] * 2:
@@ -187,4 +193,4 @@ def test_an_optimizer_by_import_path_is_refused():
         ConfigError,
         match=r"'torch\.optim:NAdam' is not known here; this method takes its steps itself",
     ):
-        task("loop").stepwise(Rng(0), LocalTraining(optimizer="torch.optim:NAdam"))
+        task("loop").train_stepwise(Rng(0), LocalTraining(optimizer="torch.optim:NAdam"))

@@ -62,7 +62,7 @@ def ragged():
 def test_two_threads_train_and_measure_with_one_task_at_once(engine):
     """From two models, ten times each: the bits are those of one thread that does it alone."""
     shared, local = task(engine), LocalTraining(epochs=3, batch_size=4, optimizer="adam", lr=0.01)
-    starts = [shared.init(Rng(seed)).clone() for seed in range(2)]
+    starts = [shared.initial_models(Rng(seed)).clone() for seed in range(2)]
     assert not torch.equal(*starts)
     together = threading.Barrier(2)
 
@@ -93,12 +93,12 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
     results = []
     for engine, block in (("loop", None), ("vmap", None), ("vmap", 4)):
         t = task(engine, federation=data(), block=block)
-        start = t.init(Rng(0))
+        start = t.initial_models(Rng(0))
         params, info = t.train(start, Rng(0).at_round(0), local)
         results.append(
             (params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"])
         )
-        assert torch.equal(start, t.init(Rng(0))), "training changed its argument"
+        assert torch.equal(start, t.initial_models(Rng(0))), "training changed its argument"
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert float((a - b).abs().max()) < 1e-10
@@ -128,7 +128,7 @@ def test_the_block_changes_no_bit(model, dtype, loss_table):
     for block in (1, 2, 5, 6):
         t = Task(ragged().host(range(6)), model, engine="vmap", dtype=dtype, block=block)
         local = LocalTraining(batch_size=4, weight_decay=0.01, drop_last=True)
-        params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
+        params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         losses = info["losses"].nan_to_num(0)
         results.append((params, losses, loss_table(t, params), t.evaluate(params)["loss"]))
     for other in results[1:]:
@@ -146,7 +146,7 @@ def test_a_client_that_trains_alone_ends_with_the_bits_it_has_among_others():
 
     def trained(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         t = Task(data.host(ids), "cnn-b", engine="loop")
-        params, _ = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
+        params, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         return params, t.loss(params, "validation")
 
     together, losses = trained([0, 1])
@@ -169,10 +169,10 @@ def test_local_training_is_that_of_torch_optim(local):
     t = task("vmap", model="mlp-c" if local.steps else "linear")
     if local.steps:
         t = task("vmap", model=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-    start = t.init(Rng(1))
+    start = t.initial_models(Rng(1))
     params, info = t.train(start, Rng(1).at_round(2), local)
     federation = tiny_federation()
-    schedule = draw_batches(local, t.counts("train"), t.ids, Rng(1).at_round(2), "batches")
+    schedule = draw_batches(local, t.count_samples("train"), t.ids, Rng(1).at_round(2), "batches")
     for client in (0, 5):
         module = copy.deepcopy(t.layout.build_module(start[client], dtype=t.dtype)).train()
         if local.optimizer == "adam":
@@ -203,7 +203,7 @@ def test_local_training_is_that_of_torch_optim(local):
 def test_the_optimizer_starts_fresh_in_every_call():
     """Two calls with one epoch differ from one with two for Adam, and not for plain SGD (spec invariant 8)."""
     t = task(model="linear")
-    start = t.init(Rng(0))
+    start = t.initial_models(Rng(0))
     for optimizer, same in (("sgd", True), ("adam", False)):
         local = LocalTraining(epochs=1, batch_size=12, optimizer=optimizer, lr=0.05)
         once, _ = t.train(start, Rng(0).at_round(0), replace(local, epochs=2))
@@ -213,7 +213,7 @@ def test_the_optimizer_starts_fresh_in_every_call():
 
 def test_the_proximal_term_pulls_towards_the_anchor():
     t = task(model="linear")
-    start = t.init(Rng(0))
+    start = t.initial_models(Rng(0))
     local = LocalTraining(epochs=2, optimizer="sgd", lr=0.05)
     distances = [
         float((t.train(start, Rng(0).at_round(0), local, anchor=start, prox=mu)[0] - start).norm())
@@ -229,7 +229,7 @@ def test_the_proximal_term_pulls_towards_the_anchor():
 def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine):
     """A step of SGD with the anchor at distance 1 of each parameter: lr x mu towards it beside the step of the loss."""
     t = task(engine, model="linear")
-    start = t.init(Rng(0)).clone()
+    start = t.initial_models(Rng(0)).clone()
     local = LocalTraining(steps=1, batch_size=12, optimizer="sgd", lr=0.1)
     free, _ = t.train(start, Rng(0).at_round(0), local)
     pulled, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.6)
@@ -239,7 +239,7 @@ def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine)
 def test_a_second_training_in_a_round_draws_batches_of_its_own():
     t = task(model="linear")
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
-    start, rng = t.init(Rng(0)), Rng(0).at_round(0)
+    start, rng = t.initial_models(Rng(0)), Rng(0).at_round(0)
     first, again, other = (
         t.train(start, rng, local, purpose=name)[0] for name in ("batches", "batches", "personal")
     )
@@ -278,7 +278,9 @@ def test_dropout_draws_anew_in_each_of_many_steps_and_its_keys_wrap():
     assert [key % (1 << 64) for key in found] == wanted
     loop, vmap = (task(engine) for engine in ("loop", "vmap"))
     local = LocalTraining(steps=20, batch_size=5, optimizer="sgd", lr=0.1)
-    results = [t.train(t.init(Rng(0)), Rng(0).at_round(0), local)[0] for t in (loop, vmap)]
+    results = [
+        t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)[0] for t in (loop, vmap)
+    ]
     assert torch.allclose(*results, atol=1e-10)
 
 
@@ -289,11 +291,11 @@ def test_foreign_randomness_in_a_module_is_reproducible():
 
     with pytest.warns(UserWarning, match="the loop engine is used"):
         t = task("auto", model=lambda: Foreign(4, 3))
-    start = t.init(Rng(0))
+    start = t.initial_models(Rng(0))
     first, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
     again, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
     assert torch.equal(first, again)
-    part = t.rows(torch.tensor([4]))
+    part = t.select_clients(torch.tensor([4]))
     alone, _ = part.train(start[4:5], Rng(0).at_round(0), LocalTraining())
     assert torch.equal(alone[0], first[4])
 
@@ -310,17 +312,17 @@ def test_unknown_engines_and_unfit_modules_are_refused():
 def test_merging_running_statistics_follows_the_policy():
     for policy in ("average", "local", "reset"):
         t = task(buffers=policy)
-        before, merged = t.init(Rng(0)) + 1, t.init(Rng(0)) + 2
+        before, merged = t.initial_models(Rng(0)) + 1, t.initial_models(Rng(0)) + 2
         settled = t.apply_buffer_policy(before, merged)
         start = t.layout.trainable
         assert torch.equal(settled[:, :start], merged[:, :start])
-        expected = {"average": merged, "local": before, "reset": t.init(Rng(0))}[policy]
+        expected = {"average": merged, "local": before, "reset": t.initial_models(Rng(0))}[policy]
         assert torch.allclose(settled[:, start:], expected[:, start:])
 
 
 def test_losses_of_all_clients_are_those_of_each_client_alone(loss_table):
     t = task(model="linear", federation=ragged())
-    params = t.init(Rng(0)) + torch.randn(
+    params = t.initial_models(Rng(0)) + torch.randn(
         6, t.layout.size, generator=torch.Generator().manual_seed(1)
     )
     table = loss_table(t, params)
@@ -332,10 +334,10 @@ def test_a_large_set_is_measured_whole(engine):
     """300 samples, more than an engine takes in one call: loss and accuracy as plain PyTorch computes them."""
     federation = tiny_federation(train=300)
     t = task(engine, model="linear", federation=federation)
-    params = t.init(Rng(0)) + torch.randn(
+    params = t.initial_models(Rng(0)) + torch.randn(
         6, t.layout.size, generator=torch.Generator().manual_seed(1)
     )
-    found = t.measure(params, "train")
+    found = t.evaluate_split(params, "train")
     for client in range(6):
         x, y = federation.x[client, :300], federation.y[client, :300]
         outputs = t.layout.build_module(params[client], dtype=t.dtype)(x).detach()
@@ -366,7 +368,7 @@ def test_the_accuracy_on_all_test_sets_together_counts_each_sample_once():
         model.weight.zero_()
         model.bias.copy_(bias)
     t = task(model=model, federation=replace(federation, tests=tests), init="given")
-    assert t.pooled_accuracy(t.init(Rng(0))).tolist() == [30 / 32] * 6
+    assert t.accuracy_on_all_tests(t.initial_models(Rng(0))).tolist() == [30 / 32] * 6
 
 
 def test_losses_that_were_kept_are_of_the_models_that_are_scored():
@@ -375,7 +377,7 @@ def test_losses_that_were_kept_are_of_the_models_that_are_scored():
     ids = torch.arange(6)
     peers = ((ids + 1) % 6)[:, None]
     for change in (0.0, 1.0):
-        table = t.init(Rng(0)) + change * torch.randn(
+        table = t.initial_models(Rng(0)) + change * torch.randn(
             6, t.layout.size, generator=torch.Generator().manual_seed(2)
         )
         inbox = make_inbox(Message(table, ids=ids), ids, peers, 6)
@@ -387,7 +389,9 @@ def test_clients_without_validation_data_have_no_validation_loss():
     federation = tiny_federation()
     split = federation.split.clone()
     split[2, 12:] = -1
-    loss = task(federation=replace(federation, split=split)).loss(task().init(Rng(0)), "validation")
+    loss = task(federation=replace(federation, split=split)).loss(
+        task().initial_models(Rng(0)), "validation"
+    )
     assert bool(loss[2].isnan())
     assert int(loss.isnan().sum()) == 1
 
@@ -412,10 +416,10 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
         t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
         small_memory(t, monkeypatch, most)
         if most == 6:
-            params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
+            params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         else:
             with pytest.warns(UserWarning, match="out of memory: blocks of clients are"):
-                params, info = t.train(t.init(Rng(0)), Rng(0).at_round(0), local)
+                params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         results.append((params, info["loss"], t.loss(params, "train"), loss_table(t, params)))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -424,7 +428,7 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
 def test_measuring_goes_on_with_fewer_models_where_the_memory_is_small(monkeypatch):
     """Without a training before that found out."""
     t = Task(tiny_federation().host(range(6)), Custom, engine="vmap", block=6)
-    params = t.init(Rng(0)).clone()
+    params = t.initial_models(Rng(0)).clone()
     wanted = t.loss(params, "train")
     small_memory(t, monkeypatch, 3)
     with pytest.warns(UserWarning, match="2 times smaller"):
@@ -439,7 +443,7 @@ def test_a_client_that_does_not_fit_alone_is_refused_in_words(monkeypatch):
         pytest.warns(UserWarning, match="2 times smaller"),
         pytest.raises(ModelError, match="does not hold the training of one client"),
     ):
-        t.train(t.init(Rng(0)), Rng(0).at_round(0), LocalTraining())
+        t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), LocalTraining())
 
 
 def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_normalizes_over_batches():

@@ -22,8 +22,8 @@ def trained(engine: str, steps: int, **changes: Any) -> Crossings:
                           persistent_client_optimizer=True, **changes)  # fmt: skip
     with pretended_cuda() as crossings:
         task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
-        start = task.init(Rng(0)).clone()
-        task = task.carrying(task.fresh_moments(local))
+        start = task.initial_models(Rng(0)).clone()
+        task = task.carrying(task.init_optimizer_state(local))
         crossings.clear()
         task.train(start, Rng(0).at_round(0), local, anchor=start, prox=0.5)
         return Crossings(crossings)
@@ -46,7 +46,7 @@ def test_a_real_device_is_waited_for_as_often_with_two_steps_as_with_nine(engine
     def waits(steps: int) -> int:
         local = LocalTraining(steps=steps, batch_size=4, lr=0.01, augment="crop-flip", padding=1)
         task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
-        start = task.init(Rng(0)).clone()
+        start = task.initial_models(Rng(0)).clone()
         task.train(start, Rng(0).at_round(0), local)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -64,7 +64,7 @@ def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
     """Places of samples, members of groups and the rows' keys go up once; losses and what diverged come down once."""
     with pretended_cuda() as crossings:
         task = Task(tiny_federation().host(range(6)), "mlp-c", engine="vmap", device="cuda")
-        start = task.init(Rng(0))
+        start = task.initial_models(Rng(0))
         crossings.clear()
         task.train(start, Rng(0).at_round(0), LocalTraining(epochs=3, batch_size=5))
     assert crossings.kinds() == {"upload": 3, "download": 2}, str(crossings)
@@ -83,14 +83,14 @@ def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
         monkeypatch.setattr(_base, "_SAMPLES_ONE_MODEL", piece)
         with pretended_cuda() as found:
             task = Task(federation.host(range(6)), Net, engine=engine, device="cuda")
-            params = task.init(Rng(0)) + torch.linspace(-1, 1, 6, device="cuda")[:, None]
+            params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 6, device="cuda")[:, None]
             peers = torch.tensor([[(i + 1) % 6, (i + 2) % 6] for i in range(6)])
             inbox = make_inbox(Message(params, {}, torch.arange(6)), torch.arange(6), peers, 6)
             found.clear()
             if work == "score":
                 task.score(inbox)
             elif work == "measure":
-                task.measure(params, "train")
+                task.evaluate_split(params, "train")
             else:
                 getattr(task, work)(params)
             return Crossings(found)
@@ -104,7 +104,7 @@ def test_equal_models_are_found_in_one_question():
     def crossings(number: int) -> Crossings:
         with pretended_cuda() as found:
             task = Task(tiny_federation().host(range(6)), "linear", device="cuda")
-            params = task.init(Rng(0)).clone()
+            params = task.initial_models(Rng(0)).clone()
             params[number:] += torch.arange(6.0 - number, device="cuda")[:, None] + 1
             found.clear()
             task.evaluate(params)

@@ -48,7 +48,7 @@ class Counted:
 
         if isinstance(self.task.engine, CompiledEngine):
             program = self.task.engine.program
-            watch(program, "train", lambda rows, work: self._train(int(work.length.sum())))
+            watch(program, "train", lambda rows, work: self._train(int(work.batch_sizes.sum())))
             watch(
                 program,
                 "measure",
@@ -190,7 +190,7 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
         values, recall, _ = run.task.evaluate_by_class(rows)
         assert run.passed == 2 * samples
         alone = [
-            run.task.rows(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0]
+            run.task.select_clients(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0]
             for i in range(6)
         ]
         assert torch.equal(recall, torch.stack(alone))

@@ -105,15 +105,15 @@ def test_a_received_part_is_measured_with_the_home_part_of_its_reader():
         shared=["1.weight"],
         engine="loop",
     )
-    rows = task.init(Rng(0)).repeat(1, 1) + torch.from_numpy(
+    rows = task.initial_models(Rng(0)).repeat(1, 1) + torch.from_numpy(
         Rng(1).generator("rows").normal(size=(3, 15))
     )
-    inbox = NarrowedExchange(InMemory(torch.arange(3), 3), task.part, rows).pull(
+    inbox = NarrowedExchange(InMemory(torch.arange(3), 3), task.sharing, rows).pull(
         Message(rows), PEERS
     )
     losses = task.score(inbox)
     for reader, slot in [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]:
         joined = torch.cat([rows[PEERS[reader, slot], :12], rows[reader, 12:]])
-        own = task.rows(torch.tensor([reader]))
+        own = task.select_clients(torch.tensor([reader]))
         assert torch.equal(own.loss(joined[None], "train"), losses[reader, slot][None])
     assert float(losses[1, 1]) == float("inf")

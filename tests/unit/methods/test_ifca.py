@@ -51,7 +51,7 @@ def test_the_first_models_are_drawn_or_chosen_by_the_clients(loss_table):
     for start in ("independent", "resample"):
         method = Ifca(clusters=2, start=start, candidates=sets, resample_share=share)
         loop = run_method(method, settings=tiny_settings(rounds=0))
-        models = loop.task.fresh(Rng(3), 2 * sets)
+        models = loop.task.draw_models(Rng(3), 2 * sets)
         losses = loss_table(loop.task, models).reshape(6, sets, 2)
         shares = (losses.argmin(2) == 0).double().mean(0)
         fair = [place for place in range(sets) if share <= float(shares[place]) <= 1 - share]

@@ -96,7 +96,7 @@ def test_what_a_client_starts_from_has_nothing_to_do_with_frozen_weights():
     """A factory that is drawn anew gives every client another first model, and all of them one backbone."""
     federation = tiny_federation(features=(5,))
     task = Task(federation.host(federation.ids), Backbone, init="per_client", engine="loop")
-    rows = task.init(Rng(7))
+    rows = task.initial_models(Rng(7))
     assert len(rows.unique(dim=0)) == len(federation)
     assert rows.shape[1] == 8 + 8 * 3 + 3
     other = Task(federation.host([0]), Backbone, init="per_client", engine="loop")

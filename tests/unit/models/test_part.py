@@ -115,7 +115,7 @@ def test_layers_and_normalizations_are_named():
 
 def test_by_default_everything_is_shared_and_what_is_trained_is_compared():
     part = ParameterSharing.from_patterns(LAYOUT)
-    assert part.whole
+    assert part.shares_all
     assert part.shared.ranges == ((0, LAYOUT.size),)
     assert part.compared == part.trained == ColumnSet(((0, LAYOUT.trainable),), LAYOUT.size)
     rows = torch.zeros(1, LAYOUT.size)

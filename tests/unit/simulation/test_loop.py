@@ -125,7 +125,9 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
     only = run(rounds=0)
     assert len(only.edges) == 0
     task = _task(federation, None)
-    expected, _ = task.train(task.init(Rng(1)), Rng(1).at_round(-1), tiny_settings().local)
+    expected, _ = task.train(
+        task.initial_models(Rng(1)), Rng(1).at_round(-1), tiny_settings().local
+    )
     assert torch.allclose(only.params, expected)
     alone = simulate(federation, Random(2), model="linear", settings=tiny_settings(rounds=3, evaluate="final"), seed=1,
                      exchange=_deaf(federation))  # fmt: skip
@@ -214,7 +216,7 @@ def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
 
     first = Task(
         federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
-    ).init(Rng(1))
+    ).initial_models(Rng(1))
     result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
     low, high = first.min(0).values, first.max(0).values
     assert bool(((result.params >= low - 1e-12) & (result.params <= high + 1e-12)).all())
@@ -252,7 +254,7 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
 
     start = Task(
         federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
-    ).init(Rng(1))
+    ).initial_models(Rng(1))
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
     order = Rng(1).at_round(0).generator("order").permutation(6).tolist()
     live = start.clone()

@@ -54,7 +54,7 @@ def test_one_model_offered_to_all_is_not_copied():
 
 def test_training_in_place_changes_the_models_and_gives_the_same_ones():
     task = Task(tiny_federation(), "linear", engine="loop")
-    params, rng = task.init(Rng(1)).clone(), Rng(1).at_round(0)
+    params, rng = task.initial_models(Rng(1)).clone(), Rng(1).at_round(0)
     before = params.clone()
     copied, _ = task.train(params, rng, LocalTraining())
     assert torch.equal(params, before)

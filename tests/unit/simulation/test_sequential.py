@@ -105,7 +105,7 @@ def test_the_order_is_drawn_anew_in_every_round():
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
     live = (
         Task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client")
-        .init(Rng(1))
+        .initial_models(Rng(1))
         .clone()
     )
     orders = [
@@ -455,5 +455,7 @@ def test_training_comes_first_where_it_is_asked_for(schedule):
     if schedule == "sequential":
         last = Rng(SEED).at_round(1).generator("order").permutation(CLIENTS).tolist()[-1]
         merged = torch.from_numpy(plain.models[last])[None]
-        judged = loop.task.rows(torch.tensor([last])).measure(merged, "validation")["loss"]
+        judged = loop.task.select_clients(torch.tensor([last])).evaluate_split(
+            merged, "validation"
+        )["loss"]
         assert float(loop.validation["loss"][last]) != pytest.approx(float(judged[0]))

@@ -51,8 +51,8 @@ def started(
 
 def trained(loop: Loop, params: Tensor, index: int, rows: list[int] | None = None) -> Tensor:
     """The models of some clients after the local training of a round."""
-    task = loop.task.at(Rng(3).at_round(index))
-    task = task if rows is None else task.rows(torch.tensor(rows))
+    task = loop.task.for_round(Rng(3).at_round(index))
+    task = task if rows is None else task.select_clients(torch.tensor(rows))
     return task.train(params.contiguous(), Rng(3).at_round(index), loop.settings.local)[0]
 
 
@@ -65,14 +65,14 @@ def test_first_models_are_one_or_each_clients_own_or_given():
     assert torch.equal(first["shared"], first["shared"][:1].expand(6, -1))
     assert len(first["per_client"].unique(dim=0)) == 6
     task = make_task(tiny_federation(), EVERYBODY, "linear", tiny_settings(init="shared"))
-    assert torch.equal(task.init(Rng(3)), first["shared"])
-    assert not torch.isclose(task.init(Rng(4)), first["shared"]).any()
+    assert torch.equal(task.initial_models(Rng(3)), first["shared"])
+    assert not torch.isclose(task.initial_models(Rng(4)), first["shared"]).any()
     own = torch.cat([part.detach().flatten() for part in (module.weight, module.bias)])
     assert torch.equal(first["given"], own.expand(6, -1))
     assert not torch.isclose(first["shared"], own).any()
     alone = Task(
         tiny_federation().host([4]), "linear", init="per_client", dtype=torch.float64
-    ).init(Rng(3))
+    ).initial_models(Rng(3))
     assert torch.equal(alone[0], first["per_client"][4])
 
 
@@ -94,7 +94,7 @@ def test_models_are_merged_before_or_after_they_are_trained(
     loop = started(method, order=order, init="per_client", warmup_epochs=1)
     params = Task(
         tiny_federation().host(range(6)), "linear", init="per_client", dtype=torch.float64
-    ).init(Rng(3))
+    ).initial_models(Rng(3))
     if not training_comes_first:
         params = trained(loop, params, -1)
     for index in range(2):
@@ -243,7 +243,7 @@ def test_products_have_the_asked_precision():
         False,
     ]
     federation = tiny_federation()
-    start = make_task(federation, Local(), "linear", Settings()).init(Rng(3))[0]
+    start = make_task(federation, Local(), "linear", Settings()).initial_models(Rng(3))[0]
     x, y = federation.x[0, :12].float(), federation.y[0, :12]
     local = LocalTraining(batch_size=12, optimizer="sgd")
     for precision in ("full", "bf16"):
@@ -254,7 +254,7 @@ def test_products_have_the_asked_precision():
         task = make_task(
             federation, Local(), "linear", Settings(precision=precision, engine="loop")
         )
-        _, info = task.train(task.init(Rng(3)), Rng(3).at_round(0), local)
+        _, info = task.train(task.initial_models(Rng(3)), Rng(3).at_round(0), local)
         expected = float(functional.cross_entropy(outputs, y))
         assert float(info["losses"][0, 0]) == pytest.approx(expected, abs=1e-6)
 

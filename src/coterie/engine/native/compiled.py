@@ -123,7 +123,7 @@ class CompiledEngine(Engine):
         keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
         work = TrainingWork(
             RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
-            LocalTraining(optimizer="sgd", lr=1.0), keys=keys,
+            LocalTraining(optimizer="sgd", lr=1.0), dropout_keys=keys,
             inputs={name: value.to(dtype) for name, value in self._unequal().items()},
         )  # fmt: skip
         rows = row.clone()
@@ -159,7 +159,7 @@ class CompiledEngine(Engine):
         found = torch.zeros(len(rows), 1, self.layout.trainable, dtype=rows.dtype)
         none = torch.zeros(len(rows), dtype=torch.int64)
         losses = self.program.train(
-            rows, replace(work, local=GRADIENT_ONLY, moments=found, taken=none)
+            rows, replace(work, local=GRADIENT_ONLY, moments=found, steps_taken=none)
         )
         return losses[:, 0], found[:, 0]
 

@@ -234,15 +234,15 @@ class NativeProgram:
         self, rows: Float[Tensor, "clients params"], work: TrainingWork
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
-        places, length = whole(work.places), whole(work.length)
-        keys = None if work.keys is None else whole(work.keys[0])
-        taken = None if work.taken is None else whole(work.taken)
+        losses = torch.full(work.batch_sizes.shape, torch.nan, dtype=rows.dtype)
+        places, length = whole(work.sample_indices), whole(work.batch_sizes)
+        keys = None if work.dropout_keys is None else whole(work.dropout_keys[0])
+        taken = None if work.steps_taken is None else whole(work.steps_taken)
         anchor = None if work.anchor is None or not work.prox else rows_of(work.anchor)
         draws, fill = None, None
         if work.augment is not None:
             draws, fill = whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
-        alpha = self._mixtures(work.inputs, *work.length.shape)
+        alpha = self._mixtures(work.inputs, *work.batch_sizes.shape)
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
         augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
@@ -266,7 +266,7 @@ class NativeProgram:
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = rows_of(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (
-            whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets)
+            whole(t) for t in (pairs.sample_indices, pairs.set_sizes, pairs.models, pairs.sets)
         )
         noise, _draws = noise_of(pairs.noise)
         job = _Measuring(

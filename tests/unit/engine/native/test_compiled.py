@@ -80,7 +80,7 @@ def training(layout, data, local, clients=3, steps=4, prox=0.0):
     anchor = rows + 0.1 if prox else None
     inputs = mixtures(layout, clients, steps)
     return rows, TrainingWork(
-        data, places, length, local, anchor=anchor, prox=prox, keys=keys, inputs=inputs
+        data, places, length, local, anchor=anchor, prox=prox, dropout_keys=keys, inputs=inputs
     )
 
 
@@ -212,7 +212,9 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
     for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
         rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
         engine.train(
-            rows, replace(work, inputs=mixtures(layout, 3, work.num_steps, work.places.shape[2])), 2
+            rows,
+            replace(work, inputs=mixtures(layout, 3, work.num_steps, work.sample_indices.shape[2])),
+            2,
         )
         results.append(rows)
     assert torch.allclose(*results, atol=1e-12)

@@ -324,7 +324,7 @@ def training(layout, data, local, rows):
             inputs[name] = torch.rand(
                 clients, 3, own.shape[-1], generator=stream, dtype=layout.dtype
             )
-    return TrainingWork(data, places, length, local, keys=keys, inputs=inputs)
+    return TrainingWork(data, places, length, local, dropout_keys=keys, inputs=inputs)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -608,7 +608,7 @@ def test_a_batch_of_one_sample_is_left_to_the_loop_engine_where_samples_need_eac
     work = training(layout, data, LocalTraining(batch_size=8), rows.repeat(2, 1)).select_clients(
         slice(0, 1)
     )
-    work.length[:, 1] = 1
+    work.batch_sizes[:, 1] = 1
     with pytest.raises(ValueError, match="more than one value"):
         engine.train(rows, work, 1)
 
