@@ -52,15 +52,17 @@ class Counted:
             watch(
                 program,
                 "measure",
-                lambda rows, pairs, inputs: self._pass(int(pairs.count[pairs.sets].sum())),
+                lambda rows, pairs, inputs: self._pass(int(pairs.set_sizes[pairs.sets].sum())),
             )
             return
         if isinstance(self.task.engine, LoopEngine):
-            watch(self.task.engine, "_backward", lambda model, x, y, inputs: self._train(len(x)))
+            watch(
+                self.task.engine, "_run_backward", lambda model, x, y, inputs: self._train(len(x))
+            )
         else:
             watch(
                 self.task.engine,
-                "gradients",
+                "compute_gradients",
                 lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]),
             )
         watch(

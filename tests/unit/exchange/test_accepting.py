@@ -23,11 +23,11 @@ class Judge:
     """Clients whose loss is the squared length of a model, so that losses can be read off."""
 
     def __init__(self, samples: float = 10.0, part: ParameterSharing | None = None) -> None:
-        self.samples, self.population = torch.full((4,), samples), 4
-        self.part = part or ParameterSharing(EVERYTHING, NOTHING, EVERYTHING, EVERYTHING)
+        self.num_samples, self.population = torch.full((4,), samples), 4
+        self.sharing = part or ParameterSharing(EVERYTHING, NOTHING, EVERYTHING, EVERYTHING)
         self.scored = 0
 
-    def counts(self, split):
+    def count_samples(self, split):
         return torch.full((4,), 5 if split == "validation" else 10)
 
     def loss(self, params, split):
@@ -208,7 +208,7 @@ def test_a_peer_in_quarantine_is_not_mixed_when_a_method_reads_it_all_the_same_n
 
 def test_the_own_step_is_the_largest_of_the_recent_ones():
     """Steps of 10, 2 and none: 10, then nine tenths of it, then the same, since nothing was learned."""
-    part, zero = Judge().part, torch.zeros(4, 2, dtype=torch.float64)
+    part, zero = Judge().sharing, torch.zeros(4, 2, dtype=torch.float64)
     known = reputation().after_training(part, zero, zero + torch.tensor([6.0, 8.0]))
     assert known.step.tolist() == [10.0] * 4
     known = known.after_training(part, zero, zero + torch.tensor([2.0, 0.0]))
