@@ -367,8 +367,8 @@ def test_the_claims_about_clusters_of_unequal_size():
         in TEXT
     )
     words = (
-        "they have {:.1f} % over the clusters beside {:.1f} % of DAC; "
-        "with the others {:.1f} % beside {:.1f} % and {:.1f} % beside {:.1f} %"
+        "they have {:.1f} % over the clusters against {:.1f} % of DAC; "
+        "with the others {:.1f} % against {:.1f} % and {:.1f} % against {:.1f} %"
     )
     assert (
         words.format(*(each.loc[seed, name] for seed in each.index for name in ("Random", "DAC")))
@@ -653,7 +653,7 @@ def test_the_claims_about_matched_neighbors():
     assert -0.25 < loss - pens < 0
     ifca = [accuracy[f"IFCA c={clusters}"] for clusters in (2, 3, 4)]
     assert grad > ifca[2] > ifca[1] > loss > ifca[0]
-    words = "with CIFAR-10 {:.1f} % beside {:.1f} % of IFCA with the right number and less with another; "
+    words = "with CIFAR-10 {:.1f} % against {:.1f} % of IFCA with the right number and less with another; "
     words += "PANMLoss, {:.1f} %,"
     assert words.format(grad, ifca[2], loss) in TEXT
     printed = {one.row: one.mean for one in load_published("panm/panm_cifar10_4c")}
@@ -696,14 +696,14 @@ def test_the_claims_about_neighbors_with_fashion():
     ]
     assert words.format(*gains) in TEXT
     words = (
-        "{:.1f} % beside {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two, "
+        "{:.1f} % against {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two, "
     )
     words += "which are all above it in the poster; PANMLoss has {:.1f} %"
     of = ("PANMGrad", "IFCA c=4", "IFCA c=3", "IFCA c=2", "PANMLoss")
     assert words.format(*(four[name] for name in of)) in TEXT
     assert abs(four["PANMGrad"] - four["IFCA c=4"]) < 0.1
     assert four["IFCA c=4"] > four["PANMLoss"] > four["IFCA c=3"]
-    words = "In two clusters not held, {:.1f} % beside {:.1f} %,"
+    words = "In two clusters not held, {:.1f} % against {:.1f} %,"
     assert words.format(two["PANMGrad"], two["IFCA c=2"]) in TEXT
     assert max(two, key=two.__getitem__) == "IFCA c=2"
     printed = {one.row: one.mean for one in load_published("panm/panm_fmnist_4c")}
@@ -1069,7 +1069,7 @@ def test_the_claims_about_similarities_of_neighbors():
     )
     names = ("PANMLoss, negative loss", "PANMLoss", "PANMGrad")
     assert (
-        "PANMLoss has {:.1f} % beside {:.1f} %, and PANMGrad {:.1f} %".format(
+        "PANMLoss has {:.1f} % against {:.1f} %, and PANMGrad {:.1f} %".format(
             *map(accuracy.get, names)
         )
         in TEXT
@@ -1229,20 +1229,20 @@ def verdicts() -> list[tuple[str, str, list[str]]]:
 
 
 def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
-    """Held or not held by a run of full size, so far by a smaller one, or cannot be told: no run, or a reason."""
+    """Held or not held by a run of full size, so far by a smaller one, or undecided: no run, or a reason."""
     known = {
         *find_builtin_studies(),
         *(path.parent.relative_to(STORED).as_posix() for path in STORED.glob("*/*/summary.json")),
     }
     assert len(verdicts()) > 40
     for claim, verdict, names in verdicts():
-        kind = re.match("(not )?held( so far)?|cannot be told: .+", verdict)
+        kind = re.match("(not )?held( so far)?|undecided: .+", verdict)
         assert kind, claim
         assert names, claim
         for name in names:
             assert name in known, f"{claim}: no study is called {name}"
             stored = (STORED / name / "summary.json").exists()
-            if verdict.startswith("cannot be told"):
+            if verdict.startswith("undecided"):
                 assert stored or "no stored run" in verdict, claim
                 continue
             assert stored, f"{claim}: {name} is not stored"
