@@ -1,4 +1,4 @@
-r"""Write docs/reference/four-hospitals.md: what the stored studies of hospitals came to, and what they cannot tell.
+r"""Write docs/reference/four-hospitals.md: the results of the stored studies of hospitals and their limits.
 
     coterie run four-hospitals --workers 2 && python scripts/stored.py keep runs/four-hospitals
     coterie run flamby-heart-disease && python scripts/stored.py keep runs/flamby-heart-disease
@@ -7,7 +7,7 @@ r"""Write docs/reference/four-hospitals.md: what the stored studies of hospitals
     python scripts/stored.py keep runs/flamby-heart-disease-together
     python scripts/hospitals.py               (`--check` only says whether the page is up to date)
 
-No number of the tables is typed. FLamby's are in published.csv beside the stored study, from the
+No number of the tables is typed. FLamby's are in published.csv in the folder of the stored study, from the
 results of five seeds in its repository.
 """
 
@@ -50,7 +50,7 @@ Cleveland, Hungary (Budapest), Switzerland
 (Zurich and Basel) and Long Beach, of 1988 (Janosi, Steinbrunn, Pfisterer, Detrano, [doi
 10.24432/C52P4X](https://doi.org/10.24432/C52P4X), [CC BY 4.0](https://creativecommons.org/licenses/by/4.0/)). They
 are too old and too few to say anything of patients today; they are a real federation, where the hospitals differ in
-whom they see, in how many are ill and in what they measure.
+their patients, in how many are ill and in what they measure.
 
 {patients}
 
@@ -71,9 +71,9 @@ The 25 folds are not 25 experiments: training sets overlap, and the patients are
 Student's with the variance of the mean taken as (1/25 + 1/4) times that of the folds' differences, as Nadeau and
 Bengio ([2003](https://doi.org/10.1023/A:1024068626366)) propose: 1/4 is the size of a test set over that of its
 training set. That is 7.25 times the variance of independent folds, 2.7 times the width, and the intervals still speak
-of these hospitals alone. `coterie compare` and the report take the same intervals. What is told apart from no
-difference is so after Holm's correction for the number of methods in a column; none is made for the number of columns
-and tables.
+of these hospitals alone. `coterie compare` and the report take the same intervals. A difference is
+established after Holm's correction for the number of methods in a column; the number of columns and tables is not
+corrected for.
 """
 
 FLAMBY = """## FLamby's protocol
@@ -92,8 +92,8 @@ DIFFERENT = """\
 * *Local*: the model of each hospital on its own test set. FLamby also reports them on the other hospitals'.
 * *FedAvg* and *FedProx* end near their first model after 1,500 small steps, so the seed decides much, at Switzerland
   most of all; their means differ by less than the deviation over seeds but for Hungary. Why Hungary is better here is
-  not known: first models and the order of batches are drawn by other generators, and batches begin anew in every
-  round here, while FLamby goes on through its epoch. A `mu` of 0.01 changes nothing at such step sizes, here or
+  not known: first models and the order of batches are drawn by other generators, and batches start again in every
+  round here, while FLamby continues through its epoch. A `mu` of 0.01 changes nothing at such step sizes, here or
   there.
 * FLamby's other strategies (Scaffold, FedAdam, FedYogi, FedAdagrad, Cyclic) have no counterpart here; Ditto and DAC
   have none there.
@@ -180,7 +180,7 @@ def gains(
 
 
 def words(found: Sequence[tuple[str, str, bool]], what: str) -> str:
-    """Say which gains and losses are told apart from none."""
+    """Say which gains and losses are established."""
     parts = []
     for better in (True, False):
         by_method: dict[str, list[str]] = {}
@@ -194,7 +194,7 @@ def words(found: Sequence[tuple[str, str, bool]], what: str) -> str:
     return (
         f"{what}: {'; '.join(parts)}."
         if parts
-        else f"{what}: no gain and no loss can be told from none."
+        else f"{what}: no gain and no loss is established."
     )
 
 
@@ -211,12 +211,12 @@ def readme() -> str:
             cells.append("" if label == "Local" else f"{one.mean[-1]:+.1f} ± {half:.1f}")
         rows.append((label, *means, *cells))
     head = ("test accuracy, %", *HOSPITALS, "gain over Local", "in AUROC, hundredths")
-    said = "Gains are means over the four, with 95 % intervals that know that folds overlap."
+    said = "Gains are means over the four, with 95 % intervals that account for overlapping folds."
     return f"{table(head, rows)}\n\n{said}\n"
 
 
 def flamby() -> str:
-    """Return our results with FLamby's protocol beside those that it published, as a table."""
+    """Return our results with FLamby's protocol and its published ones, as a table."""
     own = values(runs("flamby-heart-disease"), "accuracy")
     together = values(runs("flamby-heart-disease-together"), "accuracy")
     published: dict[str, dict[str, list[float]]] = {}
@@ -277,7 +277,7 @@ def page() -> str:
     )
     parts.append("probability, lower is better.\n")
     parts.append("## Who gains, who loses\n")
-    parts.append("Above 0 is better. Bold is what is told apart from no difference.\n")
+    parts.append("Above 0 is better. Bold differences are established.\n")
     lines = []
     for baseline in ("Local", "Pooled"):
         for metric, (title, *_) in SHOWN.items():
@@ -292,7 +292,7 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-CANNOT = """What this study cannot tell:
+CANNOT = """What this study cannot show:
 
 * Whether a gain or loss that is not bold is real: with these patients, an interval for one hospital is several points
   wide, so that differences of a point would need many more patients. More seeds do not help, since they are of the

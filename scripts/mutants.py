@@ -102,7 +102,7 @@ class Fault:
 
     @property
     def digest(self) -> str:
-        """What its result depends on beside the code: a result of another text is out of date."""
+        """What its result depends on besides the code: a result of another text is out of date."""
         return hashlib.sha256(
             "\0".join((self.file, self.old, self.new, *self.tests)).encode()
         ).hexdigest()[:16]
@@ -144,12 +144,12 @@ def load(root: Path = ROOT) -> list[Fault]:
             faults.append(Fault(path.stem, **{**entry, "tests": tuple(entry["tests"])}))
     names = [fault.name for fault in faults]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise Unusable(f"two faults are named {twice[0]!r}; names tell results apart")
+        raise Unusable(f"two faults are named {twice[0]!r}; names identify results")
     return faults
 
 
 def copied(root: Path, folder: Path) -> Path:
-    """Copy what tests need of a project into a folder; data that lies beside it is linked."""
+    """Copy what tests need of a project into a folder; the data folder next to it is linked."""
 
     def left_out(directory: str, names: list[str]) -> Iterable[str]:
         top = NOT_COPIED if Path(directory) == root else set()

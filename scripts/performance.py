@@ -3,7 +3,7 @@
     python scripts/performance.py            (`--check` only says whether the page is up to date)
 
 A measurement is NAME.json: {"origin": {...}, "results": [one flat object a row]}; see
-scripts/stored.py. NAME.md beside it, written by hand, has a title (`## ...`) and says what was
+scripts/stored.py. NAME.md next to it, written by hand, has a title (`## ...`) and says what was
 measured, without results. The table has a column for each key of the results; a measurement that
 needs another table has a function in TABLES. Sections are sorted by `order` in NAME.json (100 when
 it is missing). No number of the tables is typed.
@@ -121,7 +121,7 @@ def times(ratio: float) -> str:
 
 
 def exchanges(results: Rows) -> TextTable:
-    """Return the table of rounds between machines beside the same bytes over raw TCP."""
+    """Return the table of rounds between machines and the same bytes over raw TCP."""
     head = (
         "",
         "ms a round",

@@ -227,7 +227,7 @@ much to gain from the others; with this net and these data nothing is said of la
 ## How it is measured
 
 *Tuning.* Every method is tried with 18 settings, by the mean accuracy of the clients' validation samples over {tuning},
-without test sets: {samples} samples, which hardly tell settings apart that lie close to each other. Results are over
+without test sets: {samples} samples, which hardly distinguish settings that are close to each other. Results are over
 {seeds} other seeds ({reported}). Most methods have 3 learning rates, 2 policies for running statistics
 ([`buffers`](study-files.md): averaged with the parameters, or each client's own) and 3 values of their own; FedAvg has
 more learning rates instead, Local and FedBN have them alone. Other settings are as the study says, or defaults. The
@@ -276,11 +276,11 @@ which keeps the learned scales and shifts of the normalizations as well, has no 
 with the clients in every method, so that its numbers and those of code that averages them do not compare ([papers
 and code](../explanation/papers-and-code.md#personalized-baselines)).
 """
-CANNOT = """## What this cannot tell
+CANNOT = """## What this cannot show
 
 * Which method is best on other data, with more samples, a deeper net, fewer clients a round or more rounds. The
   papers' own experiments have hundreds of samples a client and more.
-* Whether a difference that is not bold is real, or which of two methods that are not told apart is better.
+* Whether a difference that is not bold is real, or which of two methods is better where no difference is established.
 * What each method could do with more tuning: most have two settings tried, and some have more, such as pFedMe's
   `eta`, Per-FedAvg's Hessian or APFL's adaptive share; the tables say where the best value lay at an edge.
 * What is best at equal bytes or equal work. `coterie compare runs/personalized/feature-shift --equal-bytes` ranks

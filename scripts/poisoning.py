@@ -38,9 +38,9 @@ those it reads, for its own model counts too.
 COST = """## What it costs without attackers
 
 The accuracy is that of the column *none* above. *Refused* is the share of all models read that honest clients refused
-of each other, for they are of a cluster whose digits are turned otherwise, or learn slowly. *Further passes* are
-forward passes of one sample to try models, a client and round, beside the 120 samples that it trains on. It is below
-0 where a method no longer measures what was refused. How long runs took is told of one run each, beside other work.
+of each other, because they belong to a cluster with another rotation, or learn slowly. *Further passes* are
+forward passes of one sample to test models, per client and round, in addition to the 120 samples that it trains on. It is below
+0 where a method no longer measures what was refused. Durations are of one run each, on a machine with other work.
 """
 Rows = list[dict[str, Any]]
 CLIENTS = 20

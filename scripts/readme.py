@@ -43,7 +43,7 @@ def accuracies(summary: dict) -> str:
     samples = sum(t["train_samples"] for t in summary["timing"])
     lines += ["", f"Mean ± population standard deviation over {max(seeds)} seeds; {len(summary['timing'])} runs, "
               f"{samples:,} training samples, {wall:.0f} s of computing. **Bold** is established as the best of its "
-              "column, without Oracle; \\* cannot be told apart from it."]  # fmt: skip
+              "column, without Oracle; \\* is not distinguishable from it."]  # fmt: skip
     return "\n".join([*lines, "", *verdicts(summary)]) + "\n"
 
 
@@ -92,7 +92,7 @@ def fill(text: str, name: str, made: str) -> str:
 
 
 def readme() -> str:
-    """Return README.md with its generated parts made anew."""
+    """Return README.md with its generated parts written again."""
     summary = json.loads((STORED / "rotated-digits/summary.json").read_text())
     text = fill(README.read_text(encoding="utf-8"), "results", accuracies(summary))
     text = fill(text, "hospitals", hospitals.readme())

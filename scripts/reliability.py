@@ -21,8 +21,8 @@ HEAD = """<!-- made by scripts/reliability.py; do not edit -->
 
 Each experiment runs a small study (DAC and FedAvg, a checkpoint after every round), does something to it at random, and
 compares every file it leaves, byte by byte, with those of a study that nothing happened to. *Right* means
-equal bytes; *right, and said* that a line told what had been damaged or which run is missing; *refused* that one clear
-line told what is wrong and what to do. [Resume a study](../how-to/resume.md) tells what stands behind it.
+equal bytes; *right, and said* that a line also named what had been damaged or which run is missing; *refused* that one clear
+line said what is wrong and what to do. [Resume a study](../how-to/resume.md) explains why.
 """
 Rows = list[dict[str, Any]]
 OUTCOMES = ("right", "right, and said", "refused", "WRONG", "RAW ERROR")
@@ -107,7 +107,7 @@ def mutants(rows: Rows) -> str:
         "One fault at a time is put into the code, such as a wrong sign, an ignored option, a bound off by one; then "
         "the tests next to that code run, no others (`make mutants`, tests/mutants). A test that does not end within "
         "its time notices, too. About half of the faults were noticed when the list was first written; tests were "
-        "written for the others. So the share tells what is held now, not how the next fault will fare.\n\n"
+        "written for the others. So the share describes these faults, not the next one.\n\n"
         + table(("package", "faults", *NOTICED, "share noticed"), [*cells, whole])
         + told_of
     )

@@ -1,8 +1,8 @@
-"""Write docs/reference/reproduction.md: stored studies beside the numbers of their papers.
+"""Write docs/reference/reproduction.md: stored studies and the numbers of their papers.
 
     python scripts/reproduction.py            (`--check` only says whether the page is up to date)
 
-A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md beside it,
+A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md in it,
 written by hand, says what explains the differences, its numbers filled in from what is stored (see
 `filled`). <study>-trials is a study of its own, with one setting changed in each run, and shown
 with the study. No number of the tables is typed.
@@ -35,14 +35,14 @@ prints the same tables for your own run.
 A number is *within* when its distance from the paper's is at most twice the standard deviation of their difference, or
 one point of accuracy. Standard deviations are population deviations over seeds, as in the papers; where a paper prints
 none, ours of the same row stands for it, pooled over its clusters. Where the published deviation is half of the number
-or more (1,495 ± 1,973), nothing can be told of it or of that row's clusters, and the table says so. Rows that are not
-in the paper (tuned, or with another learning rate) stand in a table of their own beside the published row that they
+or more (1,495 ± 1,973), the number and that row's clusters are *undecided*. Rows that are not
+in the paper (tuned, or with another learning rate) are in a separate table with the published row that they
 explain, and are not counted.
 """
 
 
 def coverage_table(results: Sequence[compare.StudyResult]) -> str:
-    """Return how much of each paper stands beside a result of ours."""
+    """Return how much of each paper is compared with a result of ours."""
     rows = compare.count_coverage(results)
     cells = [
         (
@@ -71,13 +71,13 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
         "predicted",
         "none",
         "within",
-        "cannot be told",
+        "undecided",
     )
     about = (
-        "Published numbers that stand beside a result of full size, of a reduced one only, or of none. Full size means "
+        "Published numbers that are compared with a result of full size, of a reduced one only, or with none. Full size means "
         "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
-        "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *cannot be told* are "
-        "of the numbers that stand beside one of ours."
+        "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *undecided* count "
+        "only the numbers that are compared with one of ours."
     )
     for source, again in numbers.PRINTED_AGAIN.items():
         where = ", ".join(dict.fromkeys(one[0] for one in again))
@@ -86,7 +86,7 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
 
 
 def cost_tables() -> list[str]:
-    """Return the costs that papers print beside those that the cost ledger predicts for the studies of full size."""
+    """Return the costs that papers print and those that the cost ledger predicts for the studies of full size."""
     parts = []
     for source in numbers.SOURCES:
         for name, lines in compare.predict_paper_costs(source).items():

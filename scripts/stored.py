@@ -51,14 +51,14 @@ FIELDS = (
     "speaks_of",
 )
 NOT_INFERRED = ("dirty", "config", "seeds")
-"""Fields that nobody can tell of a result that was stored without them."""
+"""Fields that are unknown for results that were stored without them."""
 GOLDEN = {
     "wire": ROOT / "tests/golden/wire/vectors.json",
     "runs": ROOT / "tests/golden/runs/runs.json",
 }
 """What the code computes, byte by byte: where they differ from those of a result's commit, results are others too."""
 SHARED = ("data", "engine", "exchange", "functional", "models", "rng.py", "simulation")
-"""What the results of every study depend on, beside its methods."""
+"""What the results of every study depend on, in addition to its methods."""
 HEAD = """<!-- made by scripts/stored.py; do not edit -->
 # Stored results
 
@@ -309,7 +309,7 @@ def keep(
 
     Args:
         run: the folder of a finished study.
-        in_one_go: whether it ran without a break, so that its duration can be told.
+        in_one_go: whether it ran without a break, so that its duration is known.
         join: add the runs to those that are stored (see `joined`), in place of them.
         where: the folder of stored results; the repository's own when None.
 
@@ -398,7 +398,7 @@ def joined(
         raise CoterieError(f"the stored runs have other settings: {difference}")
     if before.get("left_out") or content.get("left_out") or "new_clients" in content:
         raise CoterieError(
-            "runs that were left out, and new clients, cannot be joined; run the study anew"
+            "runs that were left out, and new clients, cannot be joined; run the study again"
         )
     if {run["label"] for run in [*runs, *each]} - ours.keys() - theirs.keys():
         raise CoterieError(
@@ -448,7 +448,7 @@ def _stored_runs(target: Path, content: Content, head: Content) -> list[Content]
         return json.loads((target / "runs.json").read_text())
     if len(head["seeds"] or ()) != 1:
         raise CoterieError(
-            f"{content['study']} was stored without the values of its runs; run it anew"
+            f"{content['study']} was stored without the values of its runs; run it again"
         )
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in content["rows"]:
@@ -492,7 +492,7 @@ def _of_commits(commits: Iterable[str]) -> Content:
     oldest = next((one for one in known if all(in_history(one, other) for other in known)), None)
     if oldest is None:
         raise CoterieError(
-            f"no commit of {', '.join(one[:9] for one in known)} comes before the others; run it anew"
+            f"no commit of {', '.join(one[:9] for one in known)} comes before the others; run it again"
         )
     return {"commit": oldest, **({"commits": known} if len(known) > 1 else {})}
 

@@ -3,7 +3,7 @@
     python scripts/wire.py
 
 Each method runs for three rounds on a tiny population whose sizes are all different, so that each
-axis of each tensor is told by its length.
+axis of each tensor is recognized by its length.
 """
 
 import sys
@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     **{kind: {"endpoints": 3, "regions": 2} for kind in ("sosicfl", "sosicfl-all", "sosicfl-plus")},
     **{kind: {"num_peers": 3} for kind in ("dac", "dac-var", "dac-no-two-hop")},
 }
-"""Settings that suit a tiny population, and lengths that tell axes apart."""
+"""Settings for a tiny population, with a different length for each axis."""
 VARIANTS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("dac", {"two_hop_scope": "history"}, {}),
     ("dac", {"loss_direction": "push"}, {}),
@@ -181,7 +181,7 @@ AXES = ("num_peers", "clusters", "candidates", "endpoints", "trace")
 MEANINGS = {
     "samples": "how many training samples the client has",
     "similarity": "its similarity to each member, 0 where `known` is false",
-    "known": 'which of these it measured itself (with `two_hop_relay = "any"`: or was told)',
+    "known": 'which of these it measured itself (with `two_hop_relay = "any"`: or received)',
     "origin": "its first model, in what is compared",
     "update": "the change of its model in the last training, in what is compared",
     "asked": "the members that it asks to measure its model; -1 for none",
