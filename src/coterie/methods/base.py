@@ -2,7 +2,7 @@
 
 A method is written over the clients this process hosts and knows nothing of the others but what its
 exchange brings. It is a frozen dataclass: its fields are its hyperparameters, so it is its own
-configuration. All that evolves is in `RunState`, which goes in and comes out; `round` never changes
+configuration. All that evolves is in `State`, which goes in and comes out; `round` never changes
 its arguments.
 """
 
