@@ -192,9 +192,7 @@ def words(found: Sequence[tuple[str, str, bool]], what: str) -> str:
             for label, names in by_method.items()
         ]
     return (
-        f"{what}: {'; '.join(parts)}."
-        if parts
-        else f"{what}: no gain and no loss is established."
+        f"{what}: {'; '.join(parts)}." if parts else f"{what}: no gain and no loss is established."
     )
 
 

@@ -63,16 +63,7 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
         for one in rows
     ]
     total = [sum(int(row[place]) for row in cells) for place in range(1, 8)]
-    head = (
-        "paper",
-        "published",
-        "full",
-        "reduced",
-        "predicted",
-        "none",
-        "within",
-        "undecided",
-    )
+    head = ("paper", "published", "full", "reduced", "predicted", "none", "within", "undecided")
     about = (
         "Published numbers that are compared with a result of full size, of a reduced one only, or with none. Full size means "
         "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "

@@ -23,7 +23,8 @@ PICTURES = {  # view of the report, height in pixels, colors
     "docs/assets/report-dark.png": ("overview", 1760, "dark"),
     "docs/images/report-reads.png": ("reads", 1180, "light"),
 }
-SCHEMES = {"dark": 0, "light": 1}  # as Chromium numbers the color scheme that a page sees as preferred
+# Chromium's numbers of the color schemes.
+SCHEMES = {"dark": 0, "light": 1}
 
 
 def picture(browser: str, path: Path, view: str, height: int, colors: str) -> None:

@@ -393,7 +393,9 @@ def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(
     with pytest.raises(CoterieError, match="a run does not say the commit"):
         stored.keep(run, where=tmp_path / "kept")
     changed(path, {**json.loads(path.read_text()), "commit": "0" * 40})
-    with pytest.raises(CoterieError, match=r"no commit of .* comes before the others; run it again"):
+    with pytest.raises(
+        CoterieError, match=r"no commit of .* comes before the others; run it again"
+    ):
         stored.keep(run, where=tmp_path / "kept")
 
 
