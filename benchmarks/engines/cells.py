@@ -128,7 +128,9 @@ class Coterie:
         self.task = everybody.select_clients(torch.arange(min(limit or cell.clients, cell.clients)))
         self.params = everybody.initial_models(Rng(1))
         self.method = Dac(num_peers=min(PEERS, cell.clients - 1), two_hop=False)
-        self.state = State(self.params[: len(self.task)], self.method.memory(self.task, Rng(1)))
+        self.state = State(
+            self.params[: len(self.task)], self.method.init_memory(self.task, Rng(1))
+        )
         draws = Rng(1).uniform("bench.peers", self.task.ids, cell.clients)
         draws[torch.arange(len(self.task)), self.task.ids] = 2.0  # nobody reads itself
         self.peers = draws.argsort(1)[:, : self.method.num_peers]

@@ -125,7 +125,7 @@ class Faithless(PeerMethod):
         "draws", "resume", "silence", "finite",
     ] = "none"  # fmt: skip
 
-    def memory(self, task: Task, rng: Rng) -> Count:
+    def init_memory(self, task: Task, rng: Rng) -> Count:
         KEPT[rng.seed] = 0
         return Count(torch.zeros(len(task) + (self.breaks == "rows")))
 
@@ -138,7 +138,7 @@ class Faithless(PeerMethod):
         peers = draw_peers_uniformly(rnd, 1, rnd.candidates)
         if self.breaks == "order":  # the first client is read by all others
             peers = torch.where(rnd.candidates[:, :1], 0, -1)
-        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         came = inbox.mask.double()
         mixed = inbox.mix(came / 2, own=state.params, own_weight=1 - came[:, 0] / 2)
         if self.breaks == "grouping":
@@ -173,7 +173,7 @@ BROKEN = {
     "pair": "exchange returned a State; expected (state, info), the second {} where nothing is reported",
     "shape": "exchange returned " + PARAMS.format("float64 of shape (6, 14)"),
     "type": "exchange returned " + PARAMS.format("float32 of shape (6, 15)"),
-    "rows": "init returned memory.rounds as float32 of shape (7,); expected a tensor with a row for each of the 6",
+    "rows": "init_state returned memory.rounds as float32 of shape (7,); expected a tensor with a row for each of the 6",
     "report": "exchange reported 'trust' as float32 of shape (); expected a tensor with a row for each of the 6 hosted",
     "params": "round changed its argument state.params: return a new State",
     "memory": "round changed its argument state.memory: return a new State",

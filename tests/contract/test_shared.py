@@ -224,7 +224,7 @@ class OwnHead(OneModel):
     summary: ClassVar[str] = "FedAvg of all layers but the last"
     layers: int = 1
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """The last layers."""
         return [
             name

@@ -139,7 +139,7 @@ def test_sampling_by_samples_follows_the_counts():
     loop = follow(method, dataclasses.replace(federation, split=split), rounds=0)
     shared = loop.state.shared
     assert shared.samples.tolist() == [12.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    drawn = [method.cohort(shared, Rng(0).at_round(t), 6, 3).tolist() for t in range(1000)]
+    drawn = [method.select_cohort(shared, Rng(0).at_round(t), 6, 3).tolist() for t in range(1000)]
     absent = sum(0 not in cohort for cohort in drawn) / 1000
     expected = 5 / 17 * 4 / 16 * 3 / 15  # three draws without replacement miss client 0
     assert absent == pytest.approx(expected, abs=4 * (expected / 1000) ** 0.5)
@@ -153,7 +153,10 @@ def test_a_client_with_three_times_the_samples_is_drawn_three_times_as_likely():
     shared = follow(method, dataclasses.replace(federation, split=split), rounds=0).state.shared
     assert shared.samples.tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     absent = (
-        sum(0 not in method.cohort(shared, Rng(0).at_round(t), 6, 2).tolist() for t in range(1000))
+        sum(
+            0 not in method.select_cohort(shared, Rng(0).at_round(t), 6, 2).tolist()
+            for t in range(1000)
+        )
         / 1000
     )
     expected = 20 / 56
@@ -178,7 +181,9 @@ def test_ditto_without_penalty_is_local_training():
         )
     assert torch.equal(loop.state.memory.model, params)
     assert torch.equal(
-        loop.method.served(loop._make_round(2, torch.arange(6), torch.arange(6)), loop.state)[0],
+        loop.method.serving_model(
+            loop._make_round(2, torch.arange(6), torch.arange(6)), loop.state
+        )[0],
         params,
     )
 
@@ -233,7 +238,9 @@ def test_methods_see_the_same_participants_and_batches():
         METHODS["fesem"](),
     ):
         loop = follow(method, federation, rounds=1, participation=0.3)
-        cohorts.add(tuple(method.cohort(loop.state.shared, Rng(3).at_round(5), 20, 0.3).tolist()))
+        cohorts.add(
+            tuple(method.select_cohort(loop.state.shared, Rng(3).at_round(5), 20, 0.3).tolist())
+        )
     assert len(cohorts) == 1
     assert len(cohorts.pop()) == 6
 
@@ -267,16 +274,17 @@ def test_too_few_updates_change_nothing():
     )
     method, shared = FedAvg(), loop.state.shared
     assert torch.equal(
-        method.merge(context, shared, message.take_rows(torch.tensor([0, 1]))).models, shared.models
+        method.aggregate(context, shared, message.take_rows(torch.tensor([0, 1]))).models,
+        shared.models,
     )
     lost = dataclasses.replace(
         message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan)
     )
-    merged, reply = method._merge(context, shared, lost)
+    merged, reply = method._aggregate_finite(context, shared, lost)
     torch.testing.assert_close(merged.models[0], params[1:].mean(0))
     assert reply.index.shape == (4, 0)
     nothing = dataclasses.replace(message, params=torch.full_like(params, torch.nan))
-    assert method._merge(context, shared, nothing)[0] is shared
+    assert method._aggregate_finite(context, shared, nothing)[0] is shared
 
 
 def test_momentum_rests_in_a_cluster_that_nobody_answered_for():

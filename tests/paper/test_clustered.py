@@ -106,10 +106,12 @@ def test_ifca_divides_gradients_by_all_participants():
     message = Message(params, fields, torch.arange(6))
     shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=old)
     moved = (
-        Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(context, shared, message).models
+        Ifca(clusters=2, averaging_of="gradients", step=0.5)
+        .aggregate(context, shared, message)
+        .models
     )
     torch.testing.assert_close(moved[1], 0.5 * params[[1, 4]].sum(0) / 6)
-    skipped = Ifca(clusters=2, min_group=3).merge(context, shared, message).models
+    skipped = Ifca(clusters=2, min_group=3).aggregate(context, shared, message).models
     assert torch.equal(skipped[1], old[1])
     assert not torch.equal(skipped[0], old[0])
 
@@ -126,7 +128,7 @@ def test_ifca_can_share_all_but_the_last_layer():
     shared = dataclasses.replace(
         follow(Ifca(clusters=2), rounds=0).state.shared, models=torch.zeros_like(params)
     )
-    merged = Ifca(clusters=2, share_representation=True).merge(
+    merged = Ifca(clusters=2, share_representation=True).aggregate(
         ServerContext(0, Rng(0), layout, 2), shared, message
     )
     assert merged.models.tolist() == [[2.0, 10.0, 100.0], [2.0, 30.0, 300.0]]
@@ -142,7 +144,7 @@ def test_ifca_recovers_a_mixture_of_regressions():
         local=DESCENT,
         rounds=12,
     )
-    served, info = loop.method.served(
+    served, info = loop.method.serving_model(
         loop._make_round(11, torch.arange(8), torch.arange(8)), loop.state
     )
     assert same_groups(info["label"], torch.arange(8) % 2)
@@ -191,7 +193,7 @@ def test_a_diverged_model_is_chosen_by_nobody():
     models[0] = torch.nan
     loop.state = dataclasses.replace(loop.state, shared=IfcaModels(models))
     everybody = torch.arange(6)
-    served, info = loop.method.served(loop._make_round(0, everybody, everybody), loop.state)
+    served, info = loop.method.serving_model(loop._make_round(0, everybody, everybody), loop.state)
     assert info["label"].tolist() == [1] * 6
     assert torch.equal(served, models[1].expand(6, -1))
 
@@ -251,10 +253,10 @@ def test_both_steps_of_fesem_lower_the_objective(seed: int):
 
     shared = FeSemClusters(centers, centers[:, :0], label, torch.zeros(12, dtype=torch.bool))
     message = Message(points, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
-    merged = FeSem(clusters=3).merge(ServerContext(0, Rng(0), layout, 12), shared, message)
+    merged = FeSem(clusters=3).aggregate(ServerContext(0, Rng(0), layout, 12), shared, message)
     before, between = objective(centers, label), objective(centers, merged.label)
     assert objective(merged.models, merged.label) <= between <= before
-    frozen = FeSem(clusters=3, recluster_every=2).merge(
+    frozen = FeSem(clusters=3, recluster_every=2).aggregate(
         ServerContext(1, Rng(0), layout, 12), shared, message
     )
     assert torch.equal(frozen.label, label)
@@ -276,8 +278,8 @@ def test_fesem_can_compare_last_layers():
         torch.arange(1),
     )
     context = ServerContext(0, Rng(0), layout, 1)
-    assert FeSem(clusters=2).merge(context, shared, message).label.tolist() == [1]
-    assert FeSem(clusters=2, features="last_layer").merge(
+    assert FeSem(clusters=2).aggregate(context, shared, message).label.tolist() == [1]
+    assert FeSem(clusters=2, features="last_layer").aggregate(
         context, shared, message
     ).label.tolist() == [0]
 
@@ -393,7 +395,7 @@ def split_in(index: int = 0, since: tuple[int, ...] = (0,) * 6, **changes: Any) 
     answered = torch.arange(3 if partial else 6)
     samples = torch.ones(len(answered), dtype=torch.float64)
     message = Message(models + updates[answered], {"samples": samples}, answered)
-    return method.merge(ServerContext(index, Rng(0), layout, 6), known, message).label.tolist()
+    return method.aggregate(ServerContext(index, Rng(0), layout, 6), known, message).label.tolist()
 
 
 def test_gamma_max_is_compared_with_the_root():
@@ -476,7 +478,7 @@ def test_one_shot_compares_trained_parameters_alone():
     params[:, layout.trainable] = torch.tensor([100.0, 100.0, -100.0, -100.0])
     shared = Clusters(params[:1], params[:1, :0], torch.zeros(4, dtype=torch.int64))
     message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
-    merged = OneShot(clusters=2, warmup_rounds=1).merge(
+    merged = OneShot(clusters=2, warmup_rounds=1).aggregate(
         ServerContext(0, Rng(0).at_round(0), layout, 4), shared, message
     )
     assert merged.label.tolist() == [0, 1, 0, 1]

@@ -54,7 +54,7 @@ def merge(
     """One round in which the clients `ids` report these losses and return the model 0."""
     fields = {"samples": torch.arange(1.0, len(ids) + 1, dtype=torch.float64), "losses": losses}
     message = Message(torch.zeros(len(ids), 1, dtype=torch.float64), fields, ids)
-    return method.merge(
+    return method.aggregate(
         ServerContext(index, Rng(0).at_round(index), LAYOUT, len(shared.label)), shared, message
     )
 
@@ -72,7 +72,7 @@ def play(
     truth = torch.arange(population) % 2
     for index in range(rounds):
         rng = Rng(1).at_round(index)
-        ids = method.cohort(shared, rng, population, participation)
+        ids = method.select_cohort(shared, rng, population, participation)
         losses = (
             torch.from_numpy(rng.generator("losses").normal(size=(len(ids), 5)))
             + gap * truth[ids, None]
@@ -225,10 +225,10 @@ def test_children_are_sampled_and_merged_apart():
     """Each cluster has its own cohort, at least three, and moves only by its own clients; the sum is reported."""
     method = FedGwc(min_pair_updates=0.0)
     shared = dataclasses.replace(begin(method, 40, models=2), label=(torch.arange(40) < 30).long())
-    ids = method.cohort(shared, Rng(0).at_round(0), 40, 0.2)
+    ids = method.select_cohort(shared, Rng(0).at_round(0), 40, 0.2)
     # max(0.2 * 10, 3) and 0.2 * 30
     assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]
-    by_count = FedGwc(clients_per_round=5).cohort(shared, Rng(0).at_round(0), 40, 0.2)
+    by_count = FedGwc(clients_per_round=5).select_cohort(shared, Rng(0).at_round(0), 40, 0.2)
     assert torch.bincount(shared.label[by_count]).tolist() == [5, 5]
     ones = (shared.label[ids] == 1).nonzero().flatten()
     after = merge(method, shared, ids[ones], torch.zeros(len(ones), 2, dtype=torch.float64))
@@ -241,14 +241,14 @@ def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     """Ten of 100 in twenty clusters of five, where each cluster for itself draws three; clusters that wait stay."""
     one = FedGwc(cohort_of="population", explore=False)
     assert torch.equal(
-        one.cohort(begin(one, 100), Rng(2).at_round(0), 100, 0.1),
-        FedAvg().cohort(None, Rng(2).at_round(0), 100, 0.1),
+        one.select_cohort(begin(one, 100), Rng(2).at_round(0), 100, 0.1),
+        FedAvg().select_cohort(None, Rng(2).at_round(0), 100, 0.1),
     )
     shared = dataclasses.replace(begin(FedGwc(), 100, models=20), label=torch.arange(100) % 20)
-    assert len(FedGwc().cohort(shared, Rng(2).at_round(0), 100, 0.1)) == 60
+    assert len(FedGwc().select_cohort(shared, Rng(2).at_round(0), 100, 0.1)) == 60
     method = FedGwc(cohort_of="population")
-    assert len(method.cohort(shared, Rng(2).at_round(0), 100, 7)) == 7
-    ids = method.cohort(shared, Rng(2).at_round(0), 100, 0.1)
+    assert len(method.select_cohort(shared, Rng(2).at_round(0), 100, 7)) == 7
+    ids = method.select_cohort(shared, Rng(2).at_round(0), 100, 0.1)
     drawn = torch.bincount(shared.label[ids], minlength=20)
     assert sorted(drawn.tolist())[16:] == [0, 3, 3, 4]  # the tenth place is too few for another
     after = merge(method, shared, ids, torch.zeros(10, 2, dtype=torch.float64))
@@ -263,7 +263,7 @@ def test_exploring_evens_out_the_whole_population_too():
     label = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 7, 10, 80]))
     shared = dataclasses.replace(begin(method, 100, models=4), label=label)
     for index in range(400):
-        ids = method.cohort(shared, Rng(0).at_round(index), 100, 0.1)
+        ids = method.select_cohort(shared, Rng(0).at_round(index), 100, 0.1)
         assert len(ids) == 10
         shared = dataclasses.replace(
             shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
@@ -291,7 +291,7 @@ def test_exploring_keeps_participation_even():
         method = FedGwc(explore=explore)
         shared = begin(method, 100)
         for index in range(1000):
-            ids = method.cohort(shared, Rng(0).at_round(index), 100, 0.1)
+            ids = method.select_cohort(shared, Rng(0).at_round(index), 100, 0.1)
             assert len(ids) == 10
             shared = dataclasses.replace(
                 shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
@@ -307,7 +307,8 @@ def test_unexplored_cohorts_are_those_of_fedavg():
     for index in range(5):
         rng = Rng(2).at_round(index)
         assert torch.equal(
-            method.cohort(begin(method, 50), rng, 50, 0.1), FedAvg().cohort(None, rng, 50, 0.1)
+            method.select_cohort(begin(method, 50), rng, 50, 0.1),
+            FedAvg().select_cohort(None, rng, 50, 0.1),
         )
 
 
@@ -636,10 +637,12 @@ def test_who_took_part_least_comes_first():
         sampled = torch.where(torch.arange(10) % 4 == 1, 0, 100)
         shared = dataclasses.replace(begin(method, 10), sampled=sampled)
         drawn = [
-            method.cohort(shared, Rng(0).at_round(index), 10, 0.3).tolist() for index in range(5)
+            method.select_cohort(shared, Rng(0).at_round(index), 10, 0.3).tolist()
+            for index in range(5)
         ]
         plain = [
-            FedAvg().cohort(None, Rng(0).at_round(index), 10, 0.3).tolist() for index in range(5)
+            FedAvg().select_cohort(None, Rng(0).at_round(index), 10, 0.3).tolist()
+            for index in range(5)
         ]
         assert drawn == ([[1, 5, 9]] * 5 if explore else plain)
 

@@ -41,9 +41,9 @@ def model(loop: Loop) -> Tensor:
 def served(loop: Loop) -> Tensor:
     """The model of each client after the last round."""
     last = loop.settings.rounds - 1
-    return loop.method.served(loop._make_round(last, torch.arange(6), torch.arange(6)), loop.state)[
-        0
-    ]
+    return loop.method.serving_model(
+        loop._make_round(last, torch.arange(6), torch.arange(6)), loop.state
+    )[0]
 
 
 class Quadratic:
@@ -338,7 +338,7 @@ def test_fedper_averages_the_body_and_each_client_keeps_its_head():
     assert set(table[table["metric"] == "bytes_down"]["value"]) == {8 * 8.0}
     early, late = (deep(FedPer(), rounds=rounds, participation=3) for rounds in (0, 1))
     rests = torch.tensor(
-        sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at_round(0), 6, 3).tolist()})
+        sorted({*range(6)} - {*loop.method.select_cohort(None, Rng(3).at_round(0), 6, 3).tolist()})
     )
     assert torch.equal(early.state.params[rests], late.state.params[rests])
 

@@ -219,7 +219,7 @@ def task_of(
     """A task in float64 for a method's form of a model."""
     federation = federation or testing.tiny_federation()
     return Task(
-        federation.host(federation.ids), method.model(model), dtype=torch.float64, **settings
+        federation.host(federation.ids), method.build_model(model), dtype=torch.float64, **settings
     )
 
 
@@ -250,7 +250,7 @@ def test_one_endpoint_with_personal_models_is_ditto():
     method = SosicFlPlus(endpoints=1, regions=1, endpoint_start="model", lam=0.7)
     ours, theirs = (follow(each, model=sequential, local=SGD) for each in (method, Ditto(lam=0.7)))
     everybody = torch.arange(6)
-    served = method.served(ours._make_round(2, everybody, everybody), ours.state)[0]
+    served = method.serving_model(ours._make_round(2, everybody, everybody), ours.state)[0]
     views, expected = (
         by_plain_name(ours.task.layout, served[5]),
         theirs.task.layout.split_rows(theirs.state.memory.model[5]),
@@ -401,7 +401,7 @@ def test_regions_fit_groups_that_one_model_cannot():
     }
     loss, fit = {}, {}
     for kind, loop in runs.items():
-        served, info = loop.method.served(
+        served, info = loop.method.serving_model(
             loop._make_round(14, torch.arange(12), torch.arange(12)), loop.state
         )
         loss[kind] = float(loop.task.evaluate(served)["loss"].mean())
@@ -480,7 +480,7 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     message = Message(
         shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12)
     )
-    merged = method.merge(
+    merged = method.aggregate(
         ServerContext(1, Rng(0).at_round(1), loop.task.layout, 12), shared, message
     )
     slots = simplex_layers.endpoint_slots(loop.task.layout)
@@ -497,7 +497,7 @@ def test_who_sent_no_update_keeps_the_whole_simplex():
     shared, ids = loop.state.shared, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 11])
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(10, loop.task.layout.size)))
     message = Message(shared.models + noise, {"samples": torch.ones(10, dtype=torch.float64)}, ids)
-    merged = method.merge(
+    merged = method.aggregate(
         ServerContext(1, Rng(0).at_round(1), loop.task.layout, 12), shared, message
     )
     assert merged.radius.tolist() == [0.1 if client in ids else 2.0 for client in range(12)]
@@ -526,8 +526,8 @@ def test_personal_simplexes():
     assert not before.state.memory.started.any()
     rnd = before._make_round(1, torch.arange(12), torch.arange(12))
     assert torch.equal(
-        method.served(rnd, before.state)[0],
-        SosicFl(endpoints=2, regions=2).served(rnd, before.state)[0],
+        method.serving_model(rnd, before.state)[0],
+        SosicFl(endpoints=2, regions=2).serving_model(rnd, before.state)[0],
     )
     assert bool(after.state.memory.started.all())
     assert float((after.state.memory.model - before.state.shared.models).norm()) > 0
@@ -541,7 +541,7 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         loop = follow(method, label_skewed(), rounds=1)
         everybody = torch.arange(12)
         rnd = loop._make_round(1, everybody, everybody)
-        _, offer = method.ask(
+        _, offer = method.ask_server(
             rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
         )
         own = offer.field_by_slot("center")[:, 0]
@@ -552,7 +552,7 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
             torch.testing.assert_close(drawn, own[:, None].expand_as(drawn))  # radius 0
         else:
             assert (drawn.min(1).values < 0.1).all(), "points from all over the simplex"
-        served = method.served(rnd, loop.state)[0]
+        served = method.serving_model(rnd, loop.state)[0]
         views = simplex_layers.compose_endpoints(
             loop.task.layout, loop.state.memory.model, expected[:, None]
         )
@@ -629,7 +629,7 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
         )
         loop = follow(method, label_skewed(), rounds=0)
         rnd = loop._make_round(0, torch.arange(12), torch.arange(12))
-        _, offer = method.ask(
+        _, offer = method.ask_server(
             rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
         )
         found = method.draw_points(rnd, offer, "alpha", 5)

@@ -75,12 +75,12 @@ class Apfl(PersonalModels):
         """Uniform, by samples, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> ApflMemory:
+    def init_memory(self, task: Task, rng: Rng) -> ApflMemory:
         """Everybody starts at the first model."""
         model = task.initial_models(rng).clone()
         return ApflMemory(model, torch.full_like(model[:, 0], self.alpha))
 
-    def learn(
+    def local_update(
         self, rnd: Round, memory: ApflMemory, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Float[Tensor, "clients params"], ApflMemory, Info]:
         """Train both parts on the same batches."""
@@ -105,7 +105,9 @@ class Apfl(PersonalModels):
         report = steps.finish(shared, model)
         return shared, ApflMemory(model, alpha), {**report, "alpha": alpha}
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Each client has its own, of its two parts as it trained them last."""
         memory = state.memory
         return mix_models(memory.model, state.params, memory.alpha, rnd.task.layout.trainable), {}

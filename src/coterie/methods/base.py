@@ -226,7 +226,7 @@ class Method(Configurable, ABC):
         return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
 
     @property
-    def unprotected(self) -> str:
+    def privacy_leak(self) -> str:
         """What others learn of the training data by another way than trained models, in words; empty for nothing.
 
         Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent
@@ -235,18 +235,18 @@ class Method(Configurable, ABC):
         return ""
 
     @abstractmethod
-    def init(self, task: Task, rng: Rng) -> State:
+    def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
 
     @abstractmethod
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Run one round for the hosted clients and return the new state and what happened."""
 
-    def model(self, source: ModelFactory) -> ModelFactory:
+    def build_model(self, source: ModelFactory) -> ModelFactory:
         """Return the model that clients train: the run's, unless the method changes its form (SosicFL's head)."""
         return source
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Return which tensors never leave a client, beside those that the run's `shared` leaves out.
 
         Args:
@@ -261,7 +261,7 @@ class Method(Configurable, ABC):
         """Exchange what is needed once, with every client, before round 0 (`rnd.index` is -1)."""
         return state
 
-    def cohort(
+    def select_cohort(
         self, shared: Any, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Choose who takes part in a round; called where the server role is, or everywhere when there is none.
@@ -281,7 +281,9 @@ class Method(Configurable, ABC):
         count = selection.cohort_size(population, participation, least=3 if self.server else 1)
         return selection.draw_cohort(draw_cohort_noise(rng, population), count)
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the model that serves each hosted client now, for evaluation, and what is known of it.
 
         Called between rounds with all hosted clients, those outside the last cohort included.
@@ -290,9 +292,9 @@ class Method(Configurable, ABC):
         """
         return state.params, {}
 
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+    def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
-        return self.served(rnd, state)[0]
+        return self.serving_model(rnd, state)[0]
 
     def cost(self, setting: CostSetting, round: int) -> Cost:
         """Predict what a round costs a client that takes part, when everybody answers.
@@ -333,11 +335,11 @@ class PeerMethod(Method):
     exchanges.
     """
 
-    def memory(self, task: Task, rng: Rng) -> Any:
+    def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return the memory of the hosted clients before the first round."""
         return None
 
-    def message(self, task: Task, state: State) -> Message:
+    def publish(self, task: Task, state: State) -> Message:
         """Return what the hosted clients publish, from their state before the exchange."""
         return Message(state.params, {"samples": task.num_samples})
 
@@ -356,43 +358,45 @@ class PeerMethod(Method):
                 f"{self.kind} makes {self.exchanges} exchanges a round, and its `messages` does not say what clients "
                 "publish in each"
             )
-        return [self.message(task, state)]
+        return [self.publish(task, state)]
 
     @abstractmethod
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Sample peers, pull, score, update the memory, mix."""
 
-    def fit(
+    def local_update(
         self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the hosted clients' models after local training, and its report; `in_place` as for `Task.train`."""
         return rnd.task.train(params, rnd.rng, rnd.local, in_place=in_place)
 
-    def trained(self, state: State, before: Float[Tensor, "clients params"]) -> State:
+    def remember_update(self, state: State, before: Float[Tensor, "clients params"]) -> State:
         """Remember something of the local training that led from `before` to `state.params`."""
         return state
 
     @final
-    def init(self, task: Task, rng: Rng) -> State:
+    def init_state(self, task: Task, rng: Rng) -> State:
         """Return the first models and the first memory."""
-        return State(task.initial_models(rng), self.memory(task, rng))
+        return State(task.initial_models(rng), self.init_memory(task, rng))
 
     @final
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Exchange and train, in the order of the run."""
         if rnd.order == "train_first":
-            state, trained = self.train(rnd, state)
+            state, trained = self.train_locally(rnd, state)
             after = state.params
-            state, info = self.settled_exchange(rnd, state)
+            state, info = self.exchange_with_retries(rnd, state)
             trained = {**trained, "trained": after}
         else:
-            mixed, info = self.settled_exchange(rnd, state)
-            state, trained = self.train(rnd, mixed, in_place=self._can_train_in_place(mixed, state))
+            mixed, info = self.exchange_with_retries(rnd, state)
+            state, trained = self.train_locally(
+                rnd, mixed, in_place=self._can_train_in_place(mixed, state)
+            )
         return state, {**info, **trained}
 
     def _can_train_in_place(self, mixed: State, before: State) -> bool:
         """Return whether an exchange made models that nothing else refers to, so that training may change them."""
-        if type(self).trained is not PeerMethod.trained:
+        if type(self).remember_update is not PeerMethod.remember_update:
             return False
         kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
         return all(
@@ -401,16 +405,16 @@ class PeerMethod(Method):
         )
 
     @final
-    def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
+    def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
         judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
-        params, info = self.fit(rnd, state.params, in_place and judge is None)
+        params, info = self.local_update(rnd, state.params, in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, params)
-        return self.trained(replace(state, params=params), state.params), info
+        return self.remember_update(replace(state, params=params), state.params), info
 
     @final
-    def settled_exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+    def exchange_with_retries(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Exchange, then apply the policy for running statistics.
 
         When peers turn out to be missing, the method draws again among the others: its own rule

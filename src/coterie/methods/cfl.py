@@ -71,7 +71,7 @@ class Cfl(ServerMethod):
     participation: Literal["full", "partial"] = "full"
     max_age: NonNegativeInt | None = None
 
-    def shared(self, task: Task, rng: Rng) -> CflClusters:
+    def init_server_state(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""
         start = Averaging().init_clusters(task.draw_models(rng, 1), task.population, task.layout)
         width = task.sharing.compared.num_columns if self.participation == "partial" else 0
@@ -80,15 +80,17 @@ class Cfl(ServerMethod):
             start.models, start.velocity, start.label, last, torch.full((task.population,), -1)
         )
 
-    def cohort(
+    def select_cohort(
         self, shared: Any, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """All clients, or the run's share of them."""
         if self.participation == "full":
             return torch.arange(population)
-        return super().cohort(shared, rng, population, participation)
+        return super().select_cohort(shared, rng, population, participation)
 
-    def merge(self, context: ServerContext, shared: CflClusters, message: Message) -> CflClusters:
+    def aggregate(
+        self, context: ServerContext, shared: CflClusters, message: Message
+    ) -> CflClusters:
         """Average or split each cluster."""
         assert message.ids is not None
         group = shared.label[message.ids]

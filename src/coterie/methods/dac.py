@@ -408,8 +408,8 @@ class Dac(PeerMethod):
         )
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return (
             "models are mixed by their losses on the training data"
             if self.similarity == "inv_loss"
@@ -425,7 +425,7 @@ class Dac(PeerMethod):
             + (self.two_hop and self.two_hop_scope == "history")
         )
 
-    def memory(self, task: Task, rng: Rng) -> PeerSimilarities:
+    def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities:
         """Return a memory without similarities."""
         apart = task.init_mode == "per_client" and self.similarity != "inv_loss"
         if apart:
@@ -442,7 +442,7 @@ class Dac(PeerMethod):
             memory.similarity, memory.status, memory.count, memory.origin, last
         )
 
-    def message(self, task: Task, state: State) -> Message:
+    def publish(self, task: Task, state: State) -> Message:
         """Publish the model and, with two-hop estimates, the similarities to share."""
         fields = {"samples": task.num_samples}
         if state.memory.origin.shape[1]:
@@ -463,7 +463,7 @@ class Dac(PeerMethod):
                 f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
                 "peers that act one after another have not published an answer when they are asked"
             )
-        own = self.message(task, state)
+        own = self.publish(task, state)
         return [own] if self.exchanges == 1 else [own, self._scores_message(state)]
 
     def _scores_message(self, state: State) -> Message:
@@ -533,7 +533,7 @@ class Dac(PeerMethod):
         """Draw peers by similarity, pull, measure, average, update the memory."""
         peers, prior = self.draw_peers(rnd, state.memory)
         ask = push_and_measure if self.loss_direction == "push" else pull_and_measure
-        measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
+        measured = ask(rnd, state, self.publish(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
         drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
         told = similarity_report(rnd, measured.similarity, drawn)

@@ -27,13 +27,15 @@ class PersonalMemory:
 class PersonalModels(OneModel):
     """A server with one model, whose clients use models of their own, which they remember."""
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Each client has its own."""
         return state.memory.model, {}
 
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+    def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the server's model."""
-        return super().served(rnd, state)[0]
+        return super().serving_model(rnd, state)[0]
 
     def cost(self, setting: CostSetting, round: int) -> Cost:
         """Fetch the server's model, and send one."""
@@ -87,7 +89,7 @@ class Ditto(PersonalModels):
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> PersonalMemory:
+    def init_memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
         return PersonalMemory(task.initial_models(rng).clone())
 
@@ -106,7 +108,7 @@ class Ditto(PersonalModels):
         )
         return PersonalMemory(model), {"personal_train_samples": info["train_samples"]}
 
-    def adapt(
+    def adapt_newcomer(
         self,
         rnd: Round,
         params: Float[Tensor, "clients params"],

@@ -16,7 +16,7 @@ from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMet
 class OneModel(ServerMethod):
     """A server with one model, averaged over the cohort."""
 
-    def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
+    def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
         return self.averaging.update_models(shared, message, everybody, context.min_updates)

@@ -176,11 +176,11 @@ class FedGwc(WithPresets, ServerMethod):
         return Averaging("uniform" if self.aggregator == "fairavg" else "samples")
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return "the losses of the first batches are sent"
 
-    def shared(self, task: Task, rng: Rng) -> FedGwcClusters:
+    def init_server_state(self, task: Task, rng: Rng) -> FedGwcClusters:
         """Return one cluster whose members have not met."""
         begin, size = (
             self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout),
@@ -213,7 +213,7 @@ class FedGwc(WithPresets, ServerMethod):
         padded[:, : losses.shape[1]] = losses[:, :width]
         return {"samples": rnd.task.num_samples, "losses": padded}
 
-    def extra(
+    def compute_extra_metrics(
         self,
         rnd: Round,
         start: Float[Tensor, "clients params"],
@@ -221,14 +221,14 @@ class FedGwc(WithPresets, ServerMethod):
         shared: Any,
     ) -> Info:
         """Report also how much each client's cluster still changes."""
-        found = super().extra(rnd, start, params, shared)
+        found = super().compute_extra_metrics(rnd, start, params, shared)
         if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or not sees_whole_cohort(rnd):
             return found
         return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
 
     # ---------------------------------------------------------------- where the server role is
 
-    def cohort(
+    def select_cohort(
         self, shared: FedGwcClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw in each cluster, as many as `_cohort_sizes` says."""
@@ -262,7 +262,7 @@ class FedGwc(WithPresets, ServerMethod):
             least=MIN_PARTICIPANTS,
         )
 
-    def merge(
+    def aggregate(
         self, context: ServerContext, shared: FedGwcClusters, message: Message
     ) -> FedGwcClusters:
         """Average, reward and, where a cluster has settled, split."""

@@ -93,7 +93,7 @@ class FedPer(OneModel):
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Keep the last layers."""
         return head_tensors(layout, self.personal_layers)
 
@@ -135,7 +135,7 @@ class FedRep(OneModel):
         """Uniform, by samples, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Keep the head."""
         return head_tensors(layout, self.personal_layers)
 
@@ -143,7 +143,9 @@ class FedRep(OneModel):
         self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Tensor, Info]:
         """Train the head, then the body."""
-        return train_alternately(rnd, start, self.home(rnd.task.layout), self.head_epochs)
+        return train_alternately(
+            rnd, start, self.personal_tensors(rnd.task.layout), self.head_epochs
+        )
 
 
 @final
@@ -180,15 +182,17 @@ class DFedAlt(Gossip):
     personal_layers: NonNegativeInt = 1
     head_epochs: NonNegativeInt | None = None
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Keep the head."""
         return head_tensors(layout, self.personal_layers)
 
-    def fit(
+    def local_update(
         self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Train the head, then the body."""
-        return train_alternately(rnd, params, self.home(rnd.task.layout), self.head_epochs)
+        return train_alternately(
+            rnd, params, self.personal_tensors(rnd.task.layout), self.head_epochs
+        )
 
 
 @final
@@ -220,6 +224,6 @@ class FedBN(OneModel):
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def home(self, layout: Layout) -> Sequence[str]:
+    def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Keep the normalizations."""
         return layout.normalization_tensors()

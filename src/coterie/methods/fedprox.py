@@ -67,7 +67,7 @@ class FedProx(OneModel):
         """By samples, uniform, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def shared(self, task: Task, rng: Rng) -> FedProxClusters:
+    def init_server_state(self, task: Task, rng: Rng) -> FedProxClusters:
         """Return the server's state; nobody's samples are known yet."""
         start = self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout)
         return FedProxClusters(
@@ -83,10 +83,11 @@ class FedProx(OneModel):
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.num_samples})
         return replace(
-            state, shared=self.ask(rnd, _register_samples, message, state.shared, NO_MODEL)[0]
+            state,
+            shared=self.ask_server(rnd, _register_samples, message, state.shared, NO_MODEL)[0],
         )
 
-    def cohort(
+    def select_cohort(
         self, shared: FedProxClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""
@@ -101,7 +102,7 @@ class FedProx(OneModel):
         """Train with the penalty."""
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
-    def enlarged(
+    def add_members(
         self, shared: FedProxClusters, models: Float[Tensor, "newcomers params"]
     ) -> FedProxClusters:
         """New members are drawn like the others; by samples, the server would have to be told of theirs."""
@@ -117,7 +118,7 @@ class FedProx(OneModel):
             shared, label=extend_labels(shared, models), samples=torch.cat([shared.samples, more])
         )
 
-    def adapt(
+    def adapt_newcomer(
         self,
         rnd: Round,
         params: Float[Tensor, "clients params"],

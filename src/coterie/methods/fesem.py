@@ -62,7 +62,7 @@ class FeSem(ServerMethod):
         """Uniform or by samples."""
         return Averaging(self.weights)
 
-    def shared(self, task: Task, rng: Rng) -> FeSemClusters:
+    def init_server_state(self, task: Task, rng: Rng) -> FeSemClusters:
         """Return independent centers and random balanced memberships."""
         apart = self.features == "last_layer" and not bool(
             (last_layer_mask(task.layout) & task.sharing.trained.mask).any()
@@ -80,7 +80,7 @@ class FeSem(ServerMethod):
             models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)
         )
 
-    def offered(self) -> ReplyForm:
+    def reply_form(self) -> ReplyForm:
         """One model."""
         return ReplyForm(1)
 
@@ -97,7 +97,7 @@ class FeSem(ServerMethod):
             )
         return shared, Reply(shared.models, label[message.ids][:, None])
 
-    def merge(
+    def aggregate(
         self, context: ServerContext, shared: FeSemClusters, message: Message
     ) -> FeSemClusters:
         """E-step and M-step over the models that came back."""

@@ -42,7 +42,7 @@ class FixTopology(PeerMethod):
     num_peers: PositiveInt = 5
     aggregation: CustomFunction | None = None
 
-    def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
+    def init_memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
         noise = rng.gumbel("peers", task.ids, task.population)
         return FixTopologyMemory(
@@ -54,7 +54,7 @@ class FixTopology(PeerMethod):
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull from those that can be reached now, average."""
         peers = selection.keep_allowed(state.memory.peers, rnd.candidates)
-        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: CostSetting, round: int) -> Cost:

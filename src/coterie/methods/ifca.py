@@ -92,11 +92,11 @@ class Ifca(ServerMethod):
         )
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return "the cluster is chosen by the losses of the models on the training data"
 
-    def shared(self, task: Task, rng: Rng) -> IfcaModels:
+    def init_server_state(self, task: Task, rng: Rng) -> IfcaModels:
         """Return independently drawn models."""
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
         return IfcaModels(task.draw_models(rng, count))
@@ -106,7 +106,7 @@ class Ifca(ServerMethod):
         if self.start != "resample":
             return state
         every = ReplyForm(self.candidates * self.clusters)
-        shared, offer = self.ask(
+        shared, offer = self.ask_server(
             rnd, _reply_with_all_models, self.request(rnd, state), state.shared, every
         )
         scores = replace_nan_losses(rnd.task.score(offer)).reshape(
@@ -115,10 +115,12 @@ class Ifca(ServerMethod):
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
         return replace(
             state,
-            shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NO_MODEL)[0],
+            shared=self.ask_server(
+                rnd, partial(_choose_candidates, self), message, shared, NO_MODEL
+            )[0],
         )
 
-    def offered(self) -> ReplyForm:
+    def reply_form(self) -> ReplyForm:
         """All models."""
         return ReplyForm(self.clusters)
 
@@ -140,7 +142,7 @@ class Ifca(ServerMethod):
         """Answer with all models: whoever asks chooses."""
         return _reply_with_all_models(context, shared, message)
 
-    def merge(self, context: ServerContext, shared: IfcaModels, message: Message) -> IfcaModels:
+    def aggregate(self, context: ServerContext, shared: IfcaModels, message: Message) -> IfcaModels:
         """Average cluster by cluster."""
         label, samples = message.fields["label"], message.fields["samples"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
@@ -169,30 +171,34 @@ class Ifca(ServerMethod):
         """Receive the models, take the best, train it, send it with the choice."""
         request = self.request(rnd, state)
         grouped = self.start == "random_groups" and rnd.index < self.group_rounds
-        shared, offer = self.ask(
+        shared, offer = self.ask_server(
             rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters)
         )
         label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
         message = Message(params, {"samples": rnd.task.num_samples, "label": label})
-        shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
+        shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
         passes = offer.mask.sum(1) * rnd.task.count_samples("train")
         return State(params, None, shared), {
             **info,
             "label": label,
             "passes": passes,
             **traffic_report(rnd.task.sharing, offer, request, message),
-            **self.extra(rnd, start, params, shared),
+            **self.compute_extra_metrics(rnd, start, params, shared),
         }
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch all models and take the best on the training data."""
-        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
         label, model = choose_cluster(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 
-    def enlarged(self, shared: IfcaModels, models: Float[Tensor, "newcomers params"]) -> IfcaModels:
+    def add_members(
+        self, shared: IfcaModels, models: Float[Tensor, "newcomers params"]
+    ) -> IfcaModels:
         """The server remembers nothing of its clients."""
         return shared
 

@@ -38,15 +38,15 @@ class OneShot(ServerMethod):
     clusters: PositiveInt = 2
     warmup_rounds: PositiveInt = 10
 
-    def cohort(
+    def select_cohort(
         self, shared: Clusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Everybody in the round that groups the clients."""
         if rng.round == self.warmup_rounds - 1:
             return torch.arange(population)
-        return super().cohort(shared, rng, population, participation)
+        return super().select_cohort(shared, rng, population, participation)
 
-    def merge(self, context: ServerContext, shared: Clusters, message: Message) -> Clusters:
+    def aggregate(self, context: ServerContext, shared: Clusters, message: Message) -> Clusters:
         """Average, or group and average."""
         assert message.ids is not None
         label = shared.label

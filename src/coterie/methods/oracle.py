@@ -58,7 +58,7 @@ class Oracle(PeerMethod):
     num_peers: PositiveInt = 5
     aggregation: CustomFunction | None = None
 
-    def memory(self, task: Task, rng: Rng) -> OracleMemory:
+    def init_memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""
         return OracleMemory(torch.zeros(len(task.ids), task.population, dtype=torch.bool))
 
@@ -83,7 +83,7 @@ class Oracle(PeerMethod):
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers from the client's cluster, pull, average."""
         peers = draw_peers_uniformly(rnd, self.num_peers, state.memory.same)
-        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: CostSetting, round: int) -> Cost:

@@ -93,7 +93,7 @@ class Panm(PeerMethod):
         """Return how many parameters of the last update and of the first model a client keeps for its messages."""
         return 0, 0
 
-    def memory(self, task: Task, rng: Rng) -> PanmMemory:
+    def init_memory(self, task: Task, rng: Rng) -> PanmMemory:
         """Return a memory without neighbors."""
         update, origin = self.memory_widths(task)
         start = task.origin(rng)
@@ -104,7 +104,7 @@ class Panm(PeerMethod):
             none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
         )
 
-    def message(self, task: Task, state: State) -> Message:
+    def publish(self, task: Task, state: State) -> Message:
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
         sent = {
@@ -116,7 +116,7 @@ class Panm(PeerMethod):
 
     def messages(self, task: Task, state: State) -> Sequence[Message]:
         """Publish what the score needs, then the model alone, for those that average with it without a score."""
-        return self.message(task, state), Message(state.params, {"samples": task.num_samples})
+        return self.publish(task, state), Message(state.params, {"samples": task.num_samples})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
@@ -245,7 +245,7 @@ class PanmGrad(Panm):
             warnings.warn(text, stacklevel=2)
         return task.layout.trainable * (self.alpha > 0), task.layout.trainable * apart
 
-    def trained(self, state: State, before: Float[Tensor, "clients params"]) -> State:
+    def remember_update(self, state: State, before: Float[Tensor, "clients params"]) -> State:
         """Keep the update of the last local training."""
         columns = slice(state.memory.update.shape[1])
         update = state.params[:, columns] - before[:, columns]
@@ -294,8 +294,8 @@ class PanmLoss(Panm):
     eps: NonNegativeFloat = 1e-6
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return "models are chosen and mixed by their losses on the training data"
 
     def score_peers(

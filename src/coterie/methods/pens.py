@@ -65,13 +65,13 @@ class Pens(PeerMethod):
         fits = self.num_sampled >= self.num_kept
         require(fits, "num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
 
-    def memory(self, task: Task, rng: Rng) -> PensMemory:
+    def init_memory(self, task: Task, rng: Rng) -> PensMemory:
         """Return counts of 0."""
         return PensMemory(torch.zeros(len(task.ids), task.population, dtype=torch.int64))
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return "models are chosen by their losses on the training data"
 
     def min_times_kept(self, population: int) -> float:
@@ -89,7 +89,7 @@ class Pens(PeerMethod):
         """Draw, pull, in stage one score and keep the best, average."""
         memory: PensMemory = state.memory
         noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
-        message = self.message(rnd.task, state)
+        message = self.publish(rnd.task, state)
         cost: dict[str, Tensor] = {}
         if rnd.index < self.stage_one_rounds:
             peers = selection.sample_uniformly(noise, self.num_sampled, rnd.candidates)

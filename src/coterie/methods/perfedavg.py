@@ -98,9 +98,11 @@ class PerFedAvg(OneModel):
         moved[:, : direction.shape[1]] += direction * by
         return moved
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the shared model and adapt it to each client's training data."""
-        shared, info = super().served(rnd, state)
+        shared, info = super().serving_model(rnd, state)
         size = (
             max(1, int(rnd.task.num_samples.max()))
             if self.adapt_batch_size is None
@@ -111,6 +113,6 @@ class PerFedAvg(OneModel):
         )
         return rnd.task.train(shared, rnd.rng, local, purpose="batches.adapt")[0], info
 
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+    def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the shared model."""
-        return super().served(rnd, state)[0]
+        return super().serving_model(rnd, state)[0]

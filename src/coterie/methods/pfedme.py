@@ -62,11 +62,11 @@ class PFedMe(PersonalModels):
         """Uniform, by samples, or by a rule of the user's, with the server's step."""
         return Averaging(self.weights, lr=self.beta, rule=self.aggregation)
 
-    def memory(self, task: Task, rng: Rng) -> PersonalMemory:
+    def init_memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
         return PersonalMemory(task.initial_models(rng).clone())
 
-    def learn(
+    def local_update(
         self,
         rnd: Round,
         memory: PersonalMemory,

@@ -31,11 +31,11 @@ class Pooled(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"pool"})
     exchanges: ClassVar[int] = 0
 
-    def init(self, task: Task, rng: Rng) -> State:
+    def init_state(self, task: Task, rng: Rng) -> State:
         """Return the first model, at every client."""
         return State(task.initial_models(rng)[:1].expand(len(task), -1).clone())
 
-    def cohort(
+    def select_cohort(
         self, shared: Any, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Take everybody: the rows are in one place."""

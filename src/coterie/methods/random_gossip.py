@@ -35,7 +35,7 @@ class Gossip(PeerMethod):
     selection: CustomFunction | None = None
     aggregation: CustomFunction | None = None
 
-    def memory(self, task: Task, rng: Rng) -> ReadHistory | None:
+    def init_memory(self, task: Task, rng: Rng) -> ReadHistory | None:
         """Remember who was read, for a rule."""
         return (
             None if self.selection is None else ReadHistory.new_history(len(task), task.population)
@@ -43,7 +43,7 @@ class Gossip(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
-        message = self.message(rnd.task, state)
+        message = self.publish(rnd.task, state)
         if self.selection is None:
             inbox = rnd.exchange.pull(message, draw_peers_uniformly(rnd, self.num_peers))
         else:

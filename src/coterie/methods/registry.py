@@ -104,7 +104,7 @@ class StoredMethod(Method):
     name: str
     settings: Mapping[str, Any]
 
-    def init(self, task: Task, rng: Rng) -> NoReturn:
+    def init_state(self, task: Task, rng: Rng) -> NoReturn:
         """Refuse to run."""
         raise ConfigError(
             f"the method {self.name!r} was read for its results alone; load its study to run it"
@@ -112,4 +112,4 @@ class StoredMethod(Method):
 
     def round(self, rnd: Round, state: State) -> NoReturn:
         """Refuse to run."""
-        self.init(rnd.task, rnd.rng)
+        self.init_state(rnd.task, rnd.rng)

@@ -202,13 +202,15 @@ class ServerMethod(Method):
         """Answer any client with the model that serves it; changes nothing."""
         return self.offer(context, shared, message)
 
-    def serving(self, context: ServerContext, shared: Any) -> Float[Tensor, "models params"]:
+    def newcomer_candidates(
+        self, context: ServerContext, shared: Any
+    ) -> Float[Tensor, "models params"]:
         """Return the models that serve clients now, each once: what a client that joins late chooses among."""
         ids = torch.arange(context.population)
         _, reply = self.deliver(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
         return reply.table[reply.index.unique().to(reply.table.device)].unique(dim=0)
 
-    def enlarged(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
+    def add_members(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
         """Return the server's state in a population with new members at its end.
 
         Args:
@@ -227,22 +229,24 @@ class ServerMethod(Method):
         return replace(shared, label=extend_labels(shared, models))
 
     @abstractmethod
-    def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
+    def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
 
-    def _merge(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
+    def _aggregate_finite(
+        self, context: ServerContext, shared: Any, message: Message
+    ) -> tuple[Any, Reply]:
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
-            shared = self.merge(context, shared, message.take_rows(finite))
+            shared = self.aggregate(context, shared, message.take_rows(finite))
             if shared is None:
                 raise ConfigError(
-                    f"{self.kind}: merge returned None; expected the server's new state: is a `return` missing?"
+                    f"{self.kind}: aggregate returned None; expected the server's new state: is a `return` missing?"
                 )
         return shared, empty_reply(message)
 
     # ---------------------------------------------------------------- where the clients are
 
-    def offered(self) -> ReplyForm | None:
+    def reply_form(self) -> ReplyForm | None:
         """Return what `offer` and `deliver` show each client: one model, where they are not written anew.
 
         Between machines an answer of another form is refused. None: nothing is known of it but that
@@ -253,7 +257,7 @@ class ServerMethod(Method):
         )
         return ReplyForm(1) if plain else None
 
-    def ask(
+    def ask_server(
         self,
         rnd: Round,
         rule: ServerRule,
@@ -271,7 +275,7 @@ class ServerMethod(Method):
             expects: what the answer shows each client; that of `offered` for `offer` and `deliver`.
         """
         if expects is None and rule in (self.offer, self.deliver):
-            expects = self.offered()
+            expects = self.reply_form()
         message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(
@@ -283,20 +287,20 @@ class ServerMethod(Method):
         """Return the message that asks for a model."""
         return Message(state.params[:, :0])
 
-    def memory(self, task: Task, rng: Rng) -> Any:
+    def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return what clients remember before the first round."""
         return None
 
-    def shared(self, task: Task, rng: Rng) -> Any:
+    def init_server_state(self, task: Task, rng: Rng) -> Any:
         """Return the server's state before the first round."""
         return self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout)
 
-    def init(self, task: Task, rng: Rng) -> State:
+    def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
         return State(
             task.initial_models(rng),
-            self.memory(task, rng),
-            clear_home_columns(task, self.shared(task, rng)),
+            self.init_memory(task, rng),
+            clear_home_columns(task, self.init_server_state(task, rng)),
         )
 
     def train(
@@ -315,7 +319,7 @@ class ServerMethod(Method):
         """Return what clients remember of a round, from the models they were offered."""
         return memory, {}
 
-    def learn(
+    def local_update(
         self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[Float[Tensor, "clients params"], Any, Info]:
         """Do the local work of a round: `train`, then `remember`; written anew where they cannot be told apart.
@@ -327,7 +331,7 @@ class ServerMethod(Method):
         memory, more = self.remember(rnd, memory, start, offer)
         return params, memory, {**info, **more}
 
-    def extra(
+    def compute_extra_metrics(
         self,
         rnd: Round,
         start: Float[Tensor, "clients params"],
@@ -340,28 +344,30 @@ class ServerMethod(Method):
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask, train, send."""
         request = self.request(rnd, state)
-        shared, offer = self.ask(rnd, self.offer, request, state.shared)
+        shared, offer = self.ask_server(rnd, self.offer, request, state.shared)
         start = rnd.task.apply_buffer_policy(state.params, first_models(offer))
-        params, memory, info = self.learn(rnd, state.memory, start, offer)
+        params, memory, info = self.local_update(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
-        shared, _ = self.ask(rnd, self._merge, message, shared, NO_MODEL)
+        shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
         info = {
             **info,
             **traffic_report(rnd.task.sharing, offer, request, message),
-            **self.extra(rnd, start, params, shared),
+            **self.compute_extra_metrics(rnd, start, params, shared),
         }
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
         return State(params, memory, shared), info
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
-        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
         return rnd.task.apply_buffer_policy(state.params, first_models(offer)), {
             "label": offer.peers[:, 0]
         }
 
-    def adapt(
+    def adapt_newcomer(
         self,
         rnd: Round,
         params: Float[Tensor, "clients params"],

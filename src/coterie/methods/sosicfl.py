@@ -131,7 +131,7 @@ class SimplexMethod(WithPresets, OneModel):
             f"at least 1 with assignment = {self.assignment!r}",
         )
 
-    def model(self, source: ModelFactory) -> ModelFactory:
+    def build_model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
         gain, bias = math.sqrt(self.head_lr_scale), self.simplex_bias
         return simplex_layers.simplex_head(
@@ -149,16 +149,16 @@ class SimplexMethod(WithPresets, OneModel):
             task.layout, rows, rng, xavier=xavier, gain=gain
         )
 
-    def init(self, task: Task, rng: Rng) -> State:
+    def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round; endpoints that stay at home are drawn independently there too."""
-        state = super().init(task, rng)
+        state = super().init_state(task, rng)
         return (
             state
             if task.sharing.shares_all
             else replace(state, params=self.draw_first_model(task, rng).repeat(len(task), 1))
         )
 
-    def shared(self, task: Task, rng: Rng) -> SimplexClusters:
+    def init_server_state(self, task: Task, rng: Rng) -> SimplexClusters:
         """Return the first model and one region: the whole simplex."""
         if self.assignment == "labels" and not task.classes:
             raise ConfigError(
@@ -177,13 +177,13 @@ class SimplexMethod(WithPresets, OneModel):
 
     # ---------------------------------------------------------------- where the server role is
 
-    def cohort(
+    def select_cohort(
         self, shared: SimplexClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
         if self.assignment == "gradient" and rng.round == self.warmup_rounds:
             return torch.arange(population)
-        return super().cohort(shared, rng, population, participation)
+        return super().select_cohort(shared, rng, population, participation)
 
     def offer(
         self, context: ServerContext, shared: SimplexClusters, message: Message
@@ -202,11 +202,11 @@ class SimplexMethod(WithPresets, OneModel):
         fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
 
-    def merge(
+    def aggregate(
         self, context: ServerContext, shared: SimplexClusters, message: Message
     ) -> SimplexClusters:
         """Average; place the clients when their updates do it."""
-        merged = super().merge(context, shared, message)
+        merged = super().aggregate(context, shared, message)
         if self.assignment == "labels" or context.index != self.warmup_rounds:
             return merged
         return self._place_by_gradients(context, shared, merged, message)
@@ -276,15 +276,15 @@ class SimplexMethod(WithPresets, OneModel):
 
     # ---------------------------------------------------------------- where the clients are
 
-    def offered(self) -> ReplyForm:
+    def reply_form(self) -> ReplyForm:
         """One model, and the client's region."""
         return ReplyForm(
             1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())}
         )
 
     @property
-    def unprotected(self) -> str:
-        """See `Method.unprotected`."""
+    def privacy_leak(self) -> str:
+        """See `Method.privacy_leak`."""
         return (
             "" if self.assignment == "gradient" else "the number of samples of each class is sent"
         )
@@ -295,7 +295,8 @@ class SimplexMethod(WithPresets, OneModel):
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
         return replace(
-            state, shared=self.ask(rnd, self._register_counts, message, state.shared, NO_MODEL)[0]
+            state,
+            shared=self.ask_server(rnd, self._register_counts, message, state.shared, NO_MODEL)[0],
         )
 
     def draw_points(
@@ -342,22 +343,24 @@ class SimplexMethod(WithPresets, OneModel):
         )
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, alpha)
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and stand at one's center."""
-        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         return self.compose_models(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
-    def serving(
+    def newcomer_candidates(
         self, context: ServerContext, shared: SimplexClusters
     ) -> Float[Tensor, "models params"]:
         """Return the model at the barycenter of the simplex."""
         middle = torch.full((1, 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose_endpoints(context.layout, shared.models[:1], middle)
 
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+    def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
-        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, middle)
@@ -409,7 +412,7 @@ class SosicFlAll(SimplexMethod):
         for name, only in (("per_sample", False), ("test_samples", 1), ("head_lr_scale", 1.0)):
             require(getattr(self, name) == only, name, getattr(self, name), f"{only}")
 
-    def model(self, source: ModelFactory) -> ModelFactory:
+    def build_model(self, source: ModelFactory) -> ModelFactory:
         """Give every layer endpoints."""
         return simplex_layers.simplex_all(source, self.endpoints)
 
@@ -456,7 +459,7 @@ class SosicFlPlus(SimplexMethod):
     def _is_posthoc(self, index: int) -> bool:
         return self.global_rounds is not None and index >= self.global_rounds
 
-    def memory(self, task: Task, rng: Rng) -> PersonalSimplex:
+    def init_memory(self, task: Task, rng: Rng) -> PersonalSimplex:
         """Everybody starts at the first model."""
         first_model = self.draw_first_model(task, rng).expand(len(task), -1).clone()
         return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
@@ -469,12 +472,14 @@ class SosicFlPlus(SimplexMethod):
             rnd = replace(rnd, local=replace(rnd.local, steps=0))
         return super().train(rnd, start, offer)
 
-    def merge(
+    def aggregate(
         self, context: ServerContext, shared: SimplexClusters, message: Message
     ) -> SimplexClusters:
         """Average, unless the global model is final."""
         return (
-            shared if self._is_posthoc(context.index) else super().merge(context, shared, message)
+            shared
+            if self._is_posthoc(context.index)
+            else super().aggregate(context, shared, message)
         )
 
     def remember(
@@ -500,9 +505,11 @@ class SosicFlPlus(SimplexMethod):
             "personal_train_samples": info["train_samples"]
         }
 
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+    def serving_model(
+        self, rnd: Round, state: State
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
-        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
         received = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         own = _own_or_received(state.memory, received)
         return self.compose_models(rnd, own, self._personal_offer(offer)), {

@@ -165,7 +165,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
         context = ServerContext(
             last, loop.rng.at_round(last), task.layout, task.population, None, task.sharing
         )
-        table = method.serving(context, loop.state.shared)
+        table = method.newcomer_candidates(context, loop.state.shared)
         told = {
             -1: {
                 "table": table
@@ -176,7 +176,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     else:
         assert isinstance(method, PeerMethod)
         task = wide()
-        message = narrow_message(task.sharing, method.message(task, join_states(loop, task)))
+        message = narrow_message(task.sharing, method.publish(task, join_states(loop, task)))
         told = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in told.items():
         at = Address(-1, 0, client, KIND)

@@ -141,7 +141,9 @@ def write_roster(
             f"{plan.method.kind} needs a server; name the member in that role: "
             f"--server {next(name for name, address in known.items() if address)}"
         )
-    module = make_template(plan.method.model(resolve_model(plan.model, features, classes or 1)))
+    module = make_template(
+        plan.method.build_model(resolve_model(plan.model, features, classes or 1))
+    )
     layout = Layout(module, DTYPES[plan.settings.dtype])
     members, removed = [], []
     for number, (name, address) in enumerate(known.items()):

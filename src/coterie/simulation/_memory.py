@@ -176,7 +176,7 @@ def extrapolate_bytes(
 def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
 
-    The method's own `init` and `message` are called for two small populations, and their tensors'
+    The method's own `init_state` and `publish` are called for two small populations, and their tensors'
     shapes go on to grow. A task of a block of the population has its clients' share of what they
     remember and publish, and all of what a server keeps.
     """
@@ -204,9 +204,9 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
 def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
     """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
     part = task.first_clients_alone(size)
-    state = check_returned_state(method, "init", method.init(part, Rng(0)), part)
+    state = check_returned_state(method, "init_state", method.init_state(part, Rng(0)), part)
     sent = (
-        list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
+        list(method.publish(part, state).fields.values()) if isinstance(method, PeerMethod) else []
     )
     each = list_tensors(state.memory), list_tensors(state.shared), sent
     return tuple([(tuple(one.shape), one.element_size()) for one in found] for found in each)

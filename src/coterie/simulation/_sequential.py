@@ -120,7 +120,7 @@ def run_sequential_round(
     early = rnd.order == "train_first"
     together: dict[str, Tensor] = {}  # what is reported of a training of all
     if early and schedule == "sequential_exchange":
-        state, info = method.train(rnd, state)
+        state, info = method.train_locally(rnd, state)
         together = {**info, "trained": state.params}
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.sharing
@@ -146,21 +146,21 @@ def run_sequential_round(
         own, info = state.select_rows(rows), {}
         part = dataclasses.replace(rnd, task=rnd.task.select_clients(rows))
         if schedule == "sequential" and early:
-            own, trained = method.train(part, own)
+            own, trained = method.train_locally(part, own)
             info = {**trained, "trained": own.params}
         live.set_active(part.ids)
         door = narrow_exchange(live, shares, own.params)
-        own, report = method.settled_exchange(dataclasses.replace(part, exchange=door), own)
+        own, report = method.exchange_with_retries(dataclasses.replace(part, exchange=door), own)
         info = {**info, **report}
         if schedule == "sequential" and not early:
-            own, trained = method.train(part, own)
+            own, trained = method.train_locally(part, own)
             info = {**info, **trained}
         _assign_rows(state, rows, own)
         live.update(rows, _make_published_messages(method, shares, part.task, own))
         infos.append(info)
     joined = _join_reports(infos, acted) | together
     if schedule == "sequential_exchange" and not early:
-        state, trained = method.train(rnd, state)
+        state, trained = method.train_locally(rnd, state)
         joined |= trained
     return state, joined
 

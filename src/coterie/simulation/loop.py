@@ -149,9 +149,9 @@ class Loop:
             self.recorded_metrics |= {one.name: one for one in _ATTACKER_METRICS}
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
-        if settings.local.dp_settings is not None and method.unprotected:
+        if settings.local.dp_settings is not None and method.privacy_leak:
             warnings.warn(
-                f"{method.kind}: {method.unprotected}, which local.dp does not cover: epsilon is of the local training "
+                f"{method.kind}: {method.privacy_leak}, which local.dp does not cover: epsilon is of the local training "
                 "alone",
                 Unprotected,
                 stacklevel=3,
@@ -166,7 +166,10 @@ class Loop:
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
         state = check_returned_state(
-            self.method, "init", self.method.init(task.for_round(self.rng), self.rng), task
+            self.method,
+            "init_state",
+            self.method.init_state(task.for_round(self.rng), self.rng),
+            task,
         )
         if self.settings.local.persistent_client_optimizer:
             moments = task.init_optimizer_state(self.settings.local, self.method.tracks)
@@ -271,7 +274,7 @@ class Loop:
             reputation = self.state.reputation
             if reputation is not None:
                 reputation = reputation.after_training(task.sharing, self.state.params, params)
-            self.state = self.method.trained(
+            self.state = self.method.remember_update(
                 dataclasses.replace(self.state, params=params), self.state.params
             )
             self.state = dataclasses.replace(
@@ -325,7 +328,9 @@ class Loop:
             return torch.arange(population)
 
         def draw_cohort() -> Tensor:
-            return method.cohort(self.state.shared, rng, population, self.settings.participation)
+            return method.select_cohort(
+                self.state.shared, rng, population, self.settings.participation
+            )
 
         return self.exchange.agree_on_cohort(draw_cohort) if method.server else draw_cohort()
 
@@ -453,7 +458,7 @@ class Loop:
         # everybody asks, those outside the round's cohort too
         self.exchange.agree_on_cohort(lambda: population)
         self.exchange.set_active(self.task.ids)
-        return self.method.served(
+        return self.method.serving_model(
             self._make_round(index, torch.arange(len(self.task)), population), self.state
         )
 
@@ -486,7 +491,9 @@ class Loop:
             self.exchange.agree_on_cohort(lambda: torch.arange(self.task.population))
             self.exchange.set_active(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
-            models = self.method.overall(self._make_round(index, everybody, population), self.state)
+            models = self.method.newcomer_model(
+                self._make_round(index, everybody, population), self.state
+            )
             values[overall] = task.accuracy_on_all_tests(models)
         return values
 

@@ -237,7 +237,7 @@ def join_newcomers(
         context = ServerContext(
             last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.sharing
         )
-        table = loop.method.serving(context, loop.state.shared)
+        table = loop.method.newcomer_candidates(context, loop.state.shared)
         models = (
             iterate_served_models(now, table)
             if going is None
@@ -291,7 +291,7 @@ def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"
 
     Args:
         now: the run that they join.
-        table: the server's models that serve clients; see `ServerMethod.serving`.
+        table: the server's models that serve clients; see `ServerMethod.newcomer_candidates`.
     """
     method, own = now.method, now.newcomer_task
     assert isinstance(method, ServerMethod)
@@ -300,7 +300,7 @@ def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"
     yield params, params
     for index in range(now.settings.new_client_rounds):
         rnd = now.make_round(index, own.carrying(moments), params)
-        params = method.adapt(rnd, params, received)
+        params = method.adapt_newcomer(rnd, params, received)
         moments = rnd.task.moments
         yield params, params
 
@@ -329,13 +329,13 @@ def _iterate_cohort_models(
     assert isinstance(method, ServerMethod)
     received, chosen = _choose_received_models(now, table)
     yield received, received
-    fresh, old = method.init(task, now.rng), loop.state
+    fresh, old = method.init_state(task, now.rng), loop.state
     memory = (
         None
         if old.memory is None
         else zip_tensors(fresh.memory, old.memory, _make_enlarger(method.kind))
     )
-    state = State(torch.cat([old.params, received]), memory, method.enlarged(old.shared, chosen))
+    state = State(torch.cat([old.params, received]), memory, method.add_members(old.shared, chosen))
     if old.moments is not None:
         state = replace(
             state,
@@ -344,7 +344,7 @@ def _iterate_cohort_models(
     for index in range(loop.next_round, loop.next_round + now.settings.new_client_rounds):
         taking = torch.zeros(task.population, dtype=torch.bool)
         taking[rows] = True
-        cohort = method.cohort(
+        cohort = method.select_cohort(
             state.shared, now.rng.at_round(index), task.population, now.settings.participation
         )
         taking[cohort] = True
@@ -356,7 +356,7 @@ def _iterate_cohort_models(
         new, _ = check_returned_round(method, "round", method.round(rnd, part), rnd.task)
         state = state.replace_rows(active, replace(new, moments=rnd.task.moments))
         now.exchange.set_active(task.ids)
-        params = method.served(now.make_round(index, task, state.params), state)[0]
+        params = method.serving_model(now.make_round(index, task, state.params), state)[0]
         yield params[rows], params[rows]
 
 
@@ -387,7 +387,9 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             return rows[:0]
         rng, cohort = now.rng.at_round(going.next_round + index), torch.arange(len(going.task))
         if settings.participation != 1:
-            cohort = method.cohort(going.state.shared, rng, len(going.task), settings.participation)
+            cohort = method.select_cohort(
+                going.state.shared, rng, len(going.task), settings.participation
+            )
         return cohort[~going.tracker.stopped[cohort]]
 
     def exchange_models(index: int, state: State, active: Tensor) -> State:
@@ -399,7 +401,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             now.begin_round(number, now.task.ids)
             rnd = now.make_round(number, now.task, state.params)
             rnd = rnd if going is None else replace(rnd, reachable=reachable)
-            found, _ = method.settled_exchange(rnd, state)
+            found, _ = method.exchange_with_retries(rnd, state)
             new = new.replace_rows(learning, found.select_rows(learning))
         return new
 
@@ -409,7 +411,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             now.make_round(index, now.newcomer_task.carrying(moments), state.params[rows]),
             local=local,
         )
-        found, _ = method.train(rnd, state.select_rows(rows))
+        found, _ = method.train_locally(rnd, state.select_rows(rows))
         moments = rnd.task.moments
         new = state.replace_rows(rows, replace(found, moments=None))
         if going is not None and len(active):
@@ -417,7 +419,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             rnd = now.make_round(
                 going.next_round + index, whole.select_clients(active), state.params[active]
             )
-            found, _ = method.train(rnd, state.select_rows(active))
+            found, _ = method.train_locally(rnd, state.select_rows(active))
             if theirs is not None:
                 theirs = zip_tensors(
                     theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b)
@@ -472,7 +474,7 @@ def join_states(loop: Loop, task: Task) -> State:
         published = torch.where(
             tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params
         )
-    fresh = loop.method.init(task, loop.rng)
+    fresh = loop.method.init_state(task, loop.rng)
     memory = (
         None
         if old.memory is None

@@ -455,7 +455,7 @@ def make_task(
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
     local.check_imports()
     loss = settings.custom_loss or default_loss(federation.y.flatten(0, 1), federation.classes)
-    made = method.model(
+    made = method.build_model(
         resolve_model(
             model,
             federation.features,
@@ -469,7 +469,7 @@ def make_task(
         buffers=settings.buffers,
         shared=settings.shared,
         similarity_on=settings.similarity_on,
-        home=method.home,
+        home=method.personal_tensors,
         owner=method.kind,
         engine=settings.engine,
         block=settings.block,

@@ -96,12 +96,14 @@ class _RunFactory:
     def _task_of(self, federation: Federation, **more: Any) -> Task:
         return Task(
             federation,
-            self.method.model(resolve_model(self.model, federation.features, federation.outputs)),
+            self.method.build_model(
+                resolve_model(self.model, federation.features, federation.outputs)
+            ),
             init=self.settings.init,
             buffers=self.settings.buffers,
             shared=self.settings.shared,
             similarity_on=self.settings.similarity_on,
-            home=self.method.home,
+            home=self.method.personal_tensors,
             owner=self.method.kind,
             engine=self.settings.engine,
             dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,

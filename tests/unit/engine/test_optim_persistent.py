@@ -103,7 +103,7 @@ def test_who_is_not_in_the_cohort_keeps_the_state_it_had():
     assert not loop.is_finished
     while not loop.is_finished:
         before = loop.state.moments
-        cohort = FedAvg().cohort(None, Rng(3).at_round(loop.next_round), 6, 0.5)
+        cohort = FedAvg().select_cohort(None, Rng(3).at_round(loop.next_round), 6, 0.5)
         loop.run_next_round()
         after, rest = loop.state.moments, torch.ones(6, dtype=torch.bool)
         rest[cohort] = False

@@ -17,8 +17,8 @@ from coterie.testing import tiny_federation
 
 def test_a_share_of_a_peer_to_peer_population_may_be_one_client():
     """A tenth of ten is one; a server averages three at least."""
-    assert len(Random().cohort(None, Rng(0).at_round(0), 10, 0.1)) == 1
-    assert len(FedAvg().cohort(None, Rng(0).at_round(0), 10, 0.1)) == 3
+    assert len(Random().select_cohort(None, Rng(0).at_round(0), 10, 0.1)) == 1
+    assert len(FedAvg().select_cohort(None, Rng(0).at_round(0), 10, 0.1)) == 3
 
 
 def normalized() -> nn.Module:

@@ -32,7 +32,9 @@ def merged(method: Cfl, shared: CflClusters, ids: list[int], index: int = 0) -> 
     message = Message(
         params, {"samples": torch.ones(len(ids), dtype=torch.float64)}, torch.tensor(ids)
     )
-    return method.merge(ServerContext(index, Rng(0).at_round(index), LAYOUT, 5), shared, message)
+    return method.aggregate(
+        ServerContext(index, Rng(0).at_round(index), LAYOUT, 5), shared, message
+    )
 
 
 def always(**options) -> Cfl:
@@ -70,9 +72,9 @@ def test_a_split_must_be_clearer_than_gamma_max():
 def test_everybody_takes_part_or_the_runs_share():
     """Three of ten, as with FedAvg, or all ten."""
     rng = Rng(0).at_round(3)
-    assert Cfl().cohort(None, rng, 10, 0.3).tolist() == list(range(10))
-    drawn = Cfl(participation="partial").cohort(None, rng, 10, 0.3)
-    assert drawn.tolist() == FedAvg().cohort(None, rng, 10, 0.3).tolist()
+    assert Cfl().select_cohort(None, rng, 10, 0.3).tolist() == list(range(10))
+    drawn = Cfl(participation="partial").select_cohort(None, rng, 10, 0.3)
+    assert drawn.tolist() == FedAvg().select_cohort(None, rng, 10, 0.3).tolist()
     assert len(drawn) == 3
 
 

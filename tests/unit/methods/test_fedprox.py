@@ -19,8 +19,8 @@ def test_clients_are_drawn_uniformly_or_by_samples(uneven):
         ).state.shared
         for index in range(40):
             rng = Rng(0).at_round(index)
-            found = method.cohort(shared, rng, 6, 3)
-            plain = FedAvg().cohort(None, rng, 6, 3)
+            found = method.select_cohort(shared, rng, 6, 3)
+            plain = FedAvg().select_cohort(None, rng, 6, 3)
             noise = torch.from_numpy(rng.generator("cohort").gumbel(size=6))
             weight = (
                 torch.arange(12.0, 6, -1).double().log()

@@ -37,7 +37,7 @@ def test_clusters_are_averaged_as_the_options_say(options, expected):
     old = IfcaModels(torch.tensor([[2.0, 4.0], [2.0, 4.0]], dtype=torch.float64))
     method = Ifca(clusters=2, **options)
     context = ServerContext(0, Rng(0).at_round(0), layout, 3)
-    merged = method.merge(context, old, Message(params, fields, torch.arange(3))).models
+    merged = method.aggregate(context, old, Message(params, fields, torch.arange(3))).models
     torch.testing.assert_close(merged, torch.tensor(expected, dtype=torch.float64))
 
 

@@ -37,7 +37,7 @@ def averaged(method: ServerMethod, rounds: int = 1) -> float:
     velocity = torch.zeros(1, shared.velocity.shape[1] and 1, dtype=torch.float64)
     shared = dataclasses.replace(shared, models=models, velocity=velocity)
     for index in range(rounds):
-        shared = method.merge(
+        shared = method.aggregate(
             ServerContext(index, Rng(0).at_round(index), LAYOUT, 6), shared, ANSWERS
         )
     return float(shared.models[0, 0])
@@ -128,12 +128,13 @@ class Forgetful(FedAvg):  # type: ignore[misc]
 
     kind = "forgetful"
 
-    def merge(self, context, shared, message):
-        super().merge(context, shared, message)
+    def aggregate(self, context, shared, message):
+        super().aggregate(context, shared, message)
 
 
 def test_a_forgotten_return_of_a_server_is_one_line():
     with pytest.raises(
-        ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"
+        ConfigError,
+        match=r"forgetful: aggregate returned None; expected the server's new state: is a",
     ):
         run_method(Forgetful())

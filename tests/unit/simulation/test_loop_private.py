@@ -60,8 +60,8 @@ def test_every_method_says_what_is_not_covered(kind, monkeypatch):
         run = simulate(federation, method, model=TwoLayers, settings=SETTINGS)
     told = [one for one in said if issubclass(one.category, Unprotected)]
     sends = kind == "fedgwc"
-    assert bool(asked) or sends == bool(method.unprotected)
-    assert len(told) == bool(method.unprotected)
+    assert bool(asked) or sends == bool(method.privacy_leak)
+    assert len(told) == bool(method.privacy_leak)
     assert torch.isfinite(run.params).all()
     found = epsilons(run)
     assert len(found) == 6

@@ -160,11 +160,11 @@ def test_no_method_has_more_in_its_first_round_than_was_told(kind):
     """The bytes of the memory that `init` makes for all clients are those that small populations tell."""
     federation = tiny_federation(60)
     truth = federation.truth.cluster if "truth" in METHODS[kind].needs else None
-    module = METHODS[kind]().model(_memory_source(federation))
+    module = METHODS[kind]().build_model(_memory_source(federation))
     task = Task(
         federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth
     )
-    state = METHODS[kind]().init(task, Rng(0))
+    state = METHODS[kind]().init_state(task, Rng(0))
     found = sum(t.nbytes for part in (state.memory, state.shared) for t in base.list_tensors(part))
     assert _memory.estimate_method_memory(METHODS[kind](), task)[0] == found
 
@@ -183,7 +183,7 @@ def test_a_method_that_nobody_here_wrote_is_told_too():
     class Mine(PeerMethod):
         kind: ClassVar[str] = "mine"
 
-        def memory(self, task, rng):
+        def init_memory(self, task, rng):
             return Pairs(
                 torch.zeros(len(task), 2 * task.population + 1, dtype=torch.int16),
                 torch.zeros(len(task), 7),

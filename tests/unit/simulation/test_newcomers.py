@@ -461,7 +461,7 @@ def test_a_method_of_neither_kind_is_refused():
     class Other(Method):
         kind = "other"
 
-        def init(self, task, rng):
+        def init_state(self, task, rng):
             raise NotImplementedError
 
         def round(self, rnd, state):

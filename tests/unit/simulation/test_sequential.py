@@ -388,7 +388,7 @@ class Wrong(Silent):
     kind: ClassVar[str] = "wrong"
 
     def messages(self, task, state):
-        return [self.message(task, state)] * 2
+        return [self.publish(task, state)] * 2
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class Short(Silent):
     kind: ClassVar[str] = "short"
 
     def messages(self, task, state):
-        return [self.message(task, state)]
+        return [self.publish(task, state)]
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ class Told(Silent):
     kind: ClassVar[str] = "told"
 
     def messages(self, task, state):
-        return [Message(state.params[:, :0]), self.message(task, state)]
+        return [Message(state.params[:, :0]), self.publish(task, state)]
 
 
 @pytest.mark.parametrize(
