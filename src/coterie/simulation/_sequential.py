@@ -17,11 +17,61 @@ from torch import Tensor
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange.base import ExchangeWrapper, Inbox, Message, Rule, make_inbox
+from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Rule, make_inbox
 from coterie.exchange.narrowed import narrow_exchange, narrow_message
-from coterie.methods.base import Info, PeerMethod, Round, State, map_tensors
+from coterie.methods.base import Info, Method, PeerMethod, Round, State, map_tensors
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
+from coterie.simulation.settings import Settings
+
+
+class SequentialLoop(Loop):
+    """The rounds of a run in which clients act one after another; see `Loop`.
+
+    Raises:
+        ConfigError: when the method cannot be run by clients that act in sequence.
+    """
+
+    schedules = frozenset({"sequential_exchange", "sequential"})
+
+    def __init__(
+        self,
+        task: Task,
+        method: Method,
+        exchange: Exchange,
+        settings: Settings,
+        rng: Rng,
+        record: Record,
+    ) -> None:
+        super().__init__(task, method, exchange, settings, rng, record)
+        if not isinstance(method, PeerMethod):
+            raise ConfigError(
+                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
+            )
+        check_messages(method, self.task, self.state, settings.schedule)
+
+    def _apply_method(self, rnd: Round, state: State) -> tuple[State, Info]:
+        assert isinstance(self.method, PeerMethod)
+        standing = self._make_standing_messages(self.method)
+        return run_sequential_round(self.method, rnd, state, self.settings.schedule, standing)
+
+    def _make_standing_messages(self, method: PeerMethod) -> list[Message]:
+        """Return what stopped clients keep publishing in each exchange; empty without any."""
+        stopped = self.tracker.stopped.nonzero().flatten()
+        if not len(stopped):
+            return []
+        last = self.settings.stopped_broadcast == "last"
+        models = self.state.params if last else self.tracker.best
+        state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
+        messages = method.messages(self.task.select_clients(stopped), state)
+        return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
+
+
+def select_loop(settings: Settings) -> type[Loop]:
+    """Return the class of loop that runs the schedule of the settings."""
+    return Loop if settings.schedule == "synchronous" else SequentialLoop
 
 
 class LiveExchange:

@@ -8,6 +8,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from coterie._util.names import format_clients
 from coterie.engine.task import Task
-from coterie.errors import ConfigError
+from coterie.errors import require
 from coterie.exchange.accepting import AcceptingExchange, Reputation, own_losses
-from coterie.exchange.base import Exchange, Message
+from coterie.exchange.base import Exchange
 from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
 from coterie.methods.base import (
@@ -33,9 +34,8 @@ from coterie.methods.base import (
 )
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
-from coterie.simulation._sequential import check_messages, run_sequential_round
 from coterie.simulation.record import Record
-from coterie.simulation.settings import Settings
+from coterie.simulation.settings import Schedule, Settings
 
 _ATTACKER_METRICS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
 
@@ -115,7 +115,13 @@ class Loop:
         settings: how the run goes.
         rng: the random streams of the run.
         record: where results go.
+
+    Raises:
+        ConfigError: when this loop cannot run the schedule of the settings.
     """
+
+    schedules: ClassVar[frozenset[Schedule]] = frozenset({"synchronous"})
+    """The schedules of rounds that this loop runs."""
 
     def __init__(
         self,
@@ -126,6 +132,8 @@ class Loop:
         rng: Rng,
         record: Record,
     ) -> None:
+        schedule = settings.schedule
+        require(schedule in self.schedules, "schedule", schedule, " or ".join(self.schedules))
         self.task, self.rng = task.for_round(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
@@ -156,12 +164,6 @@ class Loop:
                 Unprotected,
                 stacklevel=3,
             )
-        if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
-            raise ConfigError(
-                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
-            )
-        if settings.schedule != "synchronous" and isinstance(method, PeerMethod):
-            check_messages(method, self.task, self.state, settings.schedule)
 
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
@@ -303,15 +305,7 @@ class Loop:
         rnd = self._make_round(index, rows, cohort)
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.select_rows(rows)
-        if self.settings.schedule == "synchronous":
-            new, info = check_returned_round(
-                self.method, "round", self.method.round(rnd, part), rnd.task
-            )
-        else:
-            assert isinstance(self.method, PeerMethod)
-            new, info = run_sequential_round(
-                self.method, rnd, part, self.settings.schedule, self._make_standing_messages()
-            )
+        new, info = self._apply_method(rnd, part)
         new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
         if isinstance(rnd.exchange, AcceptingExchange):
             reputation, info = rnd.exchange.finish_round(info)
@@ -334,18 +328,9 @@ class Loop:
 
         return self.exchange.agree_on_cohort(draw_cohort) if method.server else draw_cohort()
 
-    def _make_standing_messages(self) -> list[Message]:
-        """Return what the clients that stopped go on publishing in each exchange; nothing where none has."""
-        stopped = self.tracker.stopped.nonzero().flatten()
-        if not len(stopped):
-            return []
-        assert isinstance(self.method, PeerMethod)
-        models = (
-            self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
-        )
-        state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
-        messages = self.method.messages(self.task.select_clients(stopped), state)
-        return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
+    def _apply_method(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Run the method's round for the clients that take part."""
+        return check_returned_round(self.method, "round", self.method.round(rnd, state), rnd.task)
 
     def _finish_round(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
         """Measure, remember the best, stop who does not improve, record."""

@@ -36,6 +36,7 @@ from coterie.methods.cost import CostSetting
 from coterie.models.layout import ModelSource, NamedModel, custom_model_name, resolve_model
 from coterie.rng import Rng
 from coterie.simulation import _memory, attackers, checkpoint
+from coterie.simulation._sequential import select_loop
 from coterie.simulation.final_metrics import select_defined, select_final_tests
 from coterie.simulation.loop import Loop
 from coterie.simulation.models import Kind, Models, Which, collect_models
@@ -402,7 +403,8 @@ def _make_loop(
     record = _make_record(
         federation, settings, parts, attackers.make_attacker_mask(attacked, task.population)
     )
-    return Loop(task, method, door, settings, Rng(seed), record)
+    loop = select_loop(settings)
+    return loop(task, method, door, settings, Rng(seed), record)
 
 
 def _make_record(

@@ -305,7 +305,7 @@ def test_the_end_of_memory_is_one_line_and_no_reason_for_another_engine(monkeypa
             "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
         )
 
-    for name in ("train", "gradients"):
+    for name in ("train", "compute_gradients"):
         with monkeypatch.context() as patch:
             patch.setattr(LoopEngine, name, full)
             with pytest.raises(

@@ -21,7 +21,7 @@ from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
 from coterie.simulation import _sequential
-from coterie.simulation.loop import Loop
+from coterie.simulation._sequential import select_loop
 from coterie.simulation.record import Record
 from coterie.simulation.run import simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
@@ -127,7 +127,8 @@ def started(method, **settings):
     federation = tiny_federation(CLIENTS)
     task = Task(federation.host(federation.ids), "linear", dtype=torch.float64)
     door, record = InMemory(federation.ids, CLIENTS), Record(torch.full((CLIENTS,), -1))
-    loop = Loop(task, method, door, tiny_settings(**{"rounds": 100, **settings}), Rng(SEED), record)
+    chosen = tiny_settings(**{"rounds": 100, **settings})
+    loop = select_loop(chosen)(task, method, door, chosen, Rng(SEED), record)
     loop.run_next_round()
     return loop
 

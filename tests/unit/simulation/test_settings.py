@@ -18,6 +18,7 @@ from coterie.methods.local import Local
 from coterie.methods.panm import PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
+from coterie.simulation._sequential import select_loop
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.run import make_task
@@ -44,7 +45,8 @@ def started(
     chosen = tiny_settings(**{"warmup_epochs": 0, **settings})
     task = make_task(federation, method, model, chosen)
     door = InMemory(federation.ids, len(federation))
-    loop = Loop(task, method, door, chosen, Rng(3), Record(torch.full((len(federation),), -1)))
+    record = Record(torch.full((len(federation),), -1))
+    loop = select_loop(chosen)(task, method, door, chosen, Rng(3), record)
     loop.run_next_round()
     return loop
 
