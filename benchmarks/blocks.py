@@ -33,7 +33,8 @@ from coterie.data.federation import Federation, TestSet
 from coterie.engine import use_threads
 from coterie.methods import METHODS
 from coterie.rng import Rng
-from coterie.simulation.run import Settings, simulate
+from coterie.runtime.settings import Settings
+from coterie.simulation.run import simulate
 
 
 class Measured:

@@ -23,9 +23,9 @@ from coterie import METHODS
 from coterie._util.origin import write_results
 from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
+from coterie.runtime.settings import Settings
 from coterie.simulation import _memory
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.simulation.workers import Emit, fan_out, use_one_thread
 
 MIB = 1 << 20

@@ -21,8 +21,9 @@ from coterie.exchange.attacking import KINDS
 from coterie.functional import metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.simulation.final_metrics import select_final_tests
-from coterie.simulation.run import Run, Settings, simulate
+from coterie.runtime.final_metrics import select_final_tests
+from coterie.runtime.settings import Settings
+from coterie.simulation.run import Run, simulate
 
 CLIENTS, PEERS, ROUNDS = 20, 3, 15
 PEER_METHODS: dict[str, Method] = {

@@ -33,10 +33,11 @@ from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
 from coterie.report.page import write_report
 from coterie.results.summary import CONFIG
-from coterie.simulation import checkpoint, workers
-from coterie.simulation.record import EDGES, METRICS
+from coterie.runtime import checkpoint
+from coterie.runtime.record import EDGES, METRICS
+from coterie.runtime.settings import Settings
+from coterie.simulation import workers
 from coterie.simulation.run import Progress, simulate
-from coterie.simulation.settings import Settings
 
 
 def cell(

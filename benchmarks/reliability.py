@@ -34,8 +34,8 @@ from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.results import summary
-from coterie.simulation import checkpoint, models
-from coterie.simulation.settings import Settings
+from coterie.runtime import checkpoint, models
+from coterie.runtime.settings import Settings
 from coterie.studies.definition import make_study
 from coterie.studies.run import load_study_results, run_study
 from coterie.testing import tiny_federation

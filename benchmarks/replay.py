@@ -22,8 +22,8 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Round
 from coterie.net.node import ARRIVALS, RunSpec
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
 
 
 @dataclass

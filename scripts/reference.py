@@ -22,7 +22,7 @@ from coterie.data.tables import TableOptions
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies import config
 
 MADE = "<!-- made by scripts/reference.py; do not edit -->\n"

@@ -35,7 +35,7 @@ from coterie.errors import CoterieError
 from coterie.methods import METHODS
 from coterie.report.plots import strip_settings
 from coterie.results import summary
-from coterie.simulation import final_metrics
+from coterie.runtime import final_metrics
 from coterie.studies import config, sweep
 
 PAGE, AGES = REFERENCE / "stored-results.md", STORED / "ages.json"

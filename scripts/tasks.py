@@ -24,7 +24,7 @@ from coterie.engine import ENGINES
 from coterie.errors import CoterieError
 from coterie.functional.losses import LOSSES
 from coterie.functional.metrics import MEASURES, REGISTRY
-from coterie.simulation.run import make_task
+from coterie.runtime.task import make_task
 
 MADE = "<!-- made by scripts/tasks.py; do not edit -->\n"
 EXAMPLES = tuple(sorted((ROOT / "examples").glob("*.py")))

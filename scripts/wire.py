@@ -24,9 +24,9 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
-from coterie.simulation.run import make_task
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
+from coterie.runtime.task import make_task
 from coterie.testing import tiny_federation, tiny_settings
 
 MADE = "<!-- made by scripts/wire.py; do not edit -->\n"

@@ -26,11 +26,11 @@ from coterie.methods.base import State as State
 from coterie.papers.figures import plot as plot
 from coterie.report.page import write_report as write_report
 from coterie.rng import Rng as Rng
-from coterie.simulation.models import Models as Models
-from coterie.simulation.models import load_models as load_models
+from coterie.runtime.models import Models as Models
+from coterie.runtime.models import load_models as load_models
+from coterie.runtime.settings import Settings as Settings
 from coterie.simulation.run import Run as Run
 from coterie.simulation.run import simulate as simulate
-from coterie.simulation.settings import Settings as Settings
 from coterie.studies.config import load_study as load_study
 from coterie.studies.definition import StudyConfig as StudyConfig
 from coterie.studies.definition import make_study as make_study

@@ -49,7 +49,7 @@ def configured() -> dict[str, type[Any]]:
     from coterie.engine.optim import LocalTraining
     from coterie.engine.schedules import SCHEDULES
     from coterie.methods import METHODS
-    from coterie.simulation.settings import Settings
+    from coterie.runtime.settings import Settings
 
     every = [
         *METHODS.values(),

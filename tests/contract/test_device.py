@@ -35,8 +35,8 @@ from coterie.methods import (
 )
 from coterie.methods.base import Method
 from coterie.rng import Rng
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation, tiny_settings
 
 Cuda = Callable[[], AbstractContextManager[Any]]

@@ -21,9 +21,9 @@ from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.models.part import match_patterns
 from coterie.rng import Rng
+from coterie.runtime.loop import Loop
 from coterie.simulation import _sequential
 from coterie.simulation._sequential import LiveExchange
-from coterie.simulation.loop import Loop
 from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
 from coterie.testing.methods import _RunFactory
 

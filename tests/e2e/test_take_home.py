@@ -14,7 +14,7 @@ from safetensors import safe_open
 import coterie
 from coterie.cli.app import app
 from coterie.results.export import export_model
-from coterie.simulation.models import load_models
+from coterie.runtime.models import load_models
 
 pytestmark = pytest.mark.e2e
 

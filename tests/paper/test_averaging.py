@@ -18,7 +18,7 @@ from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedprox import FedProx
 from coterie.methods.server import Averaging, Clusters, ServerContext, gradient_variance_report
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
+from coterie.runtime.loop import Loop
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)

@@ -21,7 +21,7 @@ from coterie.methods.oneshot import OneShot
 from coterie.methods.server import Clusters, ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
+from coterie.runtime.loop import Loop
 
 pytestmark = pytest.mark.paper
 

@@ -25,7 +25,7 @@ from coterie.methods.fedprox import FedProx
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
+from coterie.runtime.loop import Loop
 
 pytestmark = pytest.mark.paper
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)

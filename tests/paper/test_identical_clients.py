@@ -11,8 +11,8 @@ from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 
 pytestmark = pytest.mark.paper
 CLIENTS, SAMPLES, ROUNDS, LR = 5, 12, 8, 0.05

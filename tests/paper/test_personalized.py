@@ -18,7 +18,7 @@ from coterie.methods.fedper import DFedAlt, FedBN, FedPer, FedRep
 from coterie.methods.perfedavg import PerFedAvg
 from coterie.methods.pfedme import PFedMe
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
+from coterie.runtime.loop import Loop
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)

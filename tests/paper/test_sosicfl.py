@@ -26,7 +26,7 @@ from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
+from coterie.runtime.loop import Loop
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=20, optimizer="sgd", lr=0.2)

@@ -18,8 +18,8 @@ from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
 from coterie.methods.random_gossip import Random
 from coterie.results.graph import within_share
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 
 pytestmark = [pytest.mark.paper, pytest.mark.filterwarnings("ignore:the vmap engine is used")]
 

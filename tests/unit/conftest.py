@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie._util import manifest
-from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
+from coterie.runtime.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 
 def write_run(

@@ -15,8 +15,8 @@ from scripts.design import MODULES, PICTURE, entry, imported, picture
 import coterie
 
 ORDER = (
-    "errors", "rng", "_util", "data", "models", "functional", "exchange", "engine", "methods", "simulation", "results",
-    "studies", "report", "papers", "cluster", "net", "testing", "cli", "__main__",
+    "errors", "rng", "_util", "data", "models", "functional", "exchange", "engine", "methods", "runtime",
+    "simulation", "results", "studies", "report", "papers", "cluster", "net", "testing", "cli", "__main__",
 )  # fmt: skip
 """The entries of the package, bottom up: each imports only from those before it."""
 BESIDE = {("report", "studies")}

@@ -25,7 +25,8 @@ ELSEWHERE = {
     "report/data/curves": "unit/report/test_data.py",
     "report/data/packing": "unit/report/test_data.py",
     "report/data/reads": "unit/report/test_data.py",
-    "simulation/checkpoint": "unit/simulation/test_loop.py",
+    "runtime/checkpoint": "unit/runtime/test_loop.py",
+    "runtime/task": "unit/runtime/test_settings.py",
     "studies/definition": "unit/studies/test_config.py",
     # engines are tested by what a task computes with each of them; the native ones by what their
     # programs compute
@@ -69,7 +70,7 @@ ELSEWHERE = {
     "models/simplex_layers": "paper/test_sosicfl.py",
     # taken home in whole runs
     "cli/_export": "e2e/test_take_home.py",
-    "data/inputs": "unit/simulation/test_models.py",
+    "data/inputs": "unit/runtime/test_models.py",
     "results/export": "e2e/test_take_home.py",
     # used by nearly every test
     "__main__": "e2e/test_cli.py",

@@ -55,7 +55,7 @@ def export_models(
       coterie export runs/hospitals/DAC/seed-0 --client north --format onnx --out north.onnx
     """
     from coterie.results.export import FORMATS
-    from coterie.simulation.models import Which, load_models
+    from coterie.runtime.models import Which, load_models
 
     if format_ not in FORMATS:
         raise ConfigError(describe_unknown("--format", format_, FORMATS))
@@ -114,7 +114,7 @@ def _write_models(
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
     """The folder of the one run that is meant."""
-    from coterie.simulation import checkpoint, models
+    from coterie.runtime import checkpoint, models
 
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.has_run(folder):
         return folder

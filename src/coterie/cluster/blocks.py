@@ -1,7 +1,7 @@
 """One population in blocks: each block hosts some clients and runs their rounds; here is who drives them.
 
 `simulate_in_blocks` ends with the parameters, tables and checkpoints of `simulate`, to the byte,
-however many blocks there are: the loop of a block is that of every run (`simulation.loop`), and
+however many blocks there are: the loop of a block is that of every run (`runtime.loop`), and
 only its exchange differs. The driver is a `Loop` too, of the whole population: it steps the blocks,
 puts together what they report, and is what is written to checkpoints and read from them. So a run
 in three blocks can be continued by one process, and the reverse.
@@ -41,11 +41,13 @@ from coterie.functional import metrics
 from coterie.methods.base import Method, State, map_tensors
 from coterie.models.layout import ModelSource
 from coterie.rng import Rng
-from coterie.simulation import attackers, checkpoint
-from coterie.simulation.loop import Loop, Tracker
-from coterie.simulation.record import Record
-from coterie.simulation.run import Note, Observer, Run, RunPlan, check_memory, make_task, simulate
-from coterie.simulation.settings import Settings
+from coterie.runtime import checkpoint
+from coterie.runtime.loop import Loop, Tracker
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
+from coterie.simulation import attackers
+from coterie.simulation.run import Note, Observer, Run, RunPlan, check_memory, simulate
 
 _TRIES = 3
 """How often blocks are started again without a new checkpoint in between."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from coterie._util import manifest
 from coterie._util.claims import claim_folder, find_owner
 from coterie.results.summary import CONFIG, EDGES, METRICS, PROVENANCE
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 
 _TEMPORARY = "coterie-worker-"
 _YOUNG = 60.0  # seconds in which a folder may not be claimed yet

@@ -28,7 +28,7 @@ from coterie.cluster import doctor, turns
 from coterie.cluster.place import Place
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, CoterieError, FolderInUse
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.simulation.run import Progress
 from coterie.simulation.workers import Emit, FanOut, WorkerDied, count_cores, use_one_thread
 

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.simulation.record import Record
+from coterie.runtime.record import Record
 
 _EDGE_FILLS = {
     **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},

@@ -12,7 +12,7 @@ from coterie.models.layout import Layout
 from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
 from coterie.net.wire import SIGNATURE, VERSION, canonical_json
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024

@@ -1,6 +1,6 @@
 """Latecomers: members whose clients a study holds out as new ones join when the run of the others has ended.
 
-The rule is that of `simulation.newcomers`, and so are the results. The members that take part run
+The rule is that of `runtime.newcomers`, and so are the results. The members that take part run
 as if there were no others. At the end each of them answers newcomers with the message of its method
 that it would publish in every round from now on; with a server, the server answers with the models
 that serve clients now. A newcomer finds its peers among those that answer, or its model among the
@@ -26,9 +26,9 @@ from coterie.net.payload import Refused, Template
 from coterie.net.post import Post
 from coterie.net.roster import Roster
 from coterie.net.wire import Address
-from coterie.simulation.loop import Loop
-from coterie.simulation.newcomers import JoinContext, choose_newcomers, join_states
-from coterie.simulation.settings import Settings
+from coterie.runtime.loop import Loop
+from coterie.runtime.newcomers import JoinContext, choose_newcomers, join_states
+from coterie.runtime.settings import Settings
 
 KIND = "join"
 """The kind of the messages that answer newcomers."""

@@ -47,12 +47,12 @@ from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.rng import Rng
-from coterie.simulation import checkpoint, newcomers
-from coterie.simulation.loop import Loop
-from coterie.simulation.models import collect_models
-from coterie.simulation.record import Record
-from coterie.simulation.run import make_task
-from coterie.simulation.settings import Settings
+from coterie.runtime import checkpoint, newcomers
+from coterie.runtime.loop import Loop
+from coterie.runtime.models import collect_models
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
 
 ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0

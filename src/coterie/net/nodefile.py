@@ -28,7 +28,7 @@ from coterie.methods.base import Method
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.rng import Rng
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 

@@ -24,7 +24,7 @@ from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
 from coterie.results import summary
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.studies import config
 from coterie.studies.describe import describe_federation
 

@@ -12,7 +12,7 @@ from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import Identity, certificate_name, load_certificate, sign_request
 from coterie.net.roster import Member, Roster
-from coterie.simulation.settings import DTYPES
+from coterie.runtime.settings import DTYPES
 from coterie.studies import config
 
 MEMBERS = "members.json"

@@ -38,8 +38,8 @@ from coterie.methods.sosicfl import SimplexMethod
 from coterie.models import simplex_layers
 from coterie.results.coverage import IncompleteStudyWarning, format_statuses
 from coterie.results.summary import load_runs
-from coterie.simulation import final_metrics
-from coterie.simulation.loop import Loop
+from coterie.runtime import final_metrics
+from coterie.runtime.loop import Loop
 from coterie.studies.run import reopen_run
 
 FOLDER = "analyses"

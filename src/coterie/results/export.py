@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie._util import extras
 from coterie._util.files import replace_atomically
 from coterie.errors import ConfigError, ModelError, RunExistsError
-from coterie.simulation.models import Models, Which
+from coterie.runtime.models import Models, Which
 
 Format = Literal["safetensors", "pt", "onnx"]
 FORMATS: Mapping[str, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx": ".onnx"}

@@ -31,11 +31,11 @@ from coterie.methods.base import Method
 from coterie.results import coverage, pairs
 from coterie.results.coverage import RunState, RunStatus
 from coterie.results.traffic import count_traffic
-from coterie.simulation import checkpoint, newcomers
-from coterie.simulation.checkpoint import PROVENANCE
-from coterie.simulation.final_metrics import select_defined, select_final_tests
-from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
-from coterie.simulation.settings import Settings
+from coterie.runtime import checkpoint, newcomers
+from coterie.runtime.checkpoint import PROVENANCE
+from coterie.runtime.final_metrics import select_defined, select_final_tests
+from coterie.runtime.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
+from coterie.runtime.settings import Settings
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
 STUDY_WAIT = 60.0
@@ -1018,7 +1018,7 @@ def compute_time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]
 
 
 def summarize_new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
-    """Return the final tests of clients that were in no round and joined at the end; see `simulation.newcomers`.
+    """Return the final tests of clients that were in no round and joined at the end; see `runtime.newcomers`.
 
     A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a
     server: before). It has `mean` and `std` over seeds of the mean over these clients, the number

@@ -22,9 +22,9 @@ from coterie.exchange.narrowed import narrow_exchange, narrow_message
 from coterie.methods.base import Info, Method, PeerMethod, Round, State, map_tensors
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
-from coterie.simulation.settings import Settings
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
 
 
 class SequentialLoop(Loop):

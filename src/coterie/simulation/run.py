@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -19,30 +18,30 @@ from torch import Tensor, nn
 from coterie._util import pages
 from coterie._util.claims import claim_folder
 from coterie._util.facts import Described
-from coterie._util.importing import import_function
 from coterie._util.names import format_client, format_clients, shorten_text
-from coterie._util.settings import custom_functions, format_brief
+from coterie._util.settings import format_brief
 from coterie.data.federation import Federation
-from coterie.engine.device import check_device as check_device
+from coterie.engine.device import check_device
 from coterie.engine.native.compiler import heard
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.losses import default_loss
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, find_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import CostSetting
-from coterie.models.layout import ModelSource, NamedModel, custom_model_name, resolve_model
+from coterie.models.layout import ModelSource, NamedModel, custom_model_name
 from coterie.rng import Rng
-from coterie.simulation import _memory, attackers, checkpoint
+from coterie.runtime import checkpoint
+from coterie.runtime.final_metrics import select_defined, select_final_tests
+from coterie.runtime.loop import Loop
+from coterie.runtime.models import Kind, Models, Which, collect_models
+from coterie.runtime.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
+from coterie.simulation import _memory, attackers
 from coterie.simulation._sequential import select_loop
-from coterie.simulation.final_metrics import select_defined, select_final_tests
-from coterie.simulation.loop import Loop
-from coterie.simulation.models import Kind, Models, Which, collect_models
-from coterie.simulation.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
-from coterie.simulation.record import Record
-from coterie.simulation.settings import DTYPES, Settings
 
 __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 
@@ -417,86 +416,6 @@ def _make_record(
     )
     ids = None if parts is None else parts.ids
     return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities)
-
-
-def make_task(
-    federation: Federation,
-    method: Method,
-    model: ModelSource,
-    settings: Settings,
-    secret: int | None = None,
-    pool: Federation | None = None,
-) -> Task:
-    """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
-
-    Args:
-        federation: the data; the task has its planted clusters only if the method declares that it
-            needs them.
-        method: a method.
-        model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
-        settings: the settings of the run.
-        secret: seed of the draws of private training, see `Task`.
-        pool: the samples of all clients as those of one, for methods that need them; made of
-            `federation` when None.
-
-    Raises:
-        ConfigError: when the method needs planted clusters and there are none, or a name is
-            unknown.
-        ModelError: when the module cannot be trained on such data.
-    """
-    knows = "truth" in method.needs
-    local, samples = settings.local, int(federation.count_samples("train").sum())
-    once = (
-        local.epochs * samples
-        if local.steps is None
-        else local.steps * local.batch_size * len(federation)
-    )
-    for name, path in custom_functions(method).items():
-        import_function(path, f"{method.kind}: {name} {path!r}")
-    if knows and federation.truth is None:
-        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
-    local.check_imports()
-    loss = settings.custom_loss or default_loss(federation.y.flatten(0, 1), federation.classes)
-    made = method.build_model(
-        resolve_model(
-            model,
-            federation.features,
-            loss.num_outputs(federation.y.flatten(0, 1), federation.classes),
-        )
-    )
-    build = partial(
-        Task,
-        model=made,
-        init=settings.init,
-        buffers=settings.buffers,
-        shared=settings.shared,
-        similarity_on=settings.similarity_on,
-        home=method.personal_tensors,
-        owner=method.kind,
-        engine=settings.engine,
-        block=settings.block,
-        dtype=DTYPES[settings.dtype],
-        device=settings.device,
-        precision=settings.precision,
-        cuda_graphs=settings.cuda_graphs,
-        expected=once * (settings.rounds + 1),
-        batch_size=local.batch_size,
-        loss=loss,
-        metrics=[find_metric(one) for one in settings.metrics],
-        own_optimizer=local.custom_optimizer,
-        rounds=settings.rounds,
-        secret=secret,
-    )
-    task = build(
-        federation.host(federation.ids),
-        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
-        pool=build(federation.pool_clients() if pool is None else pool)
-        if "pool" in method.needs
-        else None,
-    )
-    task.check_batches(local)
-    task.check_private(local)
-    return task
 
 
 def _check_types(federation: object, method: object, model: object, settings: object) -> None:

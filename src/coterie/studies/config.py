@@ -22,7 +22,7 @@ from coterie.data.datasets import OWN_KINDS
 from coterie.engine.optim import ADDED_FIELDS, LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.methods import METHODS, registry
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies.definition import (
     LABEL,
     MethodConfig,

@@ -13,7 +13,7 @@ from coterie.errors import ConfigError, require
 from coterie.methods import registry
 from coterie.methods.base import Method
 from coterie.models.layout import NamedModel
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 
 OWN = "own"
 """The name of a dataset or model that is passed in Python."""

@@ -25,9 +25,11 @@ from coterie.exchange.overheard import OverheardExchange
 from coterie.functional import membership
 from coterie.functional.metrics import EPSILON, REGISTRY, Metrics
 from coterie.rng import Rng
-from coterie.simulation.final_metrics import select_final_tests
-from coterie.simulation.loop import Unprotected
-from coterie.simulation.run import Settings, make_task, simulate
+from coterie.runtime.final_metrics import select_final_tests
+from coterie.runtime.loop import Unprotected
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.studies.definition import MethodConfig, StudyConfig
 
 FALSE_POSITIVES = 0.01

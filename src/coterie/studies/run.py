@@ -43,8 +43,8 @@ from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.results.coverage import RunStatus
-from coterie.simulation import checkpoint, models
-from coterie.simulation.loop import Loop
+from coterie.runtime import checkpoint, models
+from coterie.runtime.loop import Loop
 from coterie.simulation.run import (
     FilesSaved,
     Note,

@@ -25,8 +25,8 @@ from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import REGISTRY
 from coterie.models.layout import ModelSource
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig

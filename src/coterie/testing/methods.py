@@ -24,9 +24,10 @@ from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod
 from coterie.models.layout import ModelSource, resolve_model
 from coterie.rng import EVERYONE, Rng
-from coterie.simulation.loop import Loop, Undeclared
-from coterie.simulation.record import Record
-from coterie.simulation.run import Settings, simulate
+from coterie.runtime.loop import Loop, Undeclared
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.simulation.run import simulate
 from coterie.testing._promises import assert_accepted
 from coterie.testing.tiny import tiny_federation, tiny_settings
 

@@ -18,8 +18,9 @@ from coterie.models.layout import (
     resolve_model,
 )
 from coterie.rng import Rng
-from coterie.simulation.run import make_task, simulate
-from coterie.simulation.settings import DTYPES, Settings
+from coterie.runtime.settings import DTYPES, Settings
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.testing._promises import assert_accepted
 from coterie.testing.methods import run_grouped
 from coterie.testing.tiny import tiny_federation, tiny_settings

@@ -12,7 +12,7 @@ from coterie.data.federation import Federation, TestSet, Truth
 from coterie.data.source import Samples, Source
 from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
-from coterie.simulation.run import Settings
+from coterie.runtime.settings import Settings
 
 Kind = Literal["classes", "labels", "tokens"]
 

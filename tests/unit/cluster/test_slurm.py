@@ -19,7 +19,7 @@ from coterie.cluster.place import Place, parse_place
 from coterie.cluster.slurm import ASKED, FOLDER, SlurmRuns
 from coterie.cluster.status import JobStatus, load_statuses
 from coterie.errors import ConfigError, CoterieError
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.studies import config
 from coterie.studies.run import FAILURE_FILE, Job, run_folder, run_study
 

@@ -5,7 +5,7 @@ import torch
 
 from coterie.cluster.told import BlockRecord, RecordCall, merge_calls
 from coterie.errors import CoterieError
-from coterie.simulation.record import Record
+from coterie.runtime.record import Record
 
 
 def test_calls_that_only_some_blocks_make_are_in_the_order_of_one_process():

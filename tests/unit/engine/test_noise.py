@@ -14,8 +14,9 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.ifca import Ifca
 from coterie.models.layout import splitmix
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
-from coterie.simulation.run import make_task, simulate
+from coterie.runtime import checkpoint
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.studies.describe import describe_federation
 from coterie.testing import run_grouped, run_method, tiny_federation, tiny_settings
 

@@ -16,10 +16,12 @@ from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
 from coterie.methods.sosicfl import SosicFlPlus
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
-from coterie.simulation.run import Settings, make_task, simulate
+from coterie.runtime import checkpoint
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
 
 SGD = LocalTraining(

@@ -16,7 +16,8 @@ from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation.run import make_task, simulate
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 # ragged batches; the last client has none

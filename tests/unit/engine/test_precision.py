@@ -9,7 +9,7 @@ from coterie.engine import precision
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError
 from coterie.rng import Rng
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies import config
 from coterie.testing import tiny_federation
 

@@ -29,8 +29,9 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
-from coterie.simulation.run import make_task, simulate
+from coterie.runtime import checkpoint
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.studies import config
 from coterie.testing import check_method, tiny_federation, tiny_settings
 

@@ -12,8 +12,8 @@ from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
 from coterie.testing import tiny_federation, tiny_settings
 
 TRAIN = torch.tensor([12, 11, 7, 5, 3, 2])  # samples of the six clients, 40 in all

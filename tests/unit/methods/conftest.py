@@ -13,8 +13,8 @@ from coterie.exchange.base import Exchange, Inbox, Message, make_inbox
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Method, State
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
 from coterie.testing import tiny_federation, tiny_settings
 
 

@@ -14,9 +14,9 @@ from coterie.methods import METHODS
 from coterie.models.layout import Layout, draw_initial_params
 from coterie.net.head import schema_hash
 from coterie.rng import Rng
-from coterie.simulation.checkpoint import compute_identity
+from coterie.runtime.checkpoint import compute_identity
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 

@@ -19,7 +19,7 @@ from coterie.net.outbox import KEEP, Missing
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
 from coterie.net.wire import VERSION, Address
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.testing import tiny_federation, tiny_settings
 
 FAR = (1 << 31) - 1

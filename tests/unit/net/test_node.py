@@ -29,8 +29,8 @@ from coterie.net.transport import Hub, InProcess
 from coterie.net.wire import VERSION
 from coterie.results import traffic
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.models import load_models
+from coterie.runtime.loop import Loop
+from coterie.runtime.models import load_models
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

@@ -21,7 +21,7 @@ from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

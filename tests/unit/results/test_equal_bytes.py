@@ -9,7 +9,7 @@ import pytest
 from coterie._util import manifest
 from coterie.results import summary
 from coterie.results.equal_bytes import rank_at_equal_bytes
-from coterie.simulation.record import EDGE_COLUMNS
+from coterie.runtime.record import EDGE_COLUMNS
 
 BOTH = ("validation", "test")
 

@@ -21,7 +21,8 @@ from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.results import traffic
-from coterie.simulation.run import make_task, simulate
+from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 PAPER = CostSetting(population=100, params=62_006, samples=400, group=25)

@@ -13,9 +13,10 @@ from coterie.exchange.attacking import Attack, AttackContext
 from coterie.functional import metrics
 from coterie.methods import METHODS
 from coterie.results.summary import summarize_study
+from coterie.runtime.final_metrics import select_final_tests
+from coterie.runtime.settings import Settings
 from coterie.simulation import attackers
-from coterie.simulation.final_metrics import select_final_tests
-from coterie.simulation.run import Settings, simulate
+from coterie.simulation.run import simulate
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.testing import tiny_federation, tiny_settings

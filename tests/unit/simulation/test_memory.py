@@ -16,8 +16,8 @@ from coterie.methods import METHODS, base
 from coterie.methods.base import PeerMethod
 from coterie.models.layout import resolve_model
 from coterie.rng import Rng
+from coterie.runtime.task import make_task
 from coterie.simulation import _memory
-from coterie.simulation.run import make_task
 from coterie.testing import tiny_federation
 
 WANTED = _memory.forecast_memory(
@@ -201,7 +201,7 @@ REFUSED = """
 import resource, sys
 from coterie.methods import METHODS
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.testing import tiny_federation
 from coterie.errors import ConfigError
 federation = tiny_federation(9000, features=(2,), train=2, validation=1)

@@ -20,9 +20,9 @@ from coterie.methods.dac import Dac
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
+from coterie.runtime.record import Record
 from coterie.simulation import _sequential
 from coterie.simulation._sequential import select_loop
-from coterie.simulation.record import Record
 from coterie.simulation.run import simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
 

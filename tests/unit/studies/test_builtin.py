@@ -13,7 +13,7 @@ from coterie.errors import ModelError
 from coterie.models.layout import build_model
 from coterie.papers import numbers
 from coterie.rng import Rng
-from coterie.simulation.run import make_task
+from coterie.runtime.task import make_task
 from coterie.studies import config
 from coterie.studies.sweep import expand_sweep
 

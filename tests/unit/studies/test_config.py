@@ -9,7 +9,7 @@ import pytest
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies import config
 from coterie.studies.definition import StudyConfig, make_study
 

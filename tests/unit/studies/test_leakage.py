@@ -13,7 +13,7 @@ from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError, DataError
 from coterie.methods.registry import METHODS
 from coterie.rng import Rng
-from coterie.simulation.settings import Settings
+from coterie.runtime.settings import Settings
 from coterie.studies import leakage
 from coterie.studies.definition import make_study
 from coterie.testing import tiny_federation

@@ -15,7 +15,7 @@ from coterie._util.claims import claim_folder
 from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError
 from coterie.results import summary
 from coterie.results.summary import load_runs
-from coterie.simulation import checkpoint
+from coterie.runtime import checkpoint
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.run import (

@@ -38,8 +38,8 @@ from coterie.methods import METHODS
 from coterie.models.layout import Layout, build_model
 from coterie.models.simplex_layers import simplex_head
 from coterie.rng import Rng
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation
 
 

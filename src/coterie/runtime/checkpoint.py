@@ -27,12 +27,12 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError
 from coterie.functional.metrics import metrics_to_store
 from coterie.methods.base import Method, State
-from coterie.simulation import _compact
-from coterie.simulation.record import EDGES, METRICS
+from coterie.runtime import _compact
+from coterie.runtime.record import EDGES, METRICS
 
 if TYPE_CHECKING:
-    from coterie.simulation.loop import Loop
-    from coterie.simulation.settings import Settings
+    from coterie.runtime.loop import Loop
+    from coterie.runtime.settings import Settings
 
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
@@ -158,7 +158,7 @@ def finish_run(
         loop: the run after its final evaluation.
         run: its identity.
         timing: seconds in all.
-        models: the file by which its models are taken home, see `simulation.models`.
+        models: the file by which its models are taken home, see `runtime.models`.
     """
     manifest.replace_files(folder, {**models, **_make_result_files(loop, run, timing, done=True)})
 

@@ -12,8 +12,8 @@ from coterie.methods import METHODS
 from coterie.methods.base import draw_peers_uniformly
 from coterie.methods.server import first_models
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

@@ -20,7 +20,7 @@ from coterie.report import trackers
 from coterie.report.data import build_payload
 from coterie.report.page import write_report
 from coterie.results import summary
-from coterie.simulation.loop import Undeclared
+from coterie.runtime.loop import Undeclared
 from coterie.simulation.run import Progress, simulate
 from coterie.studies.definition import make_study
 from coterie.studies.run import run_study

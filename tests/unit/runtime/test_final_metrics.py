@@ -30,10 +30,10 @@ from coterie.methods.sosicfl import SosicFl, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation import final_metrics
-from coterie.simulation.final_metrics import select_defined
+from coterie.runtime import final_metrics
+from coterie.runtime.final_metrics import select_defined
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 
 ALL = ("balanced_accuracy", "train_prior_accuracy", "global_accuracy")
 

@@ -17,7 +17,7 @@ from coterie.functional.metrics import EPSILON
 from coterie.methods.registry import METHODS
 from coterie.report.page import write_report
 from coterie.results.summary import load_runs
-from coterie.simulation.loop import Unprotected
+from coterie.runtime.loop import Unprotected
 from coterie.simulation.run import simulate
 from coterie.studies.definition import make_study
 from coterie.studies.run import load_study_results, run_study

@@ -18,11 +18,11 @@ from coterie.methods.local import Local
 from coterie.methods.panm import PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
+from coterie.runtime.loop import Loop
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
 from coterie.simulation._sequential import select_loop
-from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record
-from coterie.simulation.run import make_task
-from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation, tiny_settings
 
 EVERYBODY = Random(num_peers=5)

@@ -15,7 +15,7 @@ import coterie
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, DataError, ModelError
 from coterie.methods import METHODS
-from coterie.simulation.models import load_models
+from coterie.runtime.models import load_models
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

@@ -17,7 +17,7 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results.summary import summarize_study
-from coterie.simulation import newcomers
+from coterie.runtime import newcomers
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

@@ -12,11 +12,11 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods.random_gossip import Random
 from coterie.models.layout import NamedModel
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
-from coterie.simulation.loop import Loop, Tracker
-from coterie.simulation.record import Record
+from coterie.runtime import checkpoint
+from coterie.runtime.loop import Loop, Tracker
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
-from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation, tiny_settings
 
 

@@ -56,7 +56,7 @@ class Settings(Configurable):
             the last.
         new_clients: clients that take no part in the rounds and join after the last one, unseen
             until then: a share of all below 1, a count from 1 on, or a list of their names or
-            numbers; see `simulation.newcomers`.
+            numbers; see `runtime.newcomers`.
         new_client_rounds: rounds for which each of them then trains.
         new_client_others: what all others do meanwhile: "frozen", they stay as they are;
             "training", their run goes on for these rounds with the new clients in it. Their own

@@ -39,9 +39,9 @@ from coterie.methods.base import (
 )
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.rng import Rng
-from coterie.simulation.loop import Loop, Tracker
-from coterie.simulation.record import Record
-from coterie.simulation.settings import Settings
+from coterie.runtime.loop import Loop, Tracker
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
 
 SPLIT, RECEIVED = "new_clients", "received"
 """What the tables of a run call the tests of newcomers, and a server's model before a newcomer trained it."""

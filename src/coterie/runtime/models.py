@@ -47,8 +47,8 @@ from coterie.models.layout import (
     resolve_model,
 )
 from coterie.models.simplex_layers import remove_endpoints
-from coterie.simulation import checkpoint
-from coterie.simulation.loop import Loop
+from coterie.runtime import checkpoint
+from coterie.runtime.loop import Loop
 
 FILE = "models.safetensors"
 Which = Literal["evaluated", "best_val", "final"]

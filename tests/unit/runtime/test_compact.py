@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from coterie.methods import METHODS
-from coterie.simulation import _compact
+from coterie.runtime import _compact
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 

@@ -33,9 +33,9 @@ from coterie.methods.base import (
     check_returned_state,
 )
 from coterie.rng import Rng
-from coterie.simulation import final_metrics
-from coterie.simulation.record import Record
-from coterie.simulation.settings import Schedule, Settings
+from coterie.runtime import final_metrics
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Schedule, Settings
 
 _ATTACKER_METRICS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coterie.simulation import checkpoint
-from coterie.simulation.record import Record
+from coterie.runtime import checkpoint
+from coterie.runtime.record import Record
 
 
 def filled(rounds: int) -> Record:

@@ -1,0 +1,94 @@
+"""Build the task of a run: its model with the data of the hosted clients."""
+
+from functools import partial
+
+from coterie._util.importing import import_function
+from coterie._util.settings import custom_functions
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
+from coterie.errors import ConfigError
+from coterie.functional.losses import default_loss
+from coterie.functional.metrics import find_metric
+from coterie.methods.base import Method
+from coterie.models.layout import ModelSource, resolve_model
+from coterie.runtime.settings import DTYPES, Settings
+
+
+def make_task(
+    federation: Federation,
+    method: Method,
+    model: ModelSource,
+    settings: Settings,
+    secret: int | None = None,
+    pool: Federation | None = None,
+) -> Task:
+    """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
+
+    Args:
+        federation: the data; the task has its planted clusters only if the method declares that it
+            needs them.
+        method: a method.
+        model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
+        settings: the settings of the run.
+        secret: seed of the draws of private training, see `Task`.
+        pool: the samples of all clients as those of one, for methods that need them; made of
+            `federation` when None.
+
+    Raises:
+        ConfigError: when the method needs planted clusters and there are none, or a name is
+            unknown.
+        ModelError: when the module cannot be trained on such data.
+    """
+    knows = "truth" in method.needs
+    local, samples = settings.local, int(federation.count_samples("train").sum())
+    once = (
+        local.epochs * samples
+        if local.steps is None
+        else local.steps * local.batch_size * len(federation)
+    )
+    for name, path in custom_functions(method).items():
+        import_function(path, f"{method.kind}: {name} {path!r}")
+    if knows and federation.truth is None:
+        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    local.check_imports()
+    loss = settings.custom_loss or default_loss(federation.y.flatten(0, 1), federation.classes)
+    made = method.build_model(
+        resolve_model(
+            model,
+            federation.features,
+            loss.num_outputs(federation.y.flatten(0, 1), federation.classes),
+        )
+    )
+    build = partial(
+        Task,
+        model=made,
+        init=settings.init,
+        buffers=settings.buffers,
+        shared=settings.shared,
+        similarity_on=settings.similarity_on,
+        home=method.personal_tensors,
+        owner=method.kind,
+        engine=settings.engine,
+        block=settings.block,
+        dtype=DTYPES[settings.dtype],
+        device=settings.device,
+        precision=settings.precision,
+        cuda_graphs=settings.cuda_graphs,
+        expected=once * (settings.rounds + 1),
+        batch_size=local.batch_size,
+        loss=loss,
+        metrics=[find_metric(one) for one in settings.metrics],
+        own_optimizer=local.custom_optimizer,
+        rounds=settings.rounds,
+        secret=secret,
+    )
+    task = build(
+        federation.host(federation.ids),
+        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
+        pool=build(federation.pool_clients() if pool is None else pool)
+        if "pool" in method.needs
+        else None,
+    )
+    task.check_batches(local)
+    task.check_private(local)
+    return task
