@@ -13,7 +13,10 @@ __version__ = "0.1.0"
 
 
 def _find_exports(file: Path) -> dict[str, str]:
-    """Return the module of each name that a file imports for others, by the rule of type checkers: `A as A`, or `*`."""
+    """Return the module of each name that a file re-exports, as type checkers see it: `A as A`, `*`.
+
+    The name is the key.
+    """
     found: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,19 +1,20 @@
 """The exceptions of Coterie, and their messages for bad input.
 
-    CoterieError ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type,
-    or impossible ├── DataError         (ValueError)       data that cannot be used: missing, out of
-    range, too little ├── ModelError        (ValueError)       a module that cannot be trained with
-    these settings ├── ExchangeError     (RuntimeError)     an exchange was used against its
-    contract │   └── PeerMismatch                     another node runs another method, model, study
-    or protocol ├── TransportError    (ConnectionError)  the network, an identity or a message
-    failed ├── RunExistsError    (FileExistsError)  the run folder exists already ├── OutOfMemory
-    (MemoryError)      the machine or the device has no more memory ├── DiskFull          (OSError)
-    there is no more room to write ├── FolderInUse       (RuntimeError)     another process works in
-    the folder └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to
-    another run
+    CoterieError
+    ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type, or impossible
+    ├── DataError         (ValueError)       unusable data: missing, out of range, too little
+    ├── ModelError        (ValueError)       a module that cannot be trained with these settings
+    ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
+    │   └── PeerMismatch                     another node runs another method, model or study
+    ├── TransportError    (ConnectionError)  the network, an identity or a message failed
+    ├── RunExistsError    (FileExistsError)  the run folder exists already
+    ├── OutOfMemory       (MemoryError)      the machine or the device has no more memory
+    ├── DiskFull          (OSError)          there is no more room to write
+    ├── FolderInUse       (RuntimeError)     another process works in the folder
+    └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
 
-Every message says what was found, what was expected and what to do. Expected failures during a run
-(a missing peer, a diverged client) are values, not exceptions.
+Every message has three parts: what was found, what was expected and what to do. Expected failures
+during a run (a missing peer, a diverged client) are values, not exceptions.
 """
 
 import difflib
@@ -22,7 +23,7 @@ import re
 from collections.abc import Iterable
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_ROOM_SAID = re.compile(r"no space left on device|os error (\d+)", re.IGNORECASE)
+_NO_ROOM_TEXT = re.compile(r"no space left on device|os error (\d+)", re.IGNORECASE)
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
@@ -63,10 +64,12 @@ class OutOfMemory(CoterieError, MemoryError):
 
     @staticmethod
     def matches(error: BaseException) -> bool:
-        """Return whether an error of any library says so; torch says it in a RuntimeError, the system in an OSError.
+        """Return whether an error of any library means that memory is exhausted.
+
+        PyTorch raises a RuntimeError with a text, the system an OSError with a number.
 
         Example:
-            >>> OutOfMemory.matches(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
+            >>> OutOfMemory.matches(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
             True
         """
         if isinstance(error, OSError):
@@ -78,14 +81,16 @@ class OutOfMemory(CoterieError, MemoryError):
 
 
 class DiskFull(CoterieError, OSError):
-    """There is no more room to write: the disk is full, or a quota or a limit of the size of files is reached.
+    """There is no more room to write: a full disk, a quota, or a limit of the size of files.
 
-    Nothing is lost by it: the same command, started again when there is room, continues.
+    Nothing is lost: the same command continues when it is started again with room.
     """
 
     @staticmethod
     def matches(error: BaseException) -> bool:
-        """Return whether an error of any library says so; some hide the system's number in their text.
+        """Return whether an error of any library means that there is no room to write.
+
+        Some libraries hide the system's error number in their text.
 
         Example:
             >>> DiskFull.matches(OSError(errno.ENOSPC, "No space left on device"))
@@ -101,7 +106,7 @@ class DiskFull(CoterieError, OSError):
             return False
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno in _NO_ROOM
-        found = _NO_ROOM_SAID.search(str(error))
+        found = _NO_ROOM_TEXT.search(str(error))
         return found is not None and (found[1] is None or int(found[1]) in _NO_ROOM)
 
 
@@ -125,7 +130,7 @@ def require(
 
     Args:
         condition: whether its value is valid.
-        name: the setting, as the user writes it.
+        name: the setting, as it is written in a study file.
         found: its value.
         expected: the valid values, in words.
         error: the exception to raise.
@@ -138,7 +143,7 @@ def require(
 
 
 def first_line(error: Exception) -> str:
-    r"""Return the first line of what a foreign error says; its type where it says nothing.
+    r"""Return the first line of a foreign error's message; its type if it has no message.
 
     Example:
         >>> first_line(RuntimeError("not there\nlook elsewhere")), first_line(KeyError())
@@ -151,7 +156,7 @@ def describe_unknown(kind: str, name: str, valid: Iterable[str]) -> str:
     """Describe an unknown name and the nearest valid one.
 
     Example:
-        >>> unknown("method", "dca", ["dac", "local"])
+        >>> describe_unknown("method", "dca", ["dac", "local"])
         "unknown method 'dca'; did you mean 'dac'? valid: dac, local"
     """
     names = sorted(set(valid))

@@ -20,6 +20,7 @@ from torch import Tensor
 EVERYONE = -1
 """The client id of streams shared by all clients."""
 
+# The generators are global: one thread at a time may have them seeded.
 _TORCH_LOCK = RLock()
 
 
@@ -59,7 +60,7 @@ class Rng:
     def gumbel(
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
-        """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64.
+        """Return a standard Gumbel draw, in float64, for each pair of a client and a member.
 
         Draws lie between -3.61 and 36.74; one in 2^53 is infinite.
         """
@@ -72,10 +73,10 @@ class Rng:
     def pairs(
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
-        r"""Return the uniform draws $u$ in [0, 1) from which `gumbel` computes $-\log(-\log(1 - u))$.
+        r"""Return the uniform draws $u$ in [0, 1) from which `gumbel` computes its own.
 
-        The map is decreasing: the smallest $u$ is the largest Gumbel draw, without the cost of
-        logarithms.
+        The map $-\log(-\log(1 - u))$ is decreasing: the smallest $u$ is the largest Gumbel draw,
+        without the cost of logarithms.
         """
         return self.uniform(purpose, ids, population)
 
@@ -89,7 +90,7 @@ class Rng:
         return torch.from_numpy(out)
 
     def draw_keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
-        """Return a 62-bit key for each hosted client, for a counter-based stream inside a tensor program."""
+        """Return a 62-bit key for each hosted client, for a counter-based stream on a device."""
         draws = [int(self.generator(purpose, client).integers(1 << 62)) for client in ids.tolist()]
         return torch.tensor(draws, dtype=torch.int64)
 
@@ -97,12 +98,14 @@ class Rng:
     def temporary_torch_seed(
         self, purpose: str, client: int = EVERYONE, device: str = "cpu"
     ) -> Iterator[None]:
-        """Seed PyTorch's global generators for foreign code, and restore their states afterwards.
+        """Seed PyTorch's global generators for the block, and restore their states afterwards.
+
+        For foreign code, which draws from the global generators.
 
         Args:
             purpose: names the stream.
-            client: whose stream.
-            device: whose generator is seeded beside the CPU's.
+            client: the client whose stream it is.
+            device: the device whose generator is seeded in addition to the CPU's.
         """
         key = int(self.generator(purpose, client).integers(1 << 62))
         cuda = [] if device == "cpu" else [torch.device(device).index or 0]

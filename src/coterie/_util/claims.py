@@ -1,7 +1,7 @@
-"""Claims: one process at a time works in a folder, and others are told which.
+"""Claims: one process at a time works in a folder, and others can see which.
 
-The system gives a claim back when its process ends, however it ends: no claim outlives its owner,
-on this machine or, where the file system passes locks on, on another.
+The system releases a claim when its process ends, however it ends: no claim outlives its owner, on
+this machine or, where the file system shares locks, on another.
 """
 
 import errno
@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,7 +22,7 @@ from coterie.errors import FolderInUse
 
 LOCK, OWNER = ".lock", ".owner.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# how often each thread of this process has claimed each folder
+# How often each thread of this process has claimed each folder.
 _mine: dict[tuple[str, int], int] = {}
 
 
@@ -40,7 +40,7 @@ def claim_folder(folder: Path, wait: float = 1.0) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = str(folder.resolve()), threading.get_ident()
-    with _lock_folder(folder, wait) if key not in _mine else _nothing():
+    with nullcontext() if key in _mine else _lock_folder(folder, wait):
         _mine[key] = _mine.get(key, 0) + 1
         try:
             yield
@@ -51,7 +51,7 @@ def claim_folder(folder: Path, wait: float = 1.0) -> Iterator[None]:
 
 
 def find_owner(folder: Path) -> str:
-    """Return who has claimed a folder, as a text such as "process 17 on host since 10:31"; "" when nobody has."""
+    """Return the owner of a claimed folder, such as "process 17 on host since 10:31"; else ""."""
     if not (folder / LOCK).exists():
         return ""
     lock = FileLock(folder / LOCK, timeout=0)
@@ -63,11 +63,6 @@ def find_owner(folder: Path) -> str:
         return ""
     lock.release()
     return ""
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Described(ABC):
-    """What is shown as a title and a few facts; subclasses say which in `facts`."""
+    """The base of objects that print as a title and a few facts, which subclasses return."""
 
     @abstractmethod
     def facts(self) -> tuple[str, Mapping[str, Any]]:
@@ -30,11 +30,13 @@ class Described(ABC):
 
 
 def format_range(values: Any) -> str:
-    """Say numbers in a word or two: the one there is, or the least and the largest.
+    """Format numbers as their common value, or as the smallest and the largest.
 
     Example:
-        >>> spread([3, 3]), spread([3, 5]), spread([])
+        >>> format_range([3, 3]), format_range([3, 5]), format_range([])
         ('3', '3 to 5', 'none')
     """
     low, high = min(values, default=None), max(values, default=None)
-    return "none" if low is None else str(low) if low == high else f"{low} to {high}"
+    if low is None:
+        return "none"
+    return str(low) if low == high else f"{low} to {high}"

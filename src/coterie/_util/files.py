@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces `path` when the block ends without an error.
+    """Yield the path of a new file that replaces `path` when the block ends without an error.
 
-    Readers find the old or the new file, also after a crash at any moment.
+    Readers find the old or the new file, even after a crash at any moment.
 
     Args:
         path: the file to write; its folder must exist.
@@ -24,6 +24,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
+        # on the disk before it gets its name: a crash must not leave an empty file under `path`
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
@@ -42,9 +43,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of decoded images and compiled programs: `COTERIE_CACHE`, or coterie's in the user's cache."""
-    chosen = os.environ.get("COTERIE_CACHE")
-    if chosen:
+    """Return the folder of decoded images and compiled programs.
+
+    It is `COTERIE_CACHE`, or else "coterie" in the cache folder of the account.
+    """
+    if chosen := os.environ.get("COTERIE_CACHE"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "coterie"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "coterie"
+    return Path.home() / ".cache" / "coterie"

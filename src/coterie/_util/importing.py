@@ -1,4 +1,4 @@
-"""Import paths: what a study file names that is not built in, `package.module:name`, and how an object is named so."""
+"""Import paths, `package.module:name`: how study files name what is not built in."""
 
 import importlib
 import inspect
@@ -11,18 +11,18 @@ T = TypeVar("T")
 
 
 def import_object(path: str, what: str, package: str = "") -> Any:
-    """Return what an import path names. Its module is imported, which runs the code in it.
+    """Return the object that an import path names. Importing its module runs the module's code.
 
     Args:
         path: "package.module:name"; the name may have dots.
-        what: how messages call it, such as "loss 'my.losses:focal'".
-        package: what to install when the module is not there, where that is known.
+        what: the object's name in error messages, such as "loss 'my.losses:focal'".
+        package: the package to install when the module is missing, if it is known.
 
     Raises:
-        ConfigError: when there is no such module or name, or the module fails while it is imported.
+        ConfigError: when there is no such module or name, or importing the module fails.
 
     Example:
-        >>> imported("math:pi", "a number")
+        >>> import_object("math:pi", "a number")
         3.141592653589793
     """
     module, _, name = path.partition(":")
@@ -41,17 +41,17 @@ def import_object(path: str, what: str, package: str = "") -> Any:
 
 
 def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:
-    """Return the class that an import path names, which can be made and has a `kind`; see `import_object`.
+    """Return the class that an import path names: a concrete subclass of a base, with a `kind`.
 
     Args:
         path: "package.module:Name".
-        what: how messages call it.
-        base: what it extends.
-        known_as: how messages call the base.
-        package: what to install when the module is not there.
+        what: the class's name in error messages.
+        base: the class that it has to extend.
+        known_as: the base's name in error messages.
+        package: the package to install when the module is missing.
 
     Raises:
-        ConfigError: when there is none, or it lacks something.
+        ConfigError: when there is no such class, or it is abstract or has no `kind`.
     """
     found = import_object(path, what, package)
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -82,22 +82,22 @@ def parse_kind(
     what: str,
     where: str,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the kind that a name, a table or a function says, and the other keys of the table; nothing is imported.
+    """Split a setting into its kind and its other keys; nothing is imported.
 
     Args:
         given: a name; an import path; a table with one of these as `kind`; or a function or class.
-        known: what is built in, by name.
-        what: how messages call one of these, such as "loss".
-        where: how the user finds it.
+        known: the built-in kinds, by name.
+        what: the word for one of these in error messages, such as "loss".
+        where: the setting's name in error messages.
 
     Returns:
-        A name of `known`, or else an import path.
+        The kind, a name of `known` or else an import path; and the other keys.
 
     Raises:
         ConfigError: when there is no kind, or it is neither.
 
     Example:
-        >>> kind_of({"kind": "dice", "smooth": 1}, {"dice": ...}, "loss", "loss")
+        >>> parse_kind({"kind": "dice", "smooth": 1}, {"dice": ...}, "loss", "loss")
         ('dice', {'smooth': 1})
     """
     if not isinstance(given, str | Mapping):
@@ -115,14 +115,14 @@ def parse_kind(
 
 
 def find_import_path(found: Any, what: str) -> str:
-    """Return the import path under which a function or class is found again, by another process too.
+    """Return the import path of a function or class, by which any process can import it.
 
     Raises:
-        ConfigError: when there is none: a lambda, or something made inside a function.
+        ConfigError: when there is none: it is a lambda, or was defined inside a function.
 
     Example:
-        >>> path_of(path_of, "a function")
-        'coterie._util.importing:path_of'
+        >>> find_import_path(find_import_path, "a function")
+        'coterie._util.importing:find_import_path'
     """
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
     path = f"{module}:{name}"

@@ -1,18 +1,18 @@
-"""Lines: a file that only grows, by a line at a time. A line is in it whole or not at all."""
+"""A file that only grows, by a line at a time. A line is in it whole or not at all."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
-_TAIL = 1 << 20
+_TAIL = 1 << 20  # bytes at the end in which the last line break is looked for first
 
 
 class LineFile:
-    """A file of lines, open for appending; its owner sees to it that one thread at a time appends.
+    """A file of lines, open for appending. The caller makes sure that one thread at a time appends.
 
     Args:
-        path: the file; made if missing.
-        mode: who may read it, when it is made.
+        path: the file; created if missing.
+        mode: its permissions when it is created.
 
     Raises:
         OSError: from the system; it names the file.
@@ -61,13 +61,14 @@ class LineFile:
             raise
 
     def trim_partial_line(self) -> bytes:
-        """Remove what is no whole line at the end, as a kill or a power cut leaves it, and return it."""
+        """Remove an incomplete last line, as a kill or a power cut leaves it, and return it."""
         handle, size = self._open_handle, self.size
         start = max(0, size - _TAIL)
         found = os.pread(handle, size - start, start)
         if start and b"\n" not in found:
             start, found = 0, os.pread(handle, size, 0)
         whole = len(found[: found.rfind(b"\n") + 1])
+        # after a power cut, a file system may have grown the file with zeros in place of the data
         while (
             line := found[found.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]
         ) and b"\0" in line:

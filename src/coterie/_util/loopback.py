@@ -1,4 +1,4 @@
-"""Loopback: servers for this machine only, and which requests to them a browser was tricked into."""
+"""Loopback: servers for this machine only, and how they recognize requests of foreign sites."""
 
 HOST = "127.0.0.1"
 
@@ -14,7 +14,7 @@ def is_local_request(host: str, port: int) -> bool:
         port: the port that is served.
 
     Example:
-        >>> ours("localhost:9464", 9464), ours("evil.example:9464", 9464)
+        >>> is_local_request("localhost:9464", 9464), is_local_request("evil.example:9464", 9464)
         (True, False)
     """
     return host in (f"{HOST}:{port}", f"localhost:{port}")

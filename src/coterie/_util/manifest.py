@@ -1,4 +1,4 @@
-"""Manifests: the digest of every file of a folder, kept beside them, so that no damage goes unseen.
+"""Manifests: the digests of a folder's files, in the folder, so that no damage goes unseen.
 
 `B2SUMS` has a line "<BLAKE2b-256 in hexadecimal>  <name>" for each file, as `b2sum --check` reads
 it. The files of a folder are replaced together: first the manifest, with the old and the new
@@ -28,13 +28,13 @@ def replace_files(
 ) -> None:
     """Replace files of a folder, and list their digests in its manifest.
 
-    One process at a time may do so: its caller has claimed the folder (`claims.claim_folder`).
+    One process at a time may do so: the caller has claimed the folder (`claims.claim_folder`).
 
     Args:
         folder: an existing folder.
         contents: the new files, by name; they are put into place in this order.
-        rotate: other names for some of them, under which the file that was there before is kept, if
-            it is whole.
+        rotate: names under which the previous versions of some files are stored, if they are
+            whole.
 
     Raises:
         OSError: from the system; every file is then the old or the new one, and the manifest knows
@@ -46,7 +46,7 @@ def replace_files(
     }
     with ExitStack() as files:
         fresh: _Digests = {}
-        # the last to be opened is the first in place
+        # the stack closes in reverse: the file that is opened last is put into place first
         for name, content in reversed(list(contents.items())):
             temporary = files.enter_context(replace_atomically(folder / name))
             temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
@@ -63,9 +63,9 @@ def replace_files(
 
 
 def describe_fault(folder: Path, name: str) -> str:
-    """Say what is wrong with a file: that it is missing, is not listed, or is not what was written; "" if it is whole.
+    """Describe what is wrong with a file: missing, not listed, or not as written; "" if whole.
 
-    The manifest of a folder without one lists nothing.
+    A folder without a manifest lists nothing.
     """
     listed = _load_manifest(folder)
     while True:
@@ -76,17 +76,17 @@ def describe_fault(folder: Path, name: str) -> str:
         if found in listed.get(name, ()):
             return ""
         read, listed = listed, _load_manifest(folder)
-        if read == listed:  # else another process may have replaced the file
+        if read == listed:  # otherwise another process replaced files meanwhile: look again
             break
     if not found:
         return f"{name} is missing"
     if not (folder / FILE).exists():
-        return f"{FILE} is missing, which tells whether {name} is whole"
+        return f"{FILE} is missing, which has the digest of {name}"
     return f"{name} is damaged: it is not what {FILE} lists"
 
 
 def load_digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file that the manifest of a folder lists; nobody may be writing there."""
+    """Return the digest of each file in a folder's manifest; no process may be writing there."""
     return {
         name: next(iter(found))
         for name, found in sorted(_load_manifest(folder).items())
@@ -100,7 +100,7 @@ def _compute_digest(path: Path) -> str:
 
 
 def _load_manifest(folder: Path) -> _Digests:
-    """The digests of each file; there are two while it is being replaced."""
+    """Return the digests of each file: two while it is being replaced."""
     try:
         text = (folder / FILE).read_bytes().decode(errors="replace")
     except FileNotFoundError:

@@ -1,39 +1,40 @@
-"""The names of clients as people read them: tables hold a client's id, and names are joined where they are shown."""
+"""Names of clients for display: tables hold the id of a client, and pages show its name."""
 
 import unicodedata
 from collections.abc import Iterable, Mapping
 
 
 def format_client(names: Mapping[int, str], client: int) -> str:
-    """Return how people call a client: by its name, else "client 7".
+    """Return the name of a client, or else "client 7".
 
     Example:
-        >>> called({0: "Oslo"}, 0), called({}, 7)
+        >>> format_client({0: "Oslo"}, 0), format_client({}, 7)
         ('Oslo', 'client 7')
     """
     return to_one_line(names[client]) if client in names else f"client {client}"
 
 
 def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
-    """Return the first of some clients, by their names where they have any, else by their ids.
+    """Return the first of some clients, by name where they have one, else by id.
 
     Example:
-        >>> few({}, range(7), 3), few({0: "Oslo", 1: "Lima"}, [0, 1])
+        >>> format_clients({}, range(7), 3), format_clients({0: "Oslo", 1: "Lima"}, [0, 1])
         ('0, 1, 2, ...', 'Oslo, Lima')
     """
-    ids = list(clients)
-    told = [
-        shorten_text(format_client(names, client), 40) if client in names else str(client)
-        for client in ids[:most]
-    ]
-    return ", ".join([*told, *(["..."] if len(ids) > most else [])])
+    ids, shown = list(clients), []
+    for client in ids[:most]:
+        named = client in names
+        shown.append(shorten_text(format_client(names, client), 40) if named else str(client))
+    if len(ids) > most:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 def shorten_text(text: str, most: int = 24) -> str:
-    """Return a text that is cut with an ellipsis where it has more than so many characters.
+    """Return a text on one line, with an ellipsis in place of characters beyond a limit.
 
     Example:
-        >>> short("St. Olavs hospital, Trondheim", 10)
+        >>> shorten_text("St. Olavs hospital, Trondheim", 10)
         'St. Olavs…'
     """
     line = to_one_line(text)
@@ -41,5 +42,6 @@ def shorten_text(text: str, most: int = 24) -> str:
 
 
 def to_one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters, of which terminals make something else."""
-    return " ".join("".join(" " if unicodedata.category(c) == "Cc" else c for c in text).split())
+    """Return a text without line breaks and other control characters, which terminals interpret."""
+    visible = (" " if unicodedata.category(char) == "Cc" else char for char in text)
+    return " ".join("".join(visible).split())

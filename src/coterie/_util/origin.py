@@ -17,17 +17,17 @@ from coterie._util.files import write_atomically
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
-"""What results depend on, in the repository: other files may change without a result being another."""
+"""The files of the repository that results depend on; changes of other files change no result."""
 
 
 @lru_cache(maxsize=1)
 def describe_code() -> dict[str, Any]:
-    """Return the commit of the code that this process runs, and whether files of it differ from that commit.
+    """Return the commit of the running code, and whether its files differ from that commit.
 
     Returns:
         `commit` and `dirty`; both None where the package does not run from its own repository.
     """
-    # a repository around it is not its own
+    # an installed package may lie inside a repository that is not Coterie's
     if _run_git("ls-files", "--error-unmatch", "__init__.py") is None:
         return {"commit": None, "dirty": None}
     top = _run_git("rev-parse", "--show-toplevel") or str(PACKAGE)
@@ -39,7 +39,7 @@ def describe_code() -> dict[str, Any]:
 
 
 def _run_git(*words: str) -> str | None:
-    """Return what git says of the package's folder, which it leaves as it is; None when it fails or is not there."""
+    """Return the output of a reading git command in the package's folder; None when it fails."""
     command = ["git", "--no-optional-locks", "-C", str(PACKAGE), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -51,7 +51,7 @@ def _run_git(*words: str) -> str | None:
 def format_command() -> str:
     """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
     script = Path(sys.argv[0] or "python")
-    # python -m PACKAGE; a worker process does not know its name, but where it is
+    # python -m PACKAGE: argv has the path of the file, from which the package's name follows
     if script.name == "__main__.py":
         names = [script.parent.name]
         for folder in script.parents[1:]:
@@ -99,7 +99,7 @@ def get_versions(*names: str) -> dict[str, str]:
 
 
 def describe_machine(*more: str) -> dict[str, Any]:
-    """Return the machine, and the versions of Python, torch, numpy and of `more` packages, in one flat mapping."""
+    """Return the hardware, and the versions of Python, torch, numpy and `more` packages."""
     return {
         **describe_hardware(),
         "python": platform.python_version(),
@@ -114,7 +114,7 @@ def make_origin(
     seeds: Sequence[int],
     where: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the head of a result that this process made and that is stored: all that it depends on.
+    """Return everything that a stored result depends on: code, command, settings and machine.
 
     Args:
         speaks_of: the parts of the package whose results they are, as paths below it: "net",
@@ -145,20 +145,20 @@ def write_results(
     where: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Write measurements as JSON, below the head that says where they come from.
+    """Write measurements as JSON, together with their origin (`make_origin`).
 
     Args:
         path: the file.
         results: the rows.
         speaks_of: the parts of the package that are measured, as paths below it.
-        settings: what the command was given, defaults included.
+        settings: the settings of the command, defaults included.
         seeds: of all random streams.
-        where: the machine; what `describe_machine` says when None.
+        where: the machine; the result of `describe_machine` when None.
         more: further entries.
     """
-    config = {
-        name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
-    }
+    config = {}
+    for name, value in settings.items():
+        config[name] = str(value) if isinstance(value, Path) else value
     first = make_origin(
         speaks_of, config=config, seeds=seeds, where=describe_machine() if where is None else where
     )

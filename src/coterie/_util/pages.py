@@ -3,7 +3,7 @@
 Matrices of a whole population are created in every round. Linux allocates memory in pages of 4 KiB,
 with a page fault at each first write, and a virtual machine may have to ask its host as well: for
 gigabytes that takes seconds. Here such memory is allocated in large pages, and during a run
-(`reuse_pages`) the memory of a freed tensor is kept for the next tensor of the same size. Where a system
+(`reuse_pages`) the memory of a freed tensor serves the next tensor of the same size. Where a system
 has no such pages, tensors are PyTorch's own. No value depends on it.
 """
 
@@ -23,13 +23,14 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-_LEAST = 1 << 22  # bytes from which on it pays
-# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h, bytes
+# Bytes from which on large pages, of 2 MiB each, pay.
+_LEAST = 1 << 22
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h, in bytes.
 _MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}
 
 
 class _PageStore:
-    """Blocks of memory without a tensor, kept for reuse during a run."""
+    """Free blocks of memory that are retained for reuse during a run."""
 
     def __init__(self) -> None:
         self.free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -37,18 +38,19 @@ class _PageStore:
 
     def take(self, size: int) -> mmap.mmap:
         """Return a block of a size in bytes; its content is arbitrary."""
+        # tensors die in any thread: pop is atomic, a check before it would not be
         try:
             return self.free[size].pop()
         except IndexError:
             pass
         try:
             return _map_block(size)
-        except OSError:  # no memory is left: give back what waits, and try once more
+        except OSError:  # no memory is left: release the free blocks, and try once more
             self.free.clear()
             return _map_block(size)
 
     def give(self, size: int, block: mmap.mmap) -> None:
-        """Keep the block of a freed tensor, or release it."""
+        """Retain the block of a freed tensor during a run; otherwise it is released."""
         if self.users:
             self.free[size].append(block)
 
@@ -64,7 +66,7 @@ def _map_block(size: int) -> mmap.mmap:
 
 @contextmanager
 def reuse_pages() -> Iterator[None]:
-    """Keep the memory of this module's freed tensors for new ones, and release it at the end."""
+    """Reuse the memory of this module's freed tensors, and release it at the end of the block."""
     with _STORE.lock:
         _STORE.users += 1
     try:
@@ -89,7 +91,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
         return torch.empty(*shape, dtype=dtype, device=device)
     block = _STORE.take(size)
     array = np.frombuffer(block, dtype=np.uint8)
-    # when the tensor's storage dies
+    # runs when the tensor's storage, which refers to the array, dies
     weakref.finalize(array, _STORE.give, size, block).atexit = False
     return torch.from_numpy(array).view(dtype).view(shape)
 
@@ -101,9 +103,9 @@ def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
 
 @cache
 def keep_small_blocks() -> None:
-    """Let the C library keep the memory of freed tensors below 64 MiB for the next ones, in this process from now on.
+    """Let the C library retain the memory of freed tensors below 64 MiB, from now on.
 
-    Without this it gives the activations of each training step back to the system and takes fresh
+    Without this it returns the activations of each training step to the system and takes fresh
     pages for the next step: thousands of page faults a step. Only glibc has such settings;
     elsewhere nothing happens.
     """

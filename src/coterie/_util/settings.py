@@ -1,9 +1,9 @@
-"""Everything that can be set: declared once, on the field of a frozen dataclass, and checked however it is made.
+"""Settings: each is declared once, on the field of a frozen dataclass, and checked everywhere.
 
-A field's annotation says its type, its range (`annotated_types`: Ge, Gt, Le, Lt, MinLen) and its
-choices (`Literal`); the same words refuse a value from Python, from a file and from the command
-line. Lists become tuples and whole numbers become floats where a float is expected; nothing else is
-converted, so the text "false" is never a true value.
+A field's annotation declares its type, its range (`annotated_types`: Ge, Gt, Le, Lt, MinLen) and
+its choices (`Literal`). A value from Python, from a file or from the command line is checked
+against it and refused with the same message. Lists become tuples and whole numbers become floats
+where a float is expected; nothing else is converted, so the text "false" is never a true value.
 """
 
 import functools
@@ -35,16 +35,16 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 @dataclass(frozen=True)
 class Importable:
-    """Marks a text that names a function of the user's, which is imported when it is needed and not before."""
+    """Marks a text that names a custom function, which is imported only when it is needed."""
 
 
 CustomFunction = Annotated[str | Callable[..., Any], Importable()]
-"""A function by its import path, "package.module:name"; one that is given itself is kept as its path."""
+"""A function or its import path, "package.module:name"; a function is stored as its path."""
 
 _IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
 
 NONE = "none"
-"""What stands for "not set" in a file and on a command line, where a setting may be unset: TOML has no null."""
+"""The value for "not set" in a file and on a command line, because TOML has no null."""
 
 _BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Ge: (lambda value, bound: value >= bound.ge, "{0.ge} or more"),
@@ -53,7 +53,7 @@ _BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Lt: (lambda value, bound: value < bound.lt, "below {0.lt}"),
     MinLen: (lambda value, bound: len(value) >= bound.min_length, "{0.min_length} or more of them"),
 }
-_LARGEST = 2**63  # what the libraries below hold as a whole number
+_LARGEST = 2**63  # the libraries below hold whole numbers in 64 bits
 _WORDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -68,7 +68,7 @@ class Configurable:
     expected a whole number, 1 or more`.
     """
 
-    # run-time type checkers would refuse a value first, in words of their own
+    # a run-time type checker would refuse a value before `check` does, with another message
     __no_type_check__ = True
 
     def __post_init__(self) -> None:
@@ -93,8 +93,8 @@ class WithPresets(Configurable):
     """Settings some of which follow a preset unless they are given.
 
     A class has a field `preset`, and in `presets` the values that differ from its fields' defaults.
-    What is given wins over the preset, and `dataclasses.replace` keeps it: the others follow when
-    the preset changes.
+    An explicit value wins over the preset, also after `dataclasses.replace`; the other fields
+    follow when the preset changes.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]]
@@ -104,7 +104,7 @@ class WithPresets(Configurable):
         made = object.__new__(cls)
         if args or kwargs:
             names = [*list(settable_fields(cls))[: len(args)], *kwargs]
-            # `replace` passes what it changes, then what it keeps: `given` and then the fields
+            # `dataclasses.replace` passes its changes first, then `given` and the unchanged fields
             if "given" in kwargs:
                 names = names[: names.index("given")]
             object.__setattr__(made, "_named", names)
@@ -112,7 +112,8 @@ class WithPresets(Configurable):
 
     def __post_init__(self, given: frozenset[str]) -> None:
         object.__setattr__(self, "given", given.union(self.__dict__.pop("_named", ())))
-        preset = self.presets.get(str(getattr(self, "preset")), {})  # noqa: B009 (a subclass has it)
+        # a subclass has the field, which the type checker cannot know
+        preset = self.presets.get(str(getattr(self, "preset")), {})  # noqa: B009
         for name in self.preset_fields():
             object.__setattr__(self, name, preset.get(name, getattr(type(self), name)))
         super().__post_init__()
@@ -129,7 +130,7 @@ class WithPresets(Configurable):
 
 @functools.cache
 def settable_fields(cls: type[Any]) -> dict[str, Any]:
-    """Return what can be set on a dataclass: its fields by name, with their annotations."""
+    """Return the fields of a dataclass that can be set, by name, with their annotations."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         hints |= inspect.get_annotations(base, eval_str=True)
@@ -137,9 +138,13 @@ def settable_fields(cls: type[Any]) -> dict[str, Any]:
 
 
 def format_brief(value: Configurable) -> str:
-    """Write an instance with the fields that differ from their defaults."""
-    said = [item for item in fields(value) if getattr(value, item.name) != item.default]  # type: ignore[arg-type]
-    return f"{type(value).__name__}({', '.join(f'{item.name}={getattr(value, item.name)!r}' for item in said)})"
+    """Format an instance with the fields that differ from their defaults."""
+    shown = []
+    for item in fields(value):  # type: ignore[arg-type]
+        found = getattr(value, item.name)
+        if found != item.default:
+            shown.append(f"{item.name}={found!r}")
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def required_fields(cls: type[Any]) -> set[str]:
@@ -157,7 +162,8 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
     Args:
         cls: a dataclass.
         table: its fields by name; fields with a default may be left out.
-        where: how the user finds this table, such as "data.shift[0]"; it starts every message.
+        where: the table's name in a study file, such as "data.shift[0]"; every message begins with
+            it.
 
     Raises:
         ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that
@@ -177,23 +183,21 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
 
 
 def _owner_name(cls: type[Any]) -> str:
-    """How messages call a class: by its kind where it has one that is not itself a setting."""
+    """Return a class's name in messages: its kind, unless that is itself a setting."""
     kind = getattr(cls, "kind", None)
     return kind if isinstance(kind, str) and "kind" not in settable_fields(cls) else cls.__name__
 
 
 def _check_value(name: str, found: Any, hint: Any) -> Any:
-    """Return a value as it is kept, or refuse it."""
+    """Return a value as it is stored, or refuse it."""
     fits, value = _fit_value(found, hint)
-    if not fits:
-        large = any(
-            isinstance(one, int) and abs(one) >= _LARGEST
-            for one in (found if _is_list(found) else [found])
-        )
-        raise ConfigError(
-            f"{name} is {found!r}; expected {describe_hint(hint)}{' and below 2^63' if large else ''}"
-        )
-    return value
+    if fits:
+        return value
+    expected = describe_hint(hint)
+    values = found if _is_list(found) else [found]
+    if any(isinstance(one, int) and abs(one) >= _LARGEST for one in values):
+        expected += " and below 2^63"
+    raise ConfigError(f"{name} is {found!r}; expected {expected}")
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -201,7 +205,7 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether a value fits an annotation, and the value to keep."""
+    """Return whether a value fits an annotation, and the value to store."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
@@ -238,43 +242,40 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
 
 
 def is_importable(hint: Any) -> bool:
-    """Whether an annotation is that of a function by its import path."""
+    """Return whether an annotation is that of a function by its import path."""
     return typing.get_origin(hint) is Annotated and Importable() in typing.get_args(hint)[1:]
 
 
 def custom_functions(value: Configurable) -> dict[str, str]:
-    """Return the import paths of the user's functions among some settings, by the name of the setting."""
-    hints = {
-        name: hint
-        for name, hint in settable_fields(type(value)).items()
-        if _may_be_importable(hint)
-    }
-    found = {name: getattr(value, name) for name in hints}
-    return {
-        name: path
-        for name, path in found.items()
-        if isinstance(path, str) and _IMPORT_PATH.fullmatch(path)
-    }
+    """Return the import paths of custom functions among some settings, by the setting's name."""
+    found = {}
+    for name, hint in settable_fields(type(value)).items():
+        path = getattr(value, name)
+        is_path = isinstance(path, str) and _IMPORT_PATH.fullmatch(path) is not None
+        if is_path and _may_be_importable(hint):
+            found[name] = path
+    return found
 
 
 def _may_be_importable(hint: Any) -> bool:
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return is_importable(hint) or (union and any(map(is_importable, typing.get_args(hint))))
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return is_importable(hint) or (is_union and any(map(is_importable, typing.get_args(hint))))
 
 
 def describe_hint(hint: Any, *, many: bool = False) -> str:
-    """Say an annotation in words; `many`: as the items of a list.
+    """Describe an annotation in words; `many`: in the plural, as the items of a list.
 
     Example:
-        >>> words(Annotated[int, Ge(1)]), words(Sequence[float] | None)
+        >>> describe_hint(Annotated[int, Ge(1)]), describe_hint(Sequence[float] | None)
         ('a whole number, 1 or more', 'a list of numbers or "none"')
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_importable(hint):
         return "import paths" if many else "an import path (package.module:name)"
     if origin is Annotated:
-        size = any(isinstance(bound, MinLen) for bound in inner)
-        return f"{describe_hint(inner[0], many=many)}, {'each ' if many and not size else ''}{_describe_range(inner[1:])}"
+        of_length = any(isinstance(bound, MinLen) for bound in inner)
+        each = "each " if many and not of_length else ""
+        return f"{describe_hint(inner[0], many=many)}, {each}{_describe_range(inner[1:])}"
     if origin in (types.UnionType, typing.Union):
         options = [describe_hint(option, many=many) for option in inner]
         return (", or " if any(", " in option for option in options) else " or ").join(options)
@@ -301,11 +302,11 @@ def _describe_range(bounds: Sequence[Any]) -> str:
 
 
 def to_plain(value: Any, *, decided: bool = True) -> Any:
-    """Return plain values: the inverse of `parse_settings`. Settings that are None are left out.
+    """Return settings as plain values: the inverse of `parse_settings`. None is left out.
 
     Args:
         value: settings, or values of them.
-        decided: say also what a preset decides.
+        decided: include the values that a preset decides.
 
     Example:
         >>> from dataclasses import dataclass
@@ -314,22 +315,18 @@ def to_plain(value: Any, *, decided: bool = True) -> Any:
         ...     num: int = 5
         ...     seen: tuple[float, ...] = (0.5,)
         ...     limit: int | None = None
-        >>> plain(Peers())
+        >>> to_plain(Peers())
         {'num': 5, 'seen': [0.5]}
     """
     if is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
         left_out = value.preset_fields() if isinstance(value, WithPresets) and not decided else ()
-        every = {
-            f.name: getattr(value, f.name)
-            for f in fields(value)
-            if f.init and f.name not in left_out
-        }
-        own = {
-            name: to_plain(found, decided=decided)
-            for name, found in every.items()
-            if found is not None
-        }
+        own = {}
+        for item in fields(value):
+            if not item.init or item.name in left_out:
+                continue
+            if (found := getattr(value, item.name)) is not None:
+                own[item.name] = to_plain(found, decided=decided)
         return {"kind": kind, **own} if isinstance(kind, str) and "kind" not in own else own
     if isinstance(value, Mapping):
         return {str(k): to_plain(v, decided=decided) for k, v in value.items() if v is not None}
@@ -341,8 +338,12 @@ def to_plain(value: Any, *, decided: bool = True) -> Any:
 def to_toml(data: Mapping[str, Any]) -> str:
     """Write a table of plain values as TOML.
 
+    Lists and nested tables stay on one line. Stored files are compared byte by byte, and the
+    libraries that write TOML lay these out in other ways.
+
     Example:
-        >>> print(dumps({"rounds": 3, "local": {"lr": 0.001}, "methods": [{"kind": "dac"}]}), end="")
+        >>> study = {"rounds": 3, "local": {"lr": 0.001}, "methods": [{"kind": "dac"}]}
+        >>> print(to_toml(study), end="")
         rounds = 3
         <BLANKLINE>
         [local]
@@ -351,48 +352,35 @@ def to_toml(data: Mapping[str, Any]) -> str:
         [[methods]]
         kind = "dac"
     """
-    lines = [
-        f"{_format_key(k)} = {_format_value(v)}" for k, v in data.items() if not _is_section(v)
-    ]
+    # what belongs to no section has to come first: a section ends only where the next one begins
+    lines = _format_entries({k: v for k, v in data.items() if not _is_section(v)})
     for key, value in data.items():
-        if _is_section(value):
-            for part in [value] if isinstance(value, Mapping) else value:
-                head = (
-                    f"[{_format_key(key)}]"
-                    if isinstance(value, Mapping)
-                    else f"[[{_format_key(key)}]]"
-                )
-                lines += [
-                    "",
-                    head,
-                    *(f"{_format_key(k)} = {_format_value(v)}" for k, v in part.items()),
-                ]
+        if isinstance(value, Mapping):
+            lines += ["", f"[{_format_key(key)}]", *_format_entries(value)]
+        elif _is_section(value):
+            for part in value:
+                lines += ["", f"[[{_format_key(key)}]]", *_format_entries(part)]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def _is_section(value: Any) -> bool:
-    return isinstance(value, Mapping) or (
-        isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
-    )
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(part, Mapping) for part in value)
+    return isinstance(value, Mapping)
+
+
+def _format_entries(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_format_key(key)} = {_format_value(value)}" for key, value in table.items()]
 
 
 def _format_key(key: str) -> str:
-    return (
-        key
-        if key.replace("-", "").replace("_", "").isalnum() and key.isascii()
-        else _quote_text(key)
-    )
+    is_bare = key.replace("-", "").replace("_", "").isalnum() and key.isascii()
+    return key if is_bare else _quote_text(key)
 
 
 def _format_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return (
-            "{ "
-            + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items())
-            + " }"
-            if value
-            else "{}"
-        )
+        return "{ " + ", ".join(_format_entries(value)) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_format_value(v) for v in value) + "]"
     if isinstance(value, bool):

@@ -1,16 +1,15 @@
-"""Accepting: an exchange whose messages are judged before a method sees them.
+"""Acceptance: an exchange that judges messages before a method sees them.
 
-A member of a run is known, not trusted. What is no number is refused; so is a model that does worse
-on the reader's own data than both the reader's model and one that has learned nothing. What is
-accepted moves its reader by a bounded way and counts for a bounded number of samples. Methods need
-no change: a refused message is one that did not arrive.
+A member of a run is known, not trusted. A message with values that are not finite is refused; so is
+a model that does worse on the reader's own data than both the reader's model and an untrained one.
+An accepted model moves its reader by a bounded distance and counts for a bounded number of samples.
+Methods need no change: they see a refused message as one that did not arrive.
 
-The rules are those of the literature, put together: a loss on the own data is what UBAR (Guo et
-al., 2021, https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own
-model is the idea of BALANCE (Fang et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the
-way to a peer's model is ClippedGossip (He, Karimireddy, Jaggi, 2022,
-https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its own
-training step.
+The rules combine three papers: UBAR (Guo et al., 2021, https://arxiv.org/abs/1907.07324) selects
+models by their loss on the reader's own data, BALANCE (Fang et al., 2024,
+https://arxiv.org/abs/2406.10416) compares them with the reader's own model, and ClippedGossip (He,
+Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545) clips the distance to a peer's model,
+here to a radius that a client knows: the length of its own training step.
 """
 
 from collections.abc import Mapping
@@ -27,8 +26,10 @@ from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Lim
 from coterie.functional import metrics, similarity
 from coterie.models.part import ParameterSharing
 
-_LASTS = 0.9  # a shorter step than before counts as this share of the one before
-_STRIKES = 16  # quarantine grows no longer than 2 to the power of one less
+# The remembered step shrinks by at most this factor a round: one short step, of a client that
+# happened to train little, must not shut out its peers.
+_STEP_DECAY = 0.9
+_MOST_STRIKES = 16  # quarantine grows up to 2 ** 15 rounds
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,15 @@ class Acceptance(Configurable):
 
     Args:
         worse: a model is refused when its loss on the reader's own data is above `worse` times that
-            of the reader's model, and above that of the reader's first model, which had learned
-            nothing. The data are the validation data, or the training data of a client that has no
-            others.
+            of the reader's model, and above that of the reader's first model, which was untrained.
+            The data are the validation data, or the training data of a client without validation
+            data.
         clip: a model counts as if it were no farther from the reader's than `clip` times the
             reader's own training step (the largest of the recent ones).
-        samples: a peer counts for no more than `num_samples` times as many training samples as the
-            reader has.
-        quarantine: leave a peer unread for 1, 2, 4, ... rounds, up to 32,768, each time that it is
-            refused; each time that it is accepted takes one doubling back.
+        samples: a peer counts for at most `samples` times as many training samples as the reader
+            has.
+        quarantine: do not read a peer for 1, 2, 4, ... rounds, up to 32,768, each time that it is
+            refused; each acceptance takes one doubling back.
     """
 
     worse: Annotated[float, Ge(1)] = 1.5
@@ -56,13 +57,13 @@ class Acceptance(Configurable):
 
 @dataclass(frozen=True)
 class Reputation:
-    """What clients remember of the peers that they judged, and of themselves to judge by.
+    """What clients remember of the peers that they judged, and of their own training.
 
     Args:
         first: loss of the client's first model on the data that it judges with; NaN without such
             data.
         step: length of its own training step, the largest of the recent ones; 0 before the first.
-        strikes: how often it refused each member, less how often it accepted it since.
+        strikes: number of refusals of each member, minus the acceptances since.
         until: the first round in which it reads each member again; 0 for one that it reads.
     """
 
@@ -73,7 +74,7 @@ class Reputation:
 
     @staticmethod
     def from_first_losses(first: Float[Tensor, " clients"], population: int) -> "Reputation":
-        """Return the memory of clients that judged nobody."""
+        """Return the memory of clients that have not judged any peer."""
         strikes, until = (
             torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32)
         )
@@ -91,16 +92,19 @@ class Reputation:
         before: Float[Tensor, "clients params"],
         after: Float[Tensor, "clients params"],
     ) -> "Reputation":
-        """Return the memory after a local training; one that changed nothing, or diverged, says nothing."""
+        """Return the memory after local training.
+
+        A step that changed nothing, or diverged, is ignored.
+        """
         rows = torch.arange(len(after))[:, None]
         moved = _shared_distances(
             part, before, after, rows, torch.ones_like(rows, dtype=torch.bool)
         )[:, 0]
-        new = torch.maximum(moved, _LASTS * self.step)
+        new = torch.maximum(moved, _STEP_DECAY * self.step)
         return replace(self, step=torch.where((moved > 0) & moved.isfinite(), new, self.step))
 
     def readable_members(self, round: int) -> Bool[Tensor, "clients population"]:
-        """Return whom each client reads in a round; before the first one, everybody."""
+        """Return the members that each client reads in a round: all of them before the first."""
         return self.until <= max(round, 0)
 
     def after_round(
@@ -109,9 +113,13 @@ class Reputation:
         refused: Bool[Tensor, "clients population"],
         accepted: Bool[Tensor, "clients population"],
     ) -> "Reputation":
-        """Return the memory after a round; a member that was both refused and accepted in it was refused."""
+        """Return the memory after a round.
+
+        A member that was both refused and accepted in it counts as refused.
+        """
         good = accepted & ~refused
-        strikes = (self.strikes + refused.to(torch.int8) - good.to(torch.int8)).clamp(0, _STRIKES)
+        strikes = self.strikes + refused.to(torch.int8) - good.to(torch.int8)
+        strikes = strikes.clamp(0, _MOST_STRIKES)
         pause = torch.pow(2, (strikes.to(torch.int32) - 1).clamp(min=0))
         return replace(
             self,
@@ -122,7 +130,7 @@ class Reputation:
 
 @runtime_checkable
 class Judge(Protocol):
-    """What a client judges with: its own data. An `engine.task.Task` is one."""
+    """The data and the model with which a client judges. An `engine.task.Task` is one."""
 
     num_samples: Tensor
     population: int
@@ -144,7 +152,7 @@ class Judge(Protocol):
 
 
 def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
-    """Return the loss of each client's model on the data that it judges with, in float64; NaN without data."""
+    """Return the loss of each client's model on the data that it judges with; NaN without data."""
     found = {split: task.loss(params, split).double().cpu() for split in _splits_to_judge_by(task)}
     return _choose_by_split(task, found, torch.full((len(params),), torch.nan, dtype=torch.float64))
 
@@ -155,7 +163,7 @@ def _splits_to_judge_by(task: Judge) -> list[str]:
 
 
 def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
-    """Choose for each client the values of its validation data, or of its training data where it has no others."""
+    """Choose each client's values: of its validation data, or else of its training data."""
     seen, out = task.count_samples("validation") > 0, nothing
     for split, value in found.items():
         rows = seen if split == "validation" else ~seen
@@ -166,7 +174,7 @@ def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) 
 def _shared_distances(
     part: ParameterSharing, own: Tensor, table: Tensor, index: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return the distances of what is shared."""
+    """Return the distances of the shared parts of models."""
     if not part.shares_all:
         own, table = part.shared.select_from(own), part.shared.select_from(table)
     return similarity.l2_distances(own, table, index, mask)
@@ -174,7 +182,7 @@ def _shared_distances(
 
 @dataclass
 class _PullDecision:
-    """What was decided of the slots of one exchange of models."""
+    """The decisions about the slots of one exchange of models."""
 
     peers: Tensor
     scale: Tensor
@@ -183,11 +191,11 @@ class _PullDecision:
 
 
 class AcceptingExchange(ExchangeWrapper[Exchange]):
-    """A wrapper of another exchange that refuses and bounds what is read, for the clients of one round.
+    """A wrapper of another exchange that refuses or bounds received models, for one round.
 
     Args:
         inner: the exchange underneath.
-        rules: what is refused and how far the rest counts.
+        rules: when a model is refused, and how far an accepted one counts.
         task: model and data of the clients that take part.
         reputation: what they remember.
         round: the number of the round.
@@ -203,15 +211,15 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         self._own: tuple[Tensor, Tensor] | None = None  # models, losses
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish, read, and judge what was read: see `Exchange.pull`. The bytes of what is refused are counted."""
+        """Publish, read, and judge the received messages: see `Exchange.pull`.
+
+        The bytes of refused messages are counted.
+        """
         inbox = self.inner.pull(message, peers)
-        column = peers.clamp(min=0)
-        barred = (
-            ~self.reputation.readable_members(self.round).gather(1, column)
-            if self.rules.quarantine
-            else peers < -1
-        )
-        arrived = inbox.mask & ~barred
+        arrived = inbox.mask
+        if self.rules.quarantine:
+            readable = self.reputation.readable_members(self.round)
+            arrived = arrived & readable.gather(1, peers.clamp(min=0))
         fine = arrived & _check_numbers(inbox, arrived)
         scale = torch.ones(fine.shape, dtype=torch.float64)
         if message.params.shape[1]:
@@ -230,7 +238,7 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         if self._own is None or self._own[0] is not own:
             self._own = own, own_losses(self.task, own)
         mine, first = self._own[1], self.reputation.first
-        # of a number and what is none, the number
+        # fmax, unlike maximum, ignores a NaN where the other value is a number
         bound = torch.fmax(self.rules.worse * mine, first)
         bound = torch.where(mine.isfinite(), bound, first)
         counts, found = torch.zeros_like(self.passes), {}
@@ -243,20 +251,20 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
             self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64)
         )
         self.passes = self.passes + inbox.mask.sum(1) * counts
-        blind = counts == 0  # who has no data at all can judge nobody
+        blind = counts == 0  # a client without any data cannot judge, and accepts
         return inbox.mask & ((losses <= bound[:, None]) | blind[:, None])
 
     def note_training(
         self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
     ) -> None:
-        """Take note of how far the clients' own training moved their models."""
+        """Remember how far the clients' own training moved their models."""
         self.reputation = self.reputation.after_training(self.task.sharing, before, after)
 
     def finish_round(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
-        """Return what the clients remember after the round, and the report of the round with what was judged.
+        """Return the clients' memory after the round, and the round's report with the judgments.
 
-        Mixing weights become those that counted, after clipping; the passes of the trials are added
-        to the method's.
+        Mixing weights become the effective ones, after clipping. The forward passes for judging are
+        added to the method's.
         """
         size = (len(self.passes), self.task.population)
         refused, accepted = (torch.zeros(size, dtype=torch.bool) for _ in range(2))
@@ -264,11 +272,9 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
             for found, slots in ((refused, one.refused), (accepted, one.accepted)):
                 rows, at = slots.nonzero(as_tuple=True)
                 found[rows, one.peers[rows, at]] = True
-        reputation = (
-            self.reputation.after_round(self.round, refused, accepted)
-            if self.rules.quarantine
-            else self.reputation
-        )
+        reputation = self.reputation
+        if self.rules.quarantine:
+            reputation = reputation.after_round(self.round, refused, accepted)
         out = dict(info)
         out[metrics.PASSES.name] = (
             out.get(metrics.PASSES.name, torch.zeros_like(self.passes)) + self.passes
@@ -299,7 +305,7 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
 def _check_numbers(
     inbox: Inbox, arrived: Bool[Tensor, "clients peers"]
 ) -> Bool[Tensor, "clients peers"]:
-    """Return which messages are numbers throughout, and claim some samples where they claim any."""
+    """Return which messages are finite throughout and claim no negative number of samples."""
     sound = torch.ones(max(1, len(inbox.table)), dtype=torch.bool)
     parts = [inbox.table, *(value for value in inbox.fields.values() if value.is_floating_point())]
     for sender in inbox.index[arrived].unique().tolist():

@@ -1,8 +1,8 @@
-"""Attacking: an exchange in which some clients publish something else than their models, for experiments and tests.
+"""Attacks: an exchange in which some clients publish changed models, for experiments and tests.
 
-A simulation of members that are hostile, broken or idle. Their local training, and what they read,
-go on as the method has it; what leaves them is changed. "label-flip" changes their training data
-instead, see `simulation.attackers`.
+It simulates members that are hostile, broken or idle. They train and read as the method does; only
+their outgoing messages are changed. "label-flip" changes their training data instead, see
+`simulation.attackers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ KINDS = (*STRENGTHS, LABEL_FLIP, COPY)
 
 @dataclass(frozen=True)
 class Attack(Configurable):
-    """What some clients do.
+    """An attack by some clients.
 
     Args:
         kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the
@@ -39,9 +39,9 @@ class Attack(Configurable):
             exchange less `strength` deviations over them; "label-flip", an honest model of training
             data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in
             its last exchange from the peer of the lowest number, and its first model until one
-            arrived. Or the import path of a function of yours, (Seen) -> models.
-        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or
-            numbers. Of several attacks each draws among the clients that the ones before left.
+            arrived. Or the import path of a custom function, (AttackContext) -> models.
+        clients: the attackers: a share of all below 1, a count from 1 on, or a list of names or
+            numbers. Several attacks draw one after another, each among the clients still honest.
         strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough"
             when None.
         samples: the number of training samples that they claim; their own when None.
@@ -53,7 +53,7 @@ class Attack(Configurable):
     samples: PositiveFloat | None = None
 
     def check(self) -> None:
-        """A kind is known, or an import path; a strength is for kinds that have one."""
+        """Validate the kind, and that a strength is given only for kinds that have one."""
         if ":" not in str(self.kind) and self.kind not in KINDS:
             known = describe_unknown("kind", str(self.kind), KINDS)
             raise ConfigError(f"{known}, or an import path (package.module:name)")
@@ -62,7 +62,7 @@ class Attack(Configurable):
 
     @property
     def needs_honest_models(self) -> bool:
-        """Whether it depends on what the honest clients publish."""
+        """Whether the attack depends on the models that honest clients publish."""
         return str(self.kind) not in KINDS or self.kind == LITTLE
 
     @property
@@ -73,11 +73,11 @@ class Attack(Configurable):
 
 @dataclass(frozen=True)
 class AttackContext:
-    """What an attack of yours knows.
+    """What a custom attack gets.
 
     Args:
-        models: what the attackers would publish, if they were honest.
-        honest: what the honest clients publish in the same exchange.
+        models: the models that the attackers would publish if they were honest.
+        honest: the models that the honest clients publish in the same exchange.
         round: its number; -1 for the warm-up.
         ids: of the attackers.
         strength: of the attack; 1 when not given.
@@ -137,7 +137,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         self.inner.set_active(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish, the attackers what their attack says, and read."""
+        """Publish, with the attackers' models replaced, and read."""
         inbox = self.inner.pull(self._attack_message(message), peers)
         if message.params.shape[1]:
             for row, client in enumerate(self._active.tolist()):
@@ -148,11 +148,14 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         return inbox
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send to the server, the attackers what their attack says."""
+        """Send to the server, with the attackers' models replaced."""
         return self.inner.ask_server(self._attack_message(message), rule, shared)
 
     def skip_round(self, exchanges: int) -> None:
-        """Pass a round in which no client of this process takes part, while others gather what attackers look at."""
+        """Pass a round without clients of this process.
+
+        Other processes still gather the models that attacks look at, and wait for this one's.
+        """
         if not self._needs_gather:
             return self.inner.skip_round(exchanges)
         for _ in range(exchanges):
@@ -163,7 +166,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
     def retire_clients(
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
-        """Make stopped clients keep publishing: an attacker what its attack makes of its model now."""
+        """Make stopped clients keep publishing; an attacker keeps its replaced model of now."""
         self.inner.retire_clients(ids, self._replace_models(params, ids))
 
     def _attack_message(self, message: Message) -> Message:
@@ -190,7 +193,10 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         )
 
     def _gather_published(self, params: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the models that all publish in an exchange, and whose they are, where an attack depends on them."""
+        """Return all published models and their clients' ids, if an attack needs them.
+
+        Otherwise only the models of this process.
+        """
         if self.gather is None or not self._needs_gather:
             return params, ids
         return self.gather(params), self.gather(ids[:, None].double()).flatten().long()
@@ -202,7 +208,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         number: int = 0,
         everybody: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return models, those of the attackers changed; what has no columns stays."""
+        """Return models with the attackers' replaced; a message without models stays as it is."""
         out = params.clone()
         for attack, members in self.groups if params.shape[1] else ():
             known, whose = (

@@ -24,16 +24,20 @@ from coterie.errors import ExchangeError
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 
-# entries of a mix done at once: the temporary stays in a CPU's cache
+# Entries that are mixed at once, so that the temporary stays in a CPU's cache.
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}
 SAMPLES = "samples"
-"""The extra in which a client says how many training samples it has."""
-_WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, without a temporary
+"""The extra that holds each client's number of training samples."""
+# From this size on, a model is mixed by itself and without a temporary: the loop over senders then
+# costs less than gathering their rows.
+_WIDE = 1 << 13
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What a server's answer shows each client, fixed by the method: between machines any other answer is refused.
+    """The shape of a server's answer to each client, fixed by the method.
+
+    Between machines any other answer is refused.
 
     Args:
         models: how many models.
@@ -52,7 +56,7 @@ class Message:
         params: a model for each hosted client; without columns in an exchange of extras alone.
         fields: named extras, one row per client (samples, similarity vectors, loss traces).
         ids: the clients' ids; set by the exchange.
-        expects: what a server's answer to it shows each client; None where the method does not say.
+        expects: the form of a server's answer to it; None where the method does not fix one.
     """
 
     params: Float[Tensor, "clients params"]
@@ -64,7 +68,7 @@ class Message:
         return len(self.params)
 
     def take_rows(self, rows: Int[Tensor, " take_rows"]) -> "Message":
-        """Return some of the rows; all rows in their order are not copied."""
+        """Return some of the rows; without a copy when they are all rows in order."""
         if torch.equal(rows, torch.arange(len(self))):
             return self
         fields = {name: value[rows] for name, value in self.fields.items()}
@@ -78,7 +82,10 @@ class Message:
 
 
 def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
-    """Return the messages of some exchanges, each with ids, as tensors `name.NUMBER...` for a checkpoint."""
+    """Return messages with ids, by the number of their exchange, as tensors for a checkpoint.
+
+    Their names begin with `name.NUMBER`.
+    """
     out: dict[str, Tensor] = {}
     for number, message in messages.items():
         assert message.ids is not None
@@ -88,7 +95,7 @@ def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str,
 
 
 def messages_from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]:
-    """Invert `messages_to_tensors`; tensors of other names are passed over."""
+    """Invert `messages_to_tensors`; tensors with other names are ignored."""
     out = {}
     for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
         head = f"{name}.{number}.field."
@@ -107,8 +114,8 @@ class Limits:
 
     Args:
         own: the models that the readers published in this exchange.
-        scale: which part of the way from the reader's own model to that of each slot counts, in [0,
-            1].
+        scale: the fraction, in [0, 1], of the way from the reader's own model to each slot's model
+            that counts.
         samples: the most training samples that a peer counts for.
     """
 
@@ -129,12 +136,12 @@ class Inbox:
         age: age of the message in rounds.
         fields: the senders' extras, aligned with the table.
         bytes: payload received in each slot.
-        part: what was exchanged of the models, where that is not everything; other columns of the
-            table are 0.
-        own: the reader's own models then, with which the received parts are completed to be
-            measured.
-        limits: how far a message may move its reader, where that is bounded. `field_by_slot`, `mix` and
-            `limited_models` keep to it; `table` and `fields` hold what was sent.
+        part: the exchanged part of the models, if not all of them; other columns of the table are
+            0.
+        own: the reader's own models, if only a part was exchanged: they complete received parts
+            before these are evaluated.
+        limits: how far a message may move its reader, where that is bounded. `field_by_slot`,
+            `mix` and `limited_models` apply it; `table` and `fields` hold what was sent.
     """
 
     table: Float[Tensor, "senders params"]
@@ -149,7 +156,10 @@ class Inbox:
     limits: Limits | None = None
 
     def field_by_slot(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
-        """Return an extra of each slot's sender. Slots without a message hold some sender's value: use the mask."""
+        """Return an extra of each slot's sender.
+
+        Slots without a message hold the value of an arbitrary sender: use the mask.
+        """
         value = self.fields[name][self.index]
         if self.limits is None or name != SAMPLES:
             return value
@@ -158,7 +168,7 @@ class Inbox:
     def limited_models(
         self, row: int, slots: Int[Tensor, " slots"]
     ) -> Float[Tensor, "slots params"]:
-        """Return the models in some slots of one client, each no farther from its own than the limits allow."""
+        """Return the models in some slots of one client, each within the limits."""
         models = self.table[self.index[row, slots].to(self.table.device)]
         if self.limits is None:
             return models
@@ -172,12 +182,13 @@ class Inbox:
         own: Float[Tensor, "clients params"],
         own_weight: Shaped[Tensor, " clients"],
     ) -> Float[Tensor, "clients params"]:
-        """Return `own_weight * own + sum of weights * received`, without an array of clients x peers x params.
+        """Return `own_weight * own + sum of weights * received`.
 
-        What stays at home is that of `own`. Slots without a message have weight 0; weights are not
-        renormalized. Terms are added in the order of sender ids, client by client, so that the
-        order of the slots and the other hosted clients change no bit. Where limits cut a model
-        short, the rest of its weight goes to the model that the reader published.
+        No array of clients x peers x params is built. Columns that are not shared come from `own`.
+        Slots without a message have weight 0; weights are not renormalized. Terms are added in the
+        order of sender ids, client by client, so that the order of the slots and the other hosted
+        clients change no bit. Where limits shorten a model's way, the rest of its weight goes to
+        the model that the reader published.
         """
         if self.limits is None:
             mixed = self._mix_models(weights, own, own_weight)
@@ -238,7 +249,7 @@ class Reply:
         return Reply(table, torch.arange(len(table)).expand(clients, len(table)))
 
     def to_inbox(self, rows: Int[Tensor, " rows"] | None = None) -> Inbox:
-        """Return the answer as an inbox of the clients in some rows; sender ids are rows of the table."""
+        """Return the answer as an inbox of some clients; sender ids are rows of the table."""
         index = self.index if rows is None else self.index[rows]
         size = row_nbytes(self.table) + sum(row_nbytes(v) for v in self.fields.values())
         return Inbox(
@@ -253,10 +264,10 @@ class Reply:
 
 
 def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
-    """Check a server's answer against what its method says of it.
+    """Check a server's answer against the form that its method fixes.
 
     Raises:
-        ExchangeError: with both.
+        ExchangeError: with the found and the expected form.
     """
     if expects is None:
         return
@@ -265,17 +276,20 @@ def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
     )
     if found.models != expects.models or dict(found.fields) != dict(expects.fields):
         raise ExchangeError(
-            f"the server's answer shows {found.models} models with {dict(found.fields)}; by its method's form it is "
-            f"{expects.models} with {dict(expects.fields)}"
+            f"the server's answer has {found.models} models with {dict(found.fields)}; "
+            f"its method expects {expects.models} with {dict(expects.fields)}"
         )
 
 
 COHORT = 1 << 10
-"""Exchanges after the g-th choice of a cohort in a round are numbered from g times this, so that processes whose
-clients sat out the exchanges before are in step again."""
+"""Exchanges after the g-th choice of a cohort in a round are numbered from g times this.
+
+So processes whose clients took no part in earlier exchanges use the same numbers again."""
 
 Rule = Callable[[Any, Message], tuple[Any, Reply]]
-"""A server's pure function: (shared state, message of the cohort in the order of ids) -> (shared state, reply)."""
+"""A server's pure function: (shared state, message of the cohort) -> (shared state, reply).
+
+The rows of the message are in the order of ids."""
 
 
 def row_nbytes(table: Shaped[Tensor, "senders ..."]) -> int:
@@ -284,10 +298,10 @@ def row_nbytes(table: Shaped[Tensor, "senders ..."]) -> int:
 
 
 class PeersMissing(ExchangeError):
-    """Raised by `pull` of an exchange over a real network, so that the round can be drawn again without these peers.
+    """Some peers cannot be read: the caller may draw the round's peers again without them.
 
-    Raised only in the first exchange of a round, and a bounded number of times; a peer that is
-    chosen again, or is missing later, is `mask == False`.
+    Raised by `pull` of an exchange over a real network, only in the first exchange of a round, and
+    a bounded number of times; a peer that is chosen again, or is missing later, is `mask == False`.
 
     Args:
         ids: ids of the missing peers.
@@ -307,11 +321,13 @@ class Exchange(Protocol):
         ...
 
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
-        """Set the hosted clients that take part from now on; messages have these ids, in this order."""
+        """Set the hosted clients that take part from now on; messages have their ids, in order."""
         ...
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish the messages of the hosted clients and return those that the chosen peers publish in this exchange.
+        """Publish the hosted clients' messages, and return those of the chosen peers.
+
+        Both are of this exchange.
 
         Args:
             message: a row for each hosted client that takes part in the round.
@@ -320,41 +336,47 @@ class Exchange(Protocol):
         ...
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send the messages to the server, which applies `rule` once to those of the cohort, and return its answer."""
+        """Send the messages to the server and return its answer.
+
+        The server applies `rule` once, to the messages of the whole cohort.
+        """
         ...
 
     def agree_on_cohort(
         self, compute: Callable[[], Int[Tensor, " active"]]
     ) -> Int[Tensor, " active"]:
-        """Return the clients that take part from now on: computed by the server, received from it elsewhere.
+        """Return the clients that take part from now on.
 
-        The server waits for these clients in `ask_server`. May be called again in a round, for another
-        group.
+        The process in the server role computes them; others receive them from it. The server waits
+        for these clients in `ask_server`. May be called again in a round, for another group.
         """
         ...
 
     def retire_clients(
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
-        """Make stopped clients keep publishing these models, with the extras of their last messages."""
+        """Make stopped clients keep publishing these models, with their last messages' extras."""
         ...
 
     def skip_round(self, exchanges: int) -> None:
-        """Pass a round in which no client of this process takes part; stopped clients still publish."""
+        """Pass a round without clients of this process; stopped clients still publish."""
         ...
 
 
 Gather = Callable[[Float[Tensor, "clients _"]], Float[Tensor, "cohort _"]]
-"""Returns a row of each client that takes part, in the order of their ids, from those of the clients hosted here.
+"""Collects the rows of all clients that take part, in the order of ids, from all processes.
 
-The blocks of one population have it as `gather`, and call it together: for experiments, whose
-measurements and attacks know what no client could know. Exchanges between machines of several
+Blocks of one population have it as `gather` and call it together. It serves experiments, whose
+measurements and attacks see more than any client could. Exchanges between machines of several
 owners have none.
 """
 
 
 def find_gather(exchange: Exchange) -> Gather | None:
-    """Return what brings together rows of the whole cohort; None where all are hosted here, or nobody may see them."""
+    """Return the function that collects rows of the whole cohort.
+
+    None where all clients are hosted here, or where no process may see all of them.
+    """
     return getattr(exchange, "gather", None)
 
 
@@ -362,7 +384,7 @@ Inner = TypeVar("Inner", bound=Exchange)
 
 
 class ExchangeWrapper(Generic[Inner]):
-    """An exchange around another one, `inner`, that passes on what a subclass does not write anew."""
+    """An exchange around another one, `inner`: it passes on every call that a subclass keeps."""
 
     inner: Inner
 
@@ -373,7 +395,7 @@ class ExchangeWrapper(Generic[Inner]):
 
     @property
     def gather(self) -> "Gather | None":
-        """What brings together rows of the whole cohort, where several processes host one population."""
+        """The function that collects rows of the whole cohort; see `find_gather`."""
         return getattr(self.inner, "gather", None)
 
     def begin_round(self, rng: Rng) -> None:

@@ -86,7 +86,7 @@ class Faulty(ExchangeWrapper[InMemory]):
 def _replace_late(
     inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int
 ) -> Inbox:
-    """Put the previous round's messages into the late slots; where there was none, nothing arrives."""
+    """Put the previous round's messages into the late slots; without one, nothing arrives."""
     if before is None:
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
     old = make_inbox(before, own, torch.where(late, inbox.peers, -1), population)

@@ -41,7 +41,7 @@ class InMemory:
         self._number = 0
 
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
-        """Set the clients that take part in this round; their messages have these ids, in this order."""
+        """Set the clients that take part in this round; messages have their ids, in this order."""
         self.active = ids
 
     def agree_on_cohort(
@@ -57,7 +57,7 @@ class InMemory:
         self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
 
     def skip_round(self, exchanges: int) -> None:
-        """Do nothing: in one process nobody waits."""
+        """Do nothing: in one process no other process waits."""
 
     def publish_message(self, message: Message) -> Message:
         """Return all messages of this exchange, those of stopped clients included."""
@@ -65,7 +65,8 @@ class InMemory:
         message = replace(message, ids=self.active)
         if len(message) != len(self.active):
             raise ExchangeError(
-                f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted"
+                f"a message has {len(message)} rows; "
+                f"expected {len(self.active)}, one a client hosted"
             )
         here = set(self.active.tolist())
         if not self._stopped:
@@ -77,7 +78,7 @@ class InMemory:
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
-        # no columns, when this exchange carries no models
+        # an exchange of extras alone has no columns
         params = params[:, : message.params.shape[1]]
         old = {
             name: previous.fields[name][rows].to(value.device)

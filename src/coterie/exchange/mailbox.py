@@ -37,7 +37,7 @@ class PostOffice:
         self._change = Condition()
 
     def begin_round(self, host: object, round: int) -> None:
-        """Note that a host starts a round, and drop messages of rounds that every host has passed."""
+        """Record that a host starts a round, and drop messages of rounds that all hosts passed."""
         with self._change:
             self._rounds[id(host)] = round
             oldest = min(self._rounds.values())
@@ -54,7 +54,7 @@ class PostOffice:
             self._change.notify_all()
 
     def collect_messages(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
-        """Wait for the messages of the clients in `wanted` and return those that arrived, in the order of ids."""
+        """Wait for some clients' messages, and return the arrived ones in the order of ids."""
         with self._change:
             self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
             box = dict(self._boxes.get(address, {}))
@@ -76,7 +76,8 @@ class PostOffice:
         with self._change:
             if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
                 raise ExchangeError(
-                    f"no server chose a cohort in round {address[0]}; is a process in the server role?"
+                    f"no server chose a cohort in round {address[0]}; "
+                    "is a process in the server role?"
                 )
             return self._cohorts[address]
 
@@ -118,7 +119,7 @@ class Mailbox:
         self._cohort = cohort or (lambda round: torch.arange(office.population))
         self._own = InMemory(ids, office.population)
         self._round, self._number, self._groups = 0, 0, 0
-        self._expected: Tensor | None = None  # whom the server role waits for
+        self._expected: Tensor | None = None  # the clients that the server role waits for
         office.begin_round(self, -2)
 
     def begin_round(self, rng: Rng) -> None:

@@ -1,8 +1,8 @@
-"""Narrowed: an exchange of the shared columns of models alone.
+"""Shared parts: an exchange that transports only the shared columns of models.
 
-Methods see whole rows on both sides of it. What leaves a client is cut to the columns that are
-shared, and what comes is widened again with zeros in the others. So nothing that stays at home is
-in any message, whatever carries it.
+Methods see whole rows on both sides of it. Outgoing models are cut to the shared columns, incoming
+ones are widened again with zeros in the others. So private columns are in no message, whatever
+exchange carries it.
 """
 
 from dataclasses import replace
@@ -22,8 +22,7 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
     Args:
         inner: the exchange underneath.
         part: what is shared.
-        own: the models of the clients that take part, for what comes in answer to a message without
-            models.
+        own: the models of the clients that take part, for answers to a message without models.
     """
 
     def __init__(
@@ -32,13 +31,16 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
         self.inner, self.part, self.own = inner, part, own
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish what is shared, and read what is shared of others: see `Exchange.pull`."""
+        """Publish the shared columns, and read those of others: see `Exchange.pull`."""
         return self._widen_inbox(
             self.inner.pull(narrow_message(self.part, message), peers), message
         )
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send what is shared; the rule sees zeros at home columns, and only shared ones of its answer are sent."""
+        """Send the shared columns to the server.
+
+        The server's rule sees zeros in private columns; only shared columns of its answer are sent.
+        """
 
         def narrow_rule(state: Any, cohort: Message) -> tuple[Any, Any]:
             state, reply = rule(state, replace(cohort, params=self._widen_rows(cohort.params)))
@@ -50,7 +52,7 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
     def retire_clients(
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
-        """Make stopped clients keep publishing what is shared of these models."""
+        """Make stopped clients keep publishing the shared columns of these models."""
         self.inner.retire_clients(ids, _narrow_rows(self.part, params))
 
     def _widen_inbox(self, inbox: Inbox, message: Message) -> Inbox:
@@ -71,7 +73,7 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
 def narrow_exchange(
     exchange: Exchange, part: ParameterSharing, own: Float[Tensor, "clients params"]
 ) -> Exchange:
-    """Return an exchange of what is shared: the exchange itself, where that is everything."""
+    """Return an exchange of the shared columns: the exchange itself if all columns are shared."""
     return exchange if part.shares_all else NarrowedExchange(exchange, part, own)
 
 
@@ -86,7 +88,7 @@ def _narrow_rows(part: ParameterSharing, rows: Tensor) -> Tensor:
     size = part.shared.size
     if rows.shape[1] not in (0, size):
         raise ExchangeError(
-            f"a message has rows of {rows.shape[1]} numbers; expected none, or whole models, {size}, of which "
-            f"{part.shared.num_columns} are shared"
+            f"a message has rows of {rows.shape[1]} numbers; "
+            f"expected none, or whole models, {size}, of which {part.shared.num_columns} are shared"
         )
     return part.shared.select_from(rows) if rows.shape[1] else rows

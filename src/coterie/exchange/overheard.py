@@ -1,4 +1,4 @@
-"""Overheard: the exchange of a simulation, in which every published model is kept for somebody who listens."""
+"""Eavesdropping: the exchange of a simulation in which an attacker sees every published model."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from coterie.exchange.in_memory import InMemory
 
 
 class OverheardExchange(InMemory):
-    """An `InMemory` that keeps the newest model that each client published.
+    """An `InMemory` that remembers the newest model that each client published.
 
     Args:
         ids: the ids of the rows of a full message.
         population: number of clients.
 
     Attributes:
-        heard: by client: what was shared of its model in its newest message with one.
+        published_models: by client id, the shared part of the newest model in its messages.
     """
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
@@ -32,19 +32,19 @@ class OverheardExchange(InMemory):
             }
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish, heard by the listener, and read."""
+        """Record the published models, and read."""
         self._record_models(message)
         return super().pull(message, peers)
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send to the server, heard by the listener."""
+        """Record the models sent to the server, and send them."""
         self._record_models(message)
         return super().ask_server(message, rule, shared)
 
     def retire_clients(
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
-        """Keep what stopped clients go on publishing."""
+        """Record the models that stopped clients keep publishing."""
         self.published_models |= {
             client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)
         }

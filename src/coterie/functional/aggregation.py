@@ -10,7 +10,9 @@ from torch import Tensor
 from coterie._util import pages
 from coterie.errors import ConfigError
 
-_CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
+# Entries that are averaged at once in float64 (128 MB): a wider table is averaged in column blocks,
+# so that the float64 copy of a large population never exists as a whole.
+_CHUNK = 1 << 24
 
 
 def fedavg_weights(
@@ -18,7 +20,9 @@ def fedavg_weights(
     own: Float[Tensor, " clients"],
     mask: Bool[Tensor, "clients peers"],
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    r"""Weight by the number of training samples, the client itself included: $n_j / \sum_{k \in M_i \cup i} n_k$.
+    r"""Weight models by their numbers of training samples, the client's own model included.
+
+    The weight of peer $j$ is $n_j / \sum_{k \in M_i \cup i} n_k$.
 
     Args:
         samples: $n_j$ of the peer in each slot.
@@ -38,7 +42,10 @@ def fedavg_weights(
 def normalize_weights(
     weights: Shaped[Tensor, "clients peers"], own: Shaped[Tensor, " clients"]
 ) -> tuple[Shaped[Tensor, "clients peers"], Shaped[Tensor, " clients"]]:
-    """Scale weights so that each row, own weight included, sums to 1; a row of zeros keeps the client's own model."""
+    """Scale weights so that each row, own weight included, sums to 1.
+
+    A client whose weights are all 0 keeps its own model: its own weight becomes 1.
+    """
     total = weights.sum(1) + own
     alone = total <= 0
     total = torch.where(alone, torch.ones_like(total), total)
@@ -72,7 +79,9 @@ def fedsim_weights(
 def fedsim_prior_weights(
     prior: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    """Weight by the probabilities with which the peers were drawn, the client itself like its most probable peer.
+    """Weight by the probabilities with which the peers were drawn.
+
+    The client's own model counts like that of its most probable peer.
 
     Args:
         prior: the probability with which each peer was drawn ($p_{ij}$), from before this round.
@@ -83,16 +92,17 @@ def fedsim_prior_weights(
 
 @dataclass(frozen=True)
 class ReceivedModels:
-    """What an aggregation rule of yours merges, for one client or for a server.
+    """The models that a custom aggregation rule merges, for one client or for a server.
 
     Args:
-        models: a client's own model first, then those that it received, by ascending id of their
-            clients; on a server, those that came back. A running statistic of the module is an
-            entry like a parameter.
+        models: on a client, its own model first, then the received ones by ascending client id; on
+            a server, the returned ones. A running statistic of the module is an entry like a
+            parameter.
         samples: the number of training samples behind each of them.
         similarity: of each to the client's own model, where the method measures it (DAC); the own
             model counts like the most similar other, as in `fedsim_weights`. Else None.
-        before: the model that is kept where nothing is merged: the client's own, or the server's.
+        before: the model that stays in use where nothing is merged: the client's own, or the
+            server's.
     """
 
     models: Float[Tensor, "models params"]
@@ -102,25 +112,26 @@ class ReceivedModels:
 
 
 AggregationRule = Callable[[ReceivedModels], Tensor]
-"""A pure function of what was received; it returns the merged model, [params]."""
+"""A pure function of the received models; it returns the merged model, [params]."""
 
 
 def merge_by_rule(
     rule: AggregationRule, received: ReceivedModels, what: str
 ) -> Float[Tensor, " params"]:
-    """Merge by a rule of the user's.
+    """Merge models by a custom rule.
 
     Args:
         rule: the rule.
-        received: what it merges.
-        what: how messages call it.
+        received: the models that it merges.
+        what: the rule's name in error messages.
 
     Raises:
-        ConfigError: when it returns something else than a model.
+        ConfigError: when the rule returns something other than a model.
 
     Example:
         >>> models = torch.tensor([[0.0, 1.0], [2.0, 1.0], [9.0, 4.0]])
-        >>> merged_by(lambda r: r.models.median(0).values, Received(models, torch.ones(3), None, models[0]), "median")
+        >>> received = ReceivedModels(models, torch.ones(3), None, models[0])
+        >>> merge_by_rule(lambda r: r.models.median(0).values, received, "median")
         tensor([2., 1.])
     """
     found = rule(received)
@@ -128,12 +139,14 @@ def merge_by_rule(
     if not isinstance(found, Tensor):
         hint = ": is a `return` missing?" if found is None else ""
         raise ConfigError(
-            f"{what} returned {found!r:.60}; expected the merged model, a tensor of shape {shape}{hint}"
+            f"{what} returned {found!r:.60}; "
+            f"expected the merged model, a tensor of shape {shape}{hint}"
         )
     if tuple(found.shape) != shape or not found.is_floating_point():
+        dtype = str(found.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{what} returned {str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}; expected the "
-            f"merged model, floats of shape {shape}"
+            f"{what} returned {dtype} of shape {tuple(found.shape)}; "
+            f"expected the merged model, floats of shape {shape}"
         )
     return found.to(received.before)
 
@@ -141,7 +154,9 @@ def merge_by_rule(
 def average_models(
     params: Float[Tensor, "clients params"], weights: Shaped[Tensor, " clients"]
 ) -> Float[Tensor, " params"]:
-    r"""Average models: $\sum_k (n_k / n_P) \theta_k$, $n_P = \sum_k n_k$, accumulated in float64 and cast back.
+    r"""Average models: $\sum_k (n_k / n_P) \theta_k$ with $n_P = \sum_k n_k$.
+
+    The sum is accumulated in float64 and cast back.
 
     Args:
         params: the models, in a fixed order (by client id): the order of the sum is part of the
@@ -184,11 +199,9 @@ def average_models_by_group(
     def average_rows(rows: Tensor, group: int) -> Tensor:
         if float(weights[rows].sum()) <= 0:
             return empty[group]
-        return (
-            average_models(params, weights)
-            if bool(rows.all())
-            else average_models(params[rows], weights[rows])
-        )
+        if bool(rows.all()):  # indexing with a mask would copy every model
+            return average_models(params, weights)
+        return average_models(params[rows], weights[rows])
 
     return _merge_groups(average_rows, label, empty, least)
 
@@ -218,7 +231,7 @@ def merge_groups_by_rule(
     least: int | Int[Tensor, " clusters"],
     what: str,
 ) -> Float[Tensor, "clusters params"]:
-    """Merge models group by group by a rule of the user's; see `average_models_by_group`."""
+    """Merge models group by group with a custom rule; see `average_models_by_group`."""
 
     def merge_rows(rows: Tensor, group: int) -> Tensor:
         return merge_by_rule(
@@ -239,7 +252,7 @@ def apply_server_momentum(
     lr: float = 1.0,
     nesterov: bool = False,
 ) -> tuple[Float[Tensor, "clusters params"], Float[Tensor, "clusters trainable"]]:
-    r"""Move each model towards the mean of the returned models, with momentum on the server (FedAvgM).
+    r"""Move each model towards the mean of the returned models, with server momentum (FedAvgM).
 
     $d = \theta - \bar\theta$, $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$;
     with Nesterov $\theta \leftarrow \theta - \eta_s (d + \beta v)$. Running statistics, which lie
@@ -257,8 +270,8 @@ def apply_server_momentum(
         The new models and the new velocity.
 
     References:
-        Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual classification,
-        2019, https://arxiv.org/abs/1909.06335
+        Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated
+        visual classification, 2019, https://arxiv.org/abs/1909.06335
     """
     trainable = velocity.shape[1]
     gap = model[:, :trainable].double() - mean[:, :trainable].double()

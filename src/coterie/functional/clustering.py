@@ -28,8 +28,9 @@ def gaussian_rewards(
     weights: Shaped[Tensor, " clients"] | None = None,
     synthetic: Float[Tensor, "extra steps"] | None = None,
 ) -> Float[Tensor, " clients"]:
-    r"""Reward of each client: how typical its losses are among those of its round ($\omega_k$ of FedGWC), in (0, 1].
+    r"""Compute each client's reward: how typical its losses are in its round.
 
+    It is FedGWC's $\omega_k$, in (0, 1].
     $r_k^s = \exp(-(\ell_k^s - m^s)^2 / (2 (\sigma^s)^2))$ with mean $m^s$ and variance
     $(\sigma^s)^2$ over the clients, averaged over the steps $s$. Adding a constant to all losses or
     scaling them changes nothing.
@@ -63,7 +64,10 @@ def gaussian_rewards(
 
 
 def _weighted_moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """Weighted mean and variance over the clients, step by step; `share` is 0 where there is no loss."""
+    """Return mean and variance over the clients for each step, weighted by `share`.
+
+    A missing loss has share 0.
+    """
     total = share.sum(0).clamp(min=_FLOOR)
     mean = (share * losses).sum(0) / total
     degrees = (total - ddof).clamp(min=_FLOOR)
@@ -76,9 +80,10 @@ def update_interactions(
     rewards: Float[Tensor, " clients"],
     alpha: float,
 ) -> Float[Tensor, "population population"]:
-    r"""Update FedGWC's interaction matrix: $P_{kj} \leftarrow (1 - \alpha) P_{kj} + \alpha \omega_k$ for sampled k, j.
+    r"""Update FedGWC's interaction matrix for the clients that were sampled together.
 
-    The increment depends on the row's client; the diagonal is the running mean of its reward
+    For sampled $k$ and $j$: $P_{kj} \leftarrow (1 - \alpha) P_{kj} + \alpha \omega_k$. The
+    increment depends on the row's client; the diagonal is the running mean of its reward
     ($\gamma_k$). Pairs not sampled together keep their value.
 
     Args:
@@ -101,10 +106,10 @@ def affinity_matrix(
     minmax: bool = False,
     diagonal: float = 1.0,
 ) -> Float[Tensor, "clients clients"]:
-    r"""Similarity of clients from the interaction matrix: $W_{kj} = \exp(-\beta \lVert v_k^j - v_j^k \rVert^2)$.
+    r"""Compute the similarity of clients from the interaction matrix.
 
-    $v_k^j$ is vector k of $P$ without entries k and j (the unbiased pairwise vector), so both run
-    over the same other clients.
+    $W_{kj} = \exp(-\beta \lVert v_k^j - v_j^k \rVert^2)$, where $v_k^j$ is vector k of $P$ without
+    entries k and j (the unbiased pairwise vector), so both run over the same other clients.
 
     Args:
         matrix: the interaction matrix of one cluster.
@@ -204,7 +209,7 @@ def _index_features(affinity: Tensor, count: int, space: Space, seed: int) -> Te
 def davies_bouldin(
     points: Float[Tensor, "clients features"], label: Int[Tensor, " clients"]
 ) -> float:
-    """Davies-Bouldin index, lower is better; infinite where scikit-learn's 0 would mean that all points coincide.
+    """Compute the Davies-Bouldin index, lower is better; infinite where all centroids coincide.
 
     scikit-learn returns 0, a perfect score, when all within-cluster distances or all distances of
     centroids vanish. Coinciding centroids are no clusters at all; coinciding points in distinct
@@ -239,7 +244,7 @@ def update_cosines(updates: Float[Tensor, "clients params"]) -> Float[Tensor, "c
     r"""Cosines of all pairs of updates.
 
     $a_{ij} = \langle \Delta_i, \Delta_j \rangle / (\lVert \Delta_i \rVert \lVert \Delta_j \rVert)$;
-    the denominator is at least 1e-12, so that an update of zero has cosine 0 with everybody.
+    the denominator is at least 1e-12, so that an update of zero has cosine 0 with all others.
     """
     flat = updates.double()
     norms = flat.norm(dim=1)
@@ -284,7 +289,10 @@ def max_cross_similarity(
 def nearest_centers(
     points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Int[Tensor, " clients"]:
-    r"""FeSEM's E-step: $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$ for each model; ties go to the first center."""
+    r"""Return the nearest center of each model (FeSEM's E-step); ties go to the first center.
+
+    It is $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$.
+    """
     return squared_distances(points, centers).argmin(1)
 
 
@@ -300,12 +308,13 @@ def squared_distances(
 def k_means(
     points: Float[Tensor, "clients params"], count: int, *, seed: int
 ) -> Int[Tensor, " clients"]:
-    """Group points into `count` clusters by k-means with ten restarts, numbered by their first members."""
+    """Group points by k-means with ten restarts; clusters are numbered by their first members."""
     from sklearn.cluster import KMeans
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
-        model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType] (the stubs)
+        # the stubs of scikit-learn know n_init as a text only
+        model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType]
         return renumber_labels(
             torch.from_numpy(model.fit_predict(points.double().numpy()).astype(np.int64))
         )

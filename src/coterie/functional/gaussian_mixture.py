@@ -1,4 +1,4 @@
-"""A two-component Gaussian mixture on each client's few scores, to tell neighbors from strangers (PANM's NAEM)."""
+"""A two-component Gaussian mixture over each client's scores: which peers are neighbors (PANM)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,13 +18,13 @@ Component = Literal["larger", "first"]
 
 @dataclass(frozen=True)
 class MixtureOptions:
-    """How the mixture is fitted and read.
+    """How the mixture is fitted, and which component counts as the neighbors.
 
     Args:
-        em: "hard": every score belongs to one component in each step; "soft": to both, in
-            proportion, until the end.
-        component: which component is the neighbors': the one with the "larger" mean, or the
-            "first".
+        em: "hard": every score belongs to one component in each step; "soft": it belongs to both,
+            in proportion, until the end.
+        component: which component holds the neighbors: the one with the "larger" mean, or the
+            "first" one.
         monotone: count every score at or above that component's mean too.
     """
 
@@ -57,7 +57,8 @@ def find_neighbors(
         component was empty at the start, or component 0 became empty.
 
     References:
-        Li, Wu, Towards effective clustered federated learning, 2022, https://arxiv.org/abs/2203.12285
+        Li, Wu, Towards effective clustered federated learning, 2022,
+        https://arxiv.org/abs/2203.12285
     """
     scores = torch.where(mask, scores.double(), 0)
     number = mask.sum(1).clamp(min=1)
@@ -110,7 +111,10 @@ def correct_bags(
 
 
 def _mean_and_deviation(scores: Tensor, share: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and population standard deviation of each row, weighted by `share`, whose sum is `number`."""
+    """Return mean and population standard deviation of each row.
+
+    Scores are weighted by `share`, whose row sums are `number`.
+    """
     mean = (share * scores).sum(1) / number
     variance = (share * (scores - mean[:, None]).square()).sum(1) / number
     return mean, variance.sqrt()
@@ -119,7 +123,7 @@ def _mean_and_deviation(scores: Tensor, share: Tensor, number: Tensor) -> tuple[
 def _em_step(
     scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em
 ) -> Tensor:
-    """Return each score's share in component 0 after one step of EM from the shares before."""
+    """Return each score's share in component 0 after one step of EM from the previous shares."""
     log_odds = torch.zeros_like(scores)
     for part, sign in ((share, 1), (mask.double() - share, -1)):
         size = part.sum(1)

@@ -1,9 +1,8 @@
-"""Losses: what a model is trained to make small, one value a sample, by name or import path.
+"""Losses: what training minimizes, one value a sample, by name or import path.
 
 A loss is a function of outputs and targets. A bundled one is a frozen dataclass whose fields are
 its arguments, so that a study file can set them: `loss = { kind = "cross-entropy", label_smoothing
-= 0.1 }`. Each names the metric by which it is usually judged, measured on each sample beside the
-loss.
+= 0.1 }`. Each names its usual metric, which is measured on each sample together with the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ from coterie.functional.metrics import (
 from coterie.functional.scores import UNCOUNTED, Form
 
 Targets = Literal["class", "labels", "integers", "numbers"]
-"""What a loss takes as the target of a sample: one class; yes or no, one or several; integers of any shape; numbers."""
+"""The target of a sample: one class; one or several yes or no; integers of any shape; numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Loss(Configurable):
         kind: its name in study files.
         summary: what it is, in a line.
         targets: what it takes as a target.
-        form: in which form `to_metric_form` gives outputs and targets to metrics, see `functional.scores`;
-            None where only the type and the shape of targets tell.
+        form: the form in which `to_metric_form` gives outputs and targets to metrics, see
+            `functional.scores`; None where it follows from the type and the shape of the targets.
         whole: whether the loss of a sample depends on the others of its batch: evaluations then
             take all samples of a set at once.
         metric: name of what `measure_samples` measures; None for nothing.
@@ -79,13 +78,16 @@ class Loss(Configurable):
         outputs: Float[Tensor, "samples *outputs"],
         targets: Shaped[Tensor, "samples *targets"],
     ) -> Float[Tensor, " samples"]:
-        """Return what `metric` says of each sample; its mean over samples is the metric."""
+        """Return the value of `metric` for each sample; the metric is their mean."""
         if self.metric is None:
             raise NotImplementedError(f"loss {self.kind!r} names no metric")
         return MEASURES[self.metric].measure_samples(*self.to_metric_form(outputs, targets))
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the form that metrics take; here numbers in the shape of the targets."""
+        """Return outputs and targets in the form that metrics take.
+
+        The default puts numbers into the shape of their targets.
+        """
         alike = (
             self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
         )
@@ -94,7 +96,7 @@ class Loss(Configurable):
     def metric_inputs(
         self, metric: SampleMetric, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets as a metric takes them: in the form of this loss, or as they are."""
+        """Return outputs and targets as a metric takes them: in this loss's form, or unchanged."""
         return self.to_metric_form(outputs, targets) if metric.takes else (outputs, targets)
 
     def possible_forms(self, targets: Tensor) -> tuple[Form, ...]:
@@ -108,7 +110,11 @@ class Loss(Configurable):
     def check_metric_fits(
         self, metric: SampleMetric, targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
-        """Refuse a metric that cannot be computed from these targets and the outputs that this loss trains.
+        """Refuse a metric that cannot be computed from the outputs that this loss trains.
+
+        Args:
+            metric: the metric.
+            targets: the targets of the run.
 
         Raises:
             ConfigError: with the metrics that can.
@@ -117,8 +123,9 @@ class Loss(Configurable):
         if metric.takes and not set(metric.takes) & set(forms):
             fitting = [one.name for one in MEASURES.values() if set(one.takes) & set(forms)]
             raise ConfigError(
-                f"metric {metric.name!r} is of {_describe_forms(metric.takes)}; loss {self.kind!r} trains outputs for "
-                f"{_describe_forms(forms)}: take one of {', '.join(fitting)}, or a function of yours"
+                f"metric {metric.name!r} is of {_describe_forms(metric.takes)}; "
+                f"loss {self.kind!r} trains outputs for {_describe_forms(forms)}: "
+                f"take one of {', '.join(fitting)}, or a custom function"
             )
 
     def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
@@ -137,11 +144,11 @@ class Loss(Configurable):
 
         Args:
             outputs: of the module for a few samples.
-            targets: of those or, so that every value is checked, of all.
+            targets: of these samples, or of all so that every value is checked.
 
         Raises:
             ModelError: when their shapes do not fit.
-            DataError: when a target has no value that is expected.
+            DataError: when a target has an unexpected value.
         """
 
     def _check_shapes(
@@ -162,26 +169,27 @@ class Loss(Configurable):
 def to_probabilities(
     form: Form, outputs: Float[Tensor, "samples *outputs"], class_axis: int = -1
 ) -> Float[Tensor, "samples *found"]:
-    """Return the probabilities that outputs stand for: of classes (they sum to 1), or of a yes to each label.
+    """Return the probabilities that outputs stand for: of the classes, or of a yes to each label.
+
+    Probabilities of classes sum to 1.
 
     Args:
         form: of the outputs, see `functional.scores`.
-        outputs: logits. One for each sample, where a sample has one of two classes, is that of the
-            second.
+        outputs: logits. Where each of two classes has one logit in all, it is the second class's.
         class_axis: see `Loss`.
 
     Raises:
-        ConfigError: where outputs are no logits of classes or labels.
+        ConfigError: where outputs are not logits of classes or labels.
 
     Example:
-        >>> probabilities("class", torch.tensor([[0.0], [30.0]])).round(decimals=3).tolist()
+        >>> to_probabilities("class", torch.tensor([[0.0], [30.0]])).round(decimals=3).tolist()
         [[0.5, 0.5], [0.0, 1.0]]
     """
     if form == "labels":
         return outputs.sigmoid()
     if form not in ("class", "positions"):
         raise ConfigError(
-            f"the outputs are {_FORMS[form]}, which have no probabilities; ask for the outputs"
+            f"the outputs are {_FORMS[form]}, which have no probabilities; request the outputs"
         )
     if form == "class" and outputs.numel() == len(outputs):
         yes = outputs.reshape(-1).sigmoid()
@@ -208,13 +216,12 @@ def _num_entries(y: Tensor) -> int:
 
 
 def _describe_shape(values: Tensor) -> str:
-    return (
-        f"({', '.join(['samples', *map(str, values.shape[1:])])}{',' if values.dim() == 1 else ''})"
-    )
+    axes = ", ".join(["samples", *map(str, values.shape[1:])])
+    return f"({axes},)" if values.dim() == 1 else f"({axes})"
 
 
 def _to_tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
-    """Return arguments of a loss beside its outputs; None for none."""
+    """Return arguments of a loss as a tensor like its outputs; None if there are none."""
     return torch.tensor(values, dtype=like.dtype, device=like.device) if values else None
 
 
@@ -224,11 +231,11 @@ def _to_tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
 @final
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    r"""Cross-entropy of logits, for one class a sample: $-\sum_c w_c q_c \log p_c$ with $p$ the softmax of the outputs.
+    r"""Cross-entropy of logits, for one class a sample: $-\sum_c w_c q_c \log p_c$.
 
-    $q_c$ is 1 for the class and 0 else, or with label smoothing $\varepsilon$ that times $1 -
-    \varepsilon$, plus $\varepsilon$ / classes (Szegedy et al., Rethinking the Inception
-    architecture, CVPR 2016).
+    $p$ is the softmax of the outputs. $q_c$ is 1 for the class and 0 else, or with label smoothing
+    $\varepsilon$ that times $1 - \varepsilon$, plus $\varepsilon$ / classes (Szegedy et al.,
+    Rethinking the Inception architecture, CVPR 2016).
 
     Args:
         weight: factor on the loss of the samples of each class ($w$); 1 for all when empty. The
@@ -259,7 +266,10 @@ class CrossEntropy(Loss):
     ) -> None:
         """See `Loss.check_data`."""
         expected = "outputs (samples, classes) and targets (samples,), one class a sample"
-        advice = "a class at each position is for 'tokens' or 'segmentation', columns of 0 and 1 are for 'multi-label'"
+        advice = (
+            "a class at each position is for 'tokens' or 'segmentation', "
+            "columns of 0 and 1 are for 'multi-label'"
+        )
         self._check_shapes(
             outputs.dim() == 2 and targets.dim() == 1, expected, outputs, targets, advice
         )
@@ -271,16 +281,18 @@ class CrossEntropy(Loss):
         )
         if self.weight and len(self.weight) != classes:
             raise ConfigError(
-                f"loss {self.kind!r}: weight has {len(self.weight)} entries; expected {classes}, one a class"
+                f"loss {self.kind!r}: weight has {len(self.weight)} entries; "
+                f"expected {classes}, one a class"
             )
 
 
 @final
 @dataclass(frozen=True)
 class Binary(Loss):
-    r"""Cross-entropy of one logit $z$ a sample: $-w y \log \sigma(z) - (1 - y) \log(1 - \sigma(z))$.
+    r"""Cross-entropy of one logit $z$ a sample, of two classes.
 
-    Targets are 0 and 1, as numbers or as two classes.
+    It is $-w y \log \sigma(z) - (1 - y) \log(1 - \sigma(z))$. Targets are 0 and 1, as numbers or as
+    two classes.
 
     Args:
         pos_weight: factor on the loss of the samples whose target is 1 ($w$).
@@ -317,7 +329,10 @@ class Binary(Loss):
     ) -> None:
         """See `Loss.check_data`."""
         expected = "outputs (samples, 1) and targets (samples,), one yes or no a sample"
-        advice = "one output a class is for 'cross-entropy', several columns of 0 and 1 are for 'multi-label'"
+        advice = (
+            "one output a class is for 'cross-entropy', "
+            "several columns of 0 and 1 are for 'multi-label'"
+        )
         self._check_shapes(
             _num_entries(outputs) == 1 and _num_entries(targets) == 1,
             expected,
@@ -331,9 +346,10 @@ class Binary(Loss):
 @final
 @dataclass(frozen=True)
 class MultiLabel(Loss):
-    r"""Cross-entropy of a logit $z_c$ for each label: $-w_c y_c \log \sigma(z_c) - (1 - y_c) \log(1 - \sigma(z_c))$.
+    r"""Cross-entropy of a logit $z_c$ for each label, the mean over labels.
 
-    The loss of a sample is the mean over labels. Targets are 0 and 1, as numbers or as integers.
+    It is $-w_c y_c \log \sigma(z_c) - (1 - y_c) \log(1 - \sigma(z_c))$. The loss of a sample is the
+    mean over labels. Targets are 0 and 1, as numbers or as integers.
 
     Args:
         pos_weight: factor on the loss of a label where its target is 1 ($w$), one a label; 1 for
@@ -378,7 +394,8 @@ class MultiLabel(Loss):
         if self.pos_weight and len(self.pos_weight) != labels:
             found = len(self.pos_weight)
             raise ConfigError(
-                f"loss {self.kind!r}: pos_weight has {found} entries; expected {labels}, one a label"
+                f"loss {self.kind!r}: pos_weight has {found} entries; "
+                f"expected {labels}, one a label"
             )
 
 
@@ -400,7 +417,7 @@ def _mean_over_positions(values: Tensor, counted: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Positions(Loss):
-    """A class at each position; those whose target is `ignore_index` do not count."""
+    """A class at each position; positions whose target is `ignore_index` do not count."""
 
     targets: ClassVar[Targets] = "integers"
     form: ClassVar[Form | None] = "positions"
@@ -423,7 +440,7 @@ class _Positions(Loss):
 @final
 @dataclass(frozen=True)
 class Tokens(_Positions):
-    r"""Cross-entropy of the class at each position, the mean over the positions of a sample that count.
+    r"""Cross-entropy of the class at each position, the mean over a sample's counted positions.
 
     A sample where no position counts has the loss 0.
 
@@ -434,7 +451,7 @@ class Tokens(_Positions):
 
     kind: ClassVar[str] = "tokens"
     summary: ClassVar[str] = (
-        "a class at each position of a sequence: cross-entropy, the mean over those that count"
+        "a class at each position of a sequence: cross-entropy, the mean over counted positions"
     )
     metric: ClassVar[str | None] = TOKEN_ACCURACY.name
     label_smoothing: Share = 0.0
@@ -520,11 +537,12 @@ class Segmentation(_Pixels):
 @final
 @dataclass(frozen=True)
 class Dice(_Pixels):
-    r"""Soft Dice loss: 1 - the mean over classes of $(2 \sum p_c y_c + s) / (\sum p_c + \sum y_c + s)$.
+    r"""Soft Dice loss over the classes of a sample's pixels.
 
-    $p$ is the softmax of the outputs and $y_c$ is 1 at pixels of the class; sums are over the
-    pixels of a sample that count (Milletari et al., V-Net, 3DV 2016; Sudre et al., Generalised Dice
-    overlap, DLMIA 2017).
+    1 - the mean over classes of $(2 \sum p_c y_c + s) / (\sum p_c + \sum y_c + s)$, where $p$ is
+    the softmax of the outputs and $y_c$ is 1 at pixels of the class; sums are over the pixels of a
+    sample that count (Milletari et al., V-Net, 3DV 2016; Sudre et al., Generalised Dice overlap,
+    DLMIA 2017).
 
     Args:
         ignore_index: the target of a pixel that does not count.
@@ -554,11 +572,9 @@ class Dice(_Pixels):
         found = functional.softmax(outputs, 1) * there
         both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
-        return (
-            loss + self.cross_entropy * _pixel_cross_entropy(outputs, counted, known)
-            if self.cross_entropy
-            else loss
-        )
+        if not self.cross_entropy:
+            return loss
+        return loss + self.cross_entropy * _pixel_cross_entropy(outputs, counted, known)
 
 
 # ---------------------------------------------------------------- numbers
@@ -622,10 +638,10 @@ class AbsoluteError(_Numbers):
 @final
 @dataclass(frozen=True)
 class Huber(_Numbers):
-    r"""Half the squared error up to an error of $\delta$, then $\delta (|e| - \delta / 2)$; the mean over entries.
+    r"""Half the squared error up to an error of $\delta$, then linear; the mean over entries.
 
-    P. J. Huber, Robust estimation of a location parameter, Annals of Mathematical Statistics 35,
-    1964.
+    The linear part is $\delta (|e| - \delta / 2)$. P. J. Huber, Robust estimation of a location
+    parameter, Annals of Mathematical Statistics 35, 1964.
 
     Args:
         delta: $\delta$, where the square ends.
@@ -650,10 +666,10 @@ class Huber(_Numbers):
 @final
 @dataclass(frozen=True)
 class Poisson(_Numbers):
-    r"""Negative log-likelihood of counts $y$, of which the outputs $z$ are the logarithms of the means: $e^z - y z$.
+    r"""Negative log-likelihood of counts: $e^z - y z$.
 
-    The mean over entries; $\log y!$, which depends on the targets alone, is left out. Metrics see
-    $e^z$.
+    The outputs $z$ are the logarithms of the means of the counts $y$. The mean over entries; $\log
+    y!$, which depends on the targets alone, is left out. Metrics see $e^z$.
     """
 
     kind: ClassVar[str] = "poisson"
@@ -681,11 +697,11 @@ class Poisson(_Numbers):
 @final
 @dataclass(frozen=True)
 class Quantile(_Numbers):
-    r"""Pinball loss of quantiles $q$: $\max(q e, (q - 1) e)$ with $e$ the target minus the output, the mean over all.
+    r"""Pinball loss of quantiles $q$: $\max(q e, (q - 1) e)$ with $e$ the target minus the output.
 
-    A target's entry has an output for each quantile, those of an entry beside each other. Metrics
-    see the quantile nearest to the median (R. Koenker and G. Bassett, Regression quantiles,
-    Econometrica 46, 1978).
+    The loss is the mean over quantiles and entries. A target's entry has an output for each
+    quantile; the outputs of an entry are adjacent. Metrics see the quantile nearest to the median
+    (R. Koenker and G. Bassett, Regression quantiles, Econometrica 46, 1978).
 
     Args:
         quantiles: $q$, each between 0 and 1.
@@ -740,13 +756,14 @@ class Quantile(_Numbers):
 @final
 @dataclass(frozen=True)
 class Cox(Loss):
-    r"""Negative partial log-likelihood of proportional hazards: at each event $\log \sum_{t_j \ge t_i} e^{z_j} - z_i$.
+    r"""Negative partial log-likelihood of proportional hazards.
 
-    A target is a time, and 1 where the event took place at it, 0 where it had not by then
-    (censored); an output $z$ is the logarithm of a hazard, up to a constant. The loss of a censored
-    sample is 0. Ties are handled as by Breslow: all events of one time see the same samples at
-    risk. The mean over all n samples of a set is 1/n of the negative partial log-likelihood of the
-    set; in training only the samples of the batch are at risk, so take large batches.
+    The loss at an event is $\log \sum_{t_j \ge t_i} e^{z_j} - z_i$. A target is a time, and 1 where
+    the event took place then, 0 where it had not yet (censored); an output $z$ is the logarithm of
+    a hazard, up to a constant. The loss of a censored sample is 0. Ties are handled as by Breslow:
+    all events of one time see the same samples at risk. The mean over all n samples of a set is 1/n
+    of the negative partial log-likelihood of the set; in training only the samples of the batch are
+    at risk, so take large batches.
 
     D. R. Cox, Regression models and life-tables, J. R. Stat. Soc. B 34, 1972; N. Breslow,
     discussion of it.
@@ -763,8 +780,8 @@ class Cox(Loss):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         logs, time, event = outputs.reshape(-1), targets[:, 0], targets[:, 1]
+        # from the last time to the first, the cumulative sum is over the samples at risk
         order = torch.argsort(time, descending=True, stable=True)
-        # of the samples at risk, from the last time to the first
         sums = torch.logcumsumexp(logs.gather(0, order), 0)
         later = (-time).contiguous()
         last = torch.searchsorted(later.gather(0, order).contiguous(), later, right=True) - 1
@@ -782,7 +799,10 @@ class Cox(Loss):
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
         """See `Loss.check_data`."""
-        expected = "outputs (samples, 1) and targets (samples, 2): a time, and 1 for an event or 0 for none"
+        expected = (
+            "outputs (samples, 1) and targets (samples, 2): "
+            "a time, and 1 for an event or 0 for none"
+        )
         advice = "the module needs one output, the logarithm of a hazard"
         fit = _num_entries(outputs) == 1 and targets.shape[1:] == (2,)
         self._check_shapes(fit, expected, outputs, targets, advice)
@@ -798,19 +818,19 @@ class Cox(Loss):
 @final
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """A function of yours, (outputs, targets) -> one loss a sample, by its import path.
+    """A custom function, (outputs, targets) -> one loss a sample, by its import path.
 
     Args:
         path: "package.module:function".
     """
 
     kind: ClassVar[str] = "own"
-    summary: ClassVar[str] = "a function of yours"
+    summary: ClassVar[str] = "a custom function"
     targets: ClassVar[Targets] = "numbers"
     path: str
 
     def check(self) -> None:
-        """Find the function."""
+        """Check that the import path names a function."""
         found = import_object(self.path, f"loss {self.path!r}")
         if not callable(found):
             raise ConfigError(
@@ -822,10 +842,10 @@ class CustomLoss(Loss):
         found = import_object(self.path, f"loss {self.path!r}")(outputs, targets)
         shape = getattr(found, "shape", None)
         if shape != (len(outputs),):
-            said = f"a tensor of shape {tuple(shape)}" if shape is not None else repr(found)
+            what = f"a tensor of shape {tuple(shape)}" if shape is not None else repr(found)
             raise ConfigError(
-                f"loss {self.path!r} returned {said} for {len(outputs)} samples; expected one loss a sample: "
-                "take the mean over all other axes, and return it"
+                f"loss {self.path!r} returned {what} for {len(outputs)} samples; "
+                "expected one loss a sample: take the mean over all other axes, and return it"
             )
         return found
 
@@ -838,11 +858,11 @@ class CustomLoss(Loss):
         except CoterieError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             shapes = (
                 f"outputs {tuple(outputs.shape)} and targets {(len(outputs), *targets.shape[1:])}"
             )
-            raise ModelError(f"loss {self.path!r} fails on {shapes}: {said}") from error
+            raise ModelError(f"loss {self.path!r} fails on {shapes}: {reason}") from error
 
 
 _BUNDLED = (
@@ -862,13 +882,13 @@ def make_loss(
         given: a name of LOSSES; an import path "package.module:name" of a function or of a subclass
             of `Loss`; a table with one of these as `kind` and the fields of the loss; a loss; or a
             function.
-        where: how the user finds it.
+        where: the setting's name in error messages.
 
     Raises:
         ConfigError: on an unknown name or key, or a value that does not fit.
 
     Example:
-        >>> read_loss("cross-entropy") == CrossEntropy()
+        >>> make_loss("cross-entropy") == CrossEntropy()
         True
     """
     if isinstance(given, Loss):
@@ -885,16 +905,17 @@ def make_loss(
 
 
 def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | None:
-    """Return what sets a loss as a plain table, `kind` first, that `make_loss` takes; None for None.
+    """Return a setting of a loss as the plain table that `make_loss` takes; None for None.
 
-    What has an import path is not imported.
+    An import path is not imported.
     """
     table = {"kind": given} if isinstance(given, str) else given
     if given is None or (isinstance(table, Mapping) and ":" in str(table.get("kind"))):
         return None if table is None else dict(table)
     if not (isinstance(table, Loss | Mapping) or callable(table)):
         raise ConfigError(
-            f"{where} is {given!r}; expected one of {', '.join(LOSSES)}, package.module:function, or a table"
+            f"{where} is {given!r}; "
+            f"expected one of {', '.join(LOSSES)}, package.module:function, or a table"
         )
     return loss_to_table(make_loss(table, where))
 
@@ -910,15 +931,15 @@ def loss_to_table(loss: Loss) -> dict[str, Any]:
 
 
 def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
-    """Return the loss that targets call for when none is set.
+    """Return the loss for targets when no loss is set.
 
     Args:
         y: targets.
         classes: number of classes, where each target is one.
 
     Raises:
-        ConfigError: when several losses would fit: whole numbers that are no classes, or 0 and 1 in
-            several columns.
+        ConfigError: when several losses would fit: whole numbers that are not classes, or 0 and 1
+            in several columns.
     """
     if classes:
         return CrossEntropy()
@@ -931,13 +952,13 @@ def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
         fitting = ["multi-label", *fitting] if answers and entries > 1 else fitting
         many = "a whole number" if entries == 1 else f"{entries} whole numbers"
         raise ConfigError(
-            f"the targets are {many} a sample, of which it is not clear what they are: set loss to "
-            f"{' or '.join(map(repr, fitting or ['mse']))}, or to a function of yours"
+            f"the targets are {many} a sample, which fits several losses: set loss to "
+            f"{' or '.join(map(repr, fitting or ['mse']))}, or to a custom function"
         )
     if entries > 1 and answers:
         raise ConfigError(
-            f"the targets are 0 and 1 in {entries} columns: set loss = 'multi-label' (each column is a yes or no), "
-            "or loss = 'mse' (they are numbers)"
+            f"the targets are 0 and 1 in {entries} columns: set loss = 'multi-label' "
+            "(each column is a yes or no), or loss = 'mse' (they are numbers)"
         )
     return SquaredError()
 
@@ -947,10 +968,10 @@ def cast_targets(
 ) -> Shaped[Tensor, "*shape"]:
     """Return targets as the losses take them: whole numbers as int64, numbers as `dtype`.
 
-    Yes and no, and the targets of a function of yours, stay what they are of the two.
+    Yes and no, and the targets of a custom function, keep the kind that they are stored as.
 
     Args:
-        loss: which of the two.
+        loss: the loss that takes them.
         y: targets as they are stored.
         dtype: floating-point type of models.
     """

@@ -1,4 +1,4 @@
-r"""Membership inference: was a sample among those that a model was trained on? Attacks, and how well they do.
+r"""Membership inference: attacks that guess whether a model was trained on a sample, and scores.
 
 Values and memberships have a row for each of several runs, trained alike on different halves of the
 same samples: runs $2k$ and $2k + 1$ are a pair, in which each sample is a member of exactly one.
@@ -15,10 +15,10 @@ _LEAST = 1e-7  # loss: a probability nearer to 1 is rounding
 
 
 def logit_confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    r"""Return the logit of the probability $p = e^{-\ell}$ that stands behind a cross-entropy, in float64.
+    r"""Return the logit of the probability $p = e^{-\ell}$ behind a cross-entropy, in float64.
 
-    It is near to normally distributed over models, as losses are not (Carlini et al. 2022). It
-    falls with any loss.
+    Over models it is close to normally distributed, which losses are not (Carlini et al. 2022). It
+    falls as the loss rises, for any loss.
 
     Example:
         >>> confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
@@ -31,11 +31,11 @@ def logit_confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]
 def likelihood_ratio(
     values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]
 ) -> Float[Tensor, "runs samples"]:
-    r"""Return the score of LiRA for each sample in each run: how much likelier its value is for a member.
+    r"""Return LiRA's score of each sample in each run: how much likelier its value is for a member.
 
-    Normal distributions of a sample's value, with and without it in the training data, are fitted
-    to the runs outside of the pair of the one attacked: as many of each. Means are of the sample,
-    variances of all samples together, as the paper advises for few models.
+    Two normal distributions of a sample's value, with and without it in the training data, are
+    fitted to the runs outside the attacked run's pair; both kinds are equally many. Means are of
+    the sample, variances of all samples together, as the paper advises for few models.
 
     N. Carlini et al., Membership inference attacks from first principles, 2022,
     https://arxiv.org/abs/2112.03570.
@@ -76,7 +76,7 @@ def attack_auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) 
     """Return how often a member scores above a non-member, ties as one half: 0.5 for guessing.
 
     Example:
-        >>> auc(torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([True, True, False, False]))
+        >>> attack_auc(torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([True, True, False, False]))
         0.75
     """
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
@@ -88,10 +88,11 @@ def attack_auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) 
 def true_positive_rate(
     scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"], false: float = 0.01
 ) -> float:
-    """Return the share of members that are found at a share of non-members, at most, that are taken for such.
+    """Return the true positive rate of an attack at a false positive rate of at most `false`.
 
     Example:
-        >>> true_positives(torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([True, True, False, False]), 0.0)
+        >>> member = torch.tensor([True, True, False, False])
+        >>> true_positive_rate(torch.tensor([3.0, 1.0, 2.0, 0.0]), member, 0.0)
         0.5
     """
     outside = scores[~member].sort(descending=True).values
@@ -100,6 +101,6 @@ def true_positive_rate(
 
 
 def draw_bootstrap(cases: int, times: int, seed: int = 0) -> Int[Tensor, "times cases"]:
-    """Return draws with replacement, for intervals by the bootstrap."""
+    """Draw samples with replacement, for bootstrap intervals."""
     stream = Rng(seed).generator("membership.bootstrap")
     return torch.from_numpy(stream.integers(cases, size=(times, cases)))

@@ -1,9 +1,9 @@
-"""Paired comparisons of two methods: the interval of a mean difference, its p value, effect size and power.
+"""Paired comparisons of two methods: confidence interval, p value, effect size and power.
 
 The unit is the seed. Clients of one seed share a split of the data and initial models, so their
 differences are not independent; their mean is one number a seed. Student's t over these means is
-exact where they are normal, and close to it with a few dozen clients a seed; with S seeds it has S
-- 1 degrees of freedom, and says so by its width.
+exact where they are normal, and close to it with a few dozen clients a seed. With S seeds it has
+S - 1 degrees of freedom: few seeds give wide intervals.
 """
 
 import math
@@ -16,14 +16,14 @@ from scipy import stats
 CONFIDENCE = 0.95
 POWER = 0.8
 MOST_SEEDS = 1000
-"""Beyond so many seeds it is not said how many would settle a difference."""
+"""The largest number of seeds that `find_seeds_needed` reports."""
 NO_SPREAD = 1e-9
-"""Differences that are apart by no more than this share of the largest of them are equal: rounding made them differ."""
+"""Differences count as equal when they spread by at most this share of the largest: rounding."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean difference of one or many studies, of each what follows from its seeds.
+    """The mean difference of one or many studies, each estimated from its seeds.
 
     Args:
         mean: over seeds.
@@ -61,23 +61,23 @@ def mean_difference(
     overlap: float = 0.0,
     confidence: float = CONFIDENCE,
 ) -> Estimate:
-    r"""Return the mean of paired differences with Student's confidence interval, for one study or many at once.
+    r"""Return the mean of paired differences with Student's confidence interval.
 
-    The variance of the mean is \(s^2 (1/S + \text{overlap})\), with the sample variance \(s^2\)
-    over the S seeds.
+    Many studies are estimated at once. The variance of the mean is \(s^2 (1/S + \text{overlap})\),
+    with the sample variance \(s^2\) over the S seeds.
 
     Args:
-        differences: a number a seed: the mean over its clients of what one method has more than the
-            other.
-        overlap: 0 where seeds are independent. Where each seed splits the same samples anew, as
-            repeated folds do, runs share training data, and what is asked is about new samples:
+        differences: one number a seed: the mean over its clients of one method's value minus the
+            other's.
+        overlap: 0 where seeds are independent. Where each seed splits the same samples again, as
+            repeated folds do, runs share training data and the question is about new samples: then
             `n_test / n_train` (Nadeau and Bengio, Inference for the generalization error, 2003).
         confidence: of the interval.
 
     Example:
         >>> found = mean_difference(np.array([1.0, 2.0, 3.0]))
-        >>> float(found.mean), round(float(found.low), 3), round(float(found.high), 3), round(float(found.p), 4)
-        (2.0, -0.484, 4.484, 0.0742)
+        >>> [round(float(value), 4) for value in (found.mean, found.low, found.high, found.p)]
+        [2.0, -0.4841, 4.4841, 0.0742]
     """
     seeds = differences.shape[-1]
     mean = np.asarray(differences.mean(-1))
@@ -95,12 +95,12 @@ def mean_difference(
 def correct_holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*studies pairs"]:
     """Return p values corrected for their number by Holm's step-down rule.
 
-    To call established what is then at most 0.05 is wrong about any pair with a probability of at
-    most 0.05, whatever the pairs have to do with each other. NaN, of a pair without a test, stays
-    NaN and does not count.
+    When corrected values of at most 0.05 are called established, the probability of even one wrong
+    claim is at most 0.05, however the pairs depend on each other. NaN, of a pair without a test,
+    stays NaN and does not count.
 
     Example:
-        >>> holm(np.array([0.01, 0.04, 0.03])).round(3).tolist()
+        >>> correct_holm(np.array([0.01, 0.04, 0.03])).round(3).tolist()
         [0.03, 0.06, 0.06]
     """
     order = np.argsort(p, axis=-1)  # NaN comes last
@@ -115,7 +115,7 @@ def correct_holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*
 def power_of_t_test(
     effect: float, seeds: int, *, level: float = 1 - CONFIDENCE, overlap: float = 0.0
 ) -> float:
-    """Return the probability that the two-sided t test at a level finds a mean of `effect` standard deviations.
+    """Return the power of the two-sided t test for a mean of `effect` standard deviations.
 
     The statistic then has the noncentral t distribution.
 
@@ -126,7 +126,7 @@ def power_of_t_test(
         overlap: as in `mean_difference`.
 
     Example:
-        >>> round(power(0.5, 34), 3)  # 34 pairs for a medium effect, as in tables of power
+        >>> round(power_of_t_test(0.5, 34), 3)  # 34 pairs for a medium effect, as tables have it
         0.808
     """
     critical = stats.t.isf(level / 2, seeds - 1)
@@ -147,7 +147,7 @@ def find_seeds_needed(
     overlap: float = 0.0,
     most: int = MOST_SEEDS,
 ) -> int | None:
-    """Return the smallest number of seeds with which a difference of this size is found with the wanted power.
+    """Return the smallest number of seeds that finds a difference of this size with enough power.
 
     An effect that was estimated from few seeds is itself rough, and so is the answer.
 
@@ -156,13 +156,13 @@ def find_seeds_needed(
         level: of the test.
         wanted: the power.
         overlap: as in `mean_difference`.
-        most: the largest number to tell.
+        most: the largest number to report.
 
     Returns:
-        2 or more; None when there would have to be more than `most`.
+        2 or more; None when more than `most` would be needed.
 
     Example:
-        >>> seeds_needed(0.5), seeds_needed(1.0), seeds_needed(0.01)
+        >>> find_seeds_needed(0.5), find_seeds_needed(1.0), find_seeds_needed(0.01)
         (34, 10, None)
     """
 
@@ -171,7 +171,7 @@ def find_seeds_needed(
 
     if not math.isfinite(effect):
         return None
-    # of a normal statistic: a first guess
+    # the number that a normal statistic would need is a close first guess; t needs a few more
     normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))
     left = (effect / normal) ** 2 - overlap
     seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most

@@ -1,17 +1,18 @@
-"""How well outputs fit their targets: the formulas of what is measured on the samples of a set.
+"""How well outputs fit their targets: the formulas of the metrics of a set of samples.
 
-They take outputs and targets in one of five forms, into which each loss brings its own
+They take outputs and targets in one of five forms; each loss converts its own into one
 (`Loss.to_metric_form`):
 
 * class: outputs [samples, classes], logits or log-probabilities; targets [samples], whole numbers;
 * labels: outputs [samples, columns], the logit of yes in each; targets [samples, columns], 0 or 1;
 * positions: outputs [samples, positions, classes]; targets [samples, positions], `UNCOUNTED` where
-one does not count; * numbers: outputs and targets of one shape, [samples, ...]; * times: outputs
-[samples], larger where the event is expected sooner; targets [samples, 2]: a time, and 1 where the
-  event took place at it, 0 where it had not by then (censored).
+  one does not count;
+* numbers: outputs and targets of one shape, [samples, ...];
+* times: outputs [samples], larger where the event is expected sooner; targets [samples, 2]: a time,
+  and 1 where the event took place then, 0 where it had not yet (censored).
 
-A function returns a value of each sample, or one of all samples: NaN with a warning of class
-`Undefined` where there is none.
+A function returns a value for each sample, or one for all samples. Where a value is not defined, it
+is NaN with a warning of class `Undefined`.
 """
 
 import math
@@ -29,7 +30,9 @@ Form = Literal["class", "labels", "positions", "numbers", "times"]
 UNCOUNTED = -100
 """The target of a position that does not count; what PyTorch takes as `ignore_index`."""
 
-_AT_ONCE = 1 << 24  # entries of a table of pairs, or of log-probabilities, that is held at once
+# Entries of a table of pairs, or of log-probabilities, in memory at once (128 MB in float64): all
+# pairs of a large test set, or all positions of its sequences, would not fit.
+_AT_ONCE = 1 << 24
 
 
 class Undefined(UserWarning):
@@ -37,12 +40,12 @@ class Undefined(UserWarning):
 
 
 def warn_undefined(metric: str, reason: str) -> float:
-    """Return NaN, and say why in a warning."""
+    """Return NaN, and warn with the reason."""
     warnings.warn(f"{metric} is undefined: {reason}", Undefined, stacklevel=3)
     return math.nan
 
 
-# ---------------------------------------------------------------- one class a sample, or a yes or no in each column
+# ---------------------------------------------------------------- classes, and columns of yes or no
 
 
 def accuracy(
@@ -55,7 +58,7 @@ def accuracy(
 def balanced_accuracy(
     outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"]
 ) -> float:
-    """Mean recall of the classes that there are among the targets."""
+    """Return the mean recall of the classes among the targets."""
     number = targets.bincount(minlength=outputs.shape[1])
     right = targets[outputs.argmax(1) == targets].bincount(minlength=outputs.shape[1])
     there = number > 0
@@ -65,7 +68,7 @@ def balanced_accuracy(
 def label_accuracy(
     outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples columns"]
 ) -> Float[Tensor, " samples"]:
-    """Return the share of the columns of each sample whose yes or no is right; an output above 0 is a yes."""
+    """Return the share of each sample's columns that are right; an output above 0 is a yes."""
     return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(1)
 
 
@@ -104,10 +107,11 @@ def _mean_over_columns(
 def auroc(
     outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
 ) -> float:
-    """Area under the ROC curve: how often a yes scores above a no, ties as one half.
+    """Return the area under the ROC curve: how often a yes scores above a no, ties as one half.
 
-    Of two classes that of the second; of more, the mean over classes of each against all others; of
-    labels, the mean over columns. Classes and columns that all samples have, or none, do not count.
+    Of two classes the second counts as yes; of more, it is the mean over classes, each against all
+    others; of labels, the mean over columns. Classes and columns that all samples have, or none,
+    do not count.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -127,9 +131,10 @@ def auroc(
 def average_precision(
     outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
 ) -> float:
-    r"""Average precision $\sum_n (R_n - R_{n-1}) P_n$ over thresholds; classes and columns as in `auroc`.
+    r"""Return the average precision, $\sum_n (R_n - R_{n-1}) P_n$ over thresholds.
 
-    Classes and columns that no sample has do not count.
+    Classes and columns are averaged as in `auroc`. Classes and columns that no sample has do not
+    count.
     """
     from sklearn.metrics import average_precision_score
 
@@ -147,7 +152,7 @@ def average_precision(
 def f1(
     outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
 ) -> float:
-    """The mean over classes (all of them, of two classes both), or over columns, of 2 TP / (2 TP + FP + FN).
+    """Return F1, 2 TP / (2 TP + FP + FN), the mean over classes (of two classes both) or columns.
 
     Classes and columns that neither targets nor predictions have do not count.
     """
@@ -166,9 +171,10 @@ def f1(
 def calibration_error(
     outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"], bins: int = 15
 ) -> float:
-    r"""Expected calibration error: $\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|$.
+    r"""Return the expected calibration error.
 
-    Samples are put into bins of equal width by the probability of the predicted class.
+    It is $\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|$. Samples are put into
+    bins of equal width by the probability of the predicted class.
     """
     confidence, found = outputs.double().softmax(1).max(1)
     if not bool(torch.isfinite(confidence).all()):
@@ -203,7 +209,7 @@ def brier(
 def position_accuracy(
     outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
 ) -> Float[Tensor, " samples"]:
-    """Return the share of the positions of each sample whose class is predicted; 0 where none counts."""
+    """Return the share of each sample's positions that are right; 0 where no position counts."""
     counted = (targets != UNCOUNTED).to(outputs.dtype)
     return (accuracy(outputs, targets) * counted).sum(1) / counted.sum(1).clamp(min=1)
 
@@ -211,7 +217,7 @@ def position_accuracy(
 def perplexity(
     outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
 ) -> float:
-    """The exponential of the mean cross-entropy of all positions that count."""
+    """Return the exponential of the mean cross-entropy of all positions that count."""
     counted = targets != UNCOUNTED
     if not bool(counted.any()):
         return warn_undefined("the perplexity", "no position counts")
@@ -227,9 +233,10 @@ def perplexity(
 def iou(
     outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
 ) -> float:
-    """Intersection over union of each class, over the positions of all samples together; the mean over classes.
+    """Return the intersection over union of predicted and true positions, the mean over classes.
 
-    Classes that neither targets nor predictions have do not count.
+    The positions of all samples count together. Classes that neither targets nor predictions have
+    do not count.
     """
     counted, classes = targets != UNCOUNTED, outputs.shape[2]
     if not bool(counted.any()):
@@ -261,9 +268,10 @@ def absolute_error(
 def r2(
     outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
 ) -> float:
-    r"""Coefficient of determination, $1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2$; the mean over a target's entries.
+    r"""Return the coefficient of determination, the mean over a target's entries.
 
-    Entries whose targets are all equal do not count.
+    It is $1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2$. Entries whose targets are all equal do
+    not count.
     """
     from sklearn.metrics import r2_score
 
@@ -280,10 +288,11 @@ def r2(
 
 
 def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samples 2"]) -> float:
-    """Harrell's C: of the pairs where one is known to have had the event first, the share where its output is larger.
+    """Return Harrell's C: the share of comparable pairs whose outputs are in the right order.
 
-    A pair is compared where the earlier time is that of an event; of equal times, where one is of
-    an event and the other censored. Equal outputs count one half.
+    The output of the sample that had the event first has to be the larger one. A pair is compared
+    where the earlier time is that of an event; of equal times, where one is of an event and the
+    other censored. Equal outputs count one half.
 
     F. E. Harrell et al., Evaluating the yield of medical tests, JAMA 247, 1982.
     """
@@ -298,8 +307,6 @@ def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samp
         right += float((later & (risk > outputs)).sum()) + 0.5 * float(
             (later & (risk == outputs)).sum()
         )
-    return (
-        right / pairs
-        if pairs
-        else warn_undefined("the concordance", "there is no event before another time")
-    )
+    if not pairs:
+        return warn_undefined("the concordance", "there is no event before another time")
+    return right / pairs

@@ -21,7 +21,7 @@ def select_top(
     count: int,
     allowed: Bool[Tensor, "clients population"],
 ) -> Int[Tensor, "clients peers"]:
-    """Return the ids with the `count` largest scores among those allowed; ties go to the lowest id.
+    """Return the allowed ids with the `count` largest scores; ties go to the lowest id.
 
     Args:
         scores: finite or infinite; NaN counts as the lowest.
@@ -32,7 +32,7 @@ def select_top(
         Ids, best first; -1 where a client has too few to choose from.
 
     Example:
-        >>> top(torch.tensor([[0.1, 0.9, 0.5]]), 2, torch.tensor([[False, True, True]]))
+        >>> select_top(torch.tensor([[0.1, 0.9, 0.5]]), 2, torch.tensor([[False, True, True]]))
         tensor([[1, 2]])
     """
     count = max(0, min(count, scores.shape[1] - 1))
@@ -41,7 +41,8 @@ def select_top(
     scores = torch.where(allowed, scores, -torch.inf)
     values, chosen = scores.topk(min(count + 1, scores.shape[1]), dim=1)
     chosen = chosen[:, :count]
-    # rare: which of equals comes first is left open by topk
+    # topk leaves open which of equal scores comes first; ties are rare, so only their rows are
+    # sorted
     tied = (values[:, 1:] == values[:, :-1]).any(1)
     if bool(tied.any()):
         chosen[tied] = torch.argsort(scores[tied], dim=1, descending=True, stable=True)[:, :count]
@@ -80,7 +81,7 @@ def sample_peers_quickly(
 
     With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest
     first. Since $u \le E$, a member outside the `count + 4` smallest $u / p$ has an $E / p$ above
-    the largest of these.
+    the largest of them, so logarithms of these few decide the choice.
 
     Args:
         mass: the (unnormalized) probabilities $p$.
@@ -107,6 +108,7 @@ def sample_peers_quickly(
     reach = (-torch.log1p(-draw.gather(1, last)) / weight.gather(1, last))[:, 0]
     limit = few[:, -1] if few.shape[1] < population else torch.full_like(few[:, -1], torch.inf)
     chosen = at.gather(1, order[:, :count])
+    # the margin is far above the rounding of both sides
     certain = (reach < limit * (1 - 1e-9)) & (draw > 0).all(1) & torch.isfinite(reach)
     return chosen, certain & allowed.gather(1, chosen).all(1)
 
@@ -116,21 +118,23 @@ def sample_uniformly(
     count: int,
     allowed: Bool[Tensor, "clients population"],
 ) -> Int[Tensor, "clients peers"]:
-    """Draw uniformly without replacement among those allowed."""
+    """Draw uniformly without replacement among the allowed members."""
     return select_top(noise, count, allowed)
 
 
 @dataclass(frozen=True)
 class PeerKnowledge:
-    """What one client knows when a selection rule of yours says whom it reads; each tensor has one entry a member.
+    """What one client knows when a custom selection rule chooses the peers that it reads.
+
+    Each tensor has one entry per member of the population.
 
     Args:
         client: its id.
         round: number of the round, from 0.
-        candidates: who can be read in this round; never the client itself.
+        candidates: members that can be read in this round; never the client itself.
         similarity: to each member, where the method measures it (DAC); 0 where nothing is known.
         measured: whether the client has measured that similarity itself.
-        told: whether a peer has told it instead.
+        reported: whether a peer has reported it instead.
         count: how often it has read each member.
         age: rounds since it last read each member; -1 for never.
         noise: standard Gumbel draws, keyed by seed, round, client and member: the members with the
@@ -150,42 +154,47 @@ class PeerKnowledge:
 
 
 SelectionRule = Callable[[PeerKnowledge], Tensor]
-"""A pure function of what a client knows; it returns a number for each member, and the largest are read."""
+"""A pure function of `PeerKnowledge`: a number for each member, of which the largest are read."""
 
 
 def select_by_rule(
     rule: SelectionRule, known: PeerKnowledge, count: int, what: str
 ) -> Int[Tensor, " peers"]:
-    """Choose peers by a rule of the user's: the candidates with the largest numbers; ties go to the lowest id.
+    """Choose peers with a custom rule: the candidates with the largest numbers.
+
+    Ties go to the lowest id.
 
     Args:
         rule: the rule.
         known: what the client knows.
         count: how many are read at most; at most population - 1.
-        what: how messages call it.
+        what: the rule's name in error messages.
 
     Returns:
-        Ids, the largest number first; -1 where the rule leaves out so many (by minus infinity) that
+        Ids, the largest number first; -1 where the rule excludes so many (by minus infinity) that
         none is left.
 
     Raises:
-        ConfigError: when the rule returns something else than a number for each member.
+        ConfigError: when the rule returns something other than a number for each member.
     """
     found = rule(known)
     shape = tuple(known.candidates.shape)
     if not isinstance(found, Tensor):
         hint = ": is a `return` missing?" if found is None else ""
         raise ConfigError(
-            f"{what} returned {found!r:.60}; expected a number for each member, a tensor of shape {shape}{hint}"
+            f"{what} returned {found!r:.60}; "
+            f"expected a number for each member, a tensor of shape {shape}{hint}"
         )
     if tuple(found.shape) != shape:
         raise ConfigError(
-            f"{what} returned a tensor of shape {tuple(found.shape)}; expected {shape}, a number for each member"
+            f"{what} returned a tensor of shape {tuple(found.shape)}; "
+            f"expected {shape}, a number for each member"
         )
     scores = found.detach().double().cpu()
     if bool(scores[known.candidates].isnan().any()):
         raise ConfigError(
-            f"{what} returned NaN; expected a number for each member, -inf for one that is not to be read"
+            f"{what} returned NaN; "
+            "expected a number for each member, -inf for one that is not to be read"
         )
     return select_top(scores[None], count, (known.candidates & (scores > -torch.inf))[None])[0]
 
@@ -205,7 +214,7 @@ def keep_allowed(
     """Set slots with a peer that is not allowed to -1.
 
     Example:
-        >>> within(torch.tensor([[1, 2]]), torch.tensor([[False, True, False]]))
+        >>> keep_allowed(torch.tensor([[1, 2]]), torch.tensor([[False, True, False]]))
         tensor([[ 1, -1]])
     """
     return torch.where((peers >= 0) & allowed.gather(1, peers.clamp(min=0)), peers, -1)
@@ -217,7 +226,7 @@ def select_lowest(
     count: int,
     mask: Bool[Tensor, "clients peers"],
 ) -> Bool[Tensor, "clients peers"]:
-    """Choose the slots with the `count` lowest scores among those that arrived; ties go to the lowest id.
+    """Choose the arrived slots with the `count` lowest scores; ties go to the lowest id.
 
     Args:
         scores: NaN counts as the highest.
@@ -226,7 +235,8 @@ def select_lowest(
         mask: which slots arrived.
 
     Example:
-        >>> lowest(torch.tensor([[0.5, 0.5, 0.1]]), torch.tensor([[7, 3, 4]]), 2, torch.ones(1, 3, dtype=torch.bool))
+        >>> scores, peers = torch.tensor([[0.5, 0.5, 0.1]]), torch.tensor([[7, 3, 4]])
+        >>> select_lowest(scores, peers, 2, torch.ones(1, 3, dtype=torch.bool))
         tensor([[False,  True,  True]])
     """
     cost = torch.nan_to_num(scores.double(), nan=torch.inf)
@@ -241,14 +251,14 @@ def select_best(
     mask: Bool[Tensor, "clients slots"],
     stays: Bool[Tensor, "clients slots"],
 ) -> Int[Tensor, "clients peers"]:
-    """Return the ids with the `count` highest scores among those that arrived; ties go to the lowest id.
+    """Return the arrived ids with the `count` highest scores; ties go to the lowest id.
 
     Args:
         scores: of each slot.
         slots: ids; -1 for an empty slot.
         count: how many.
         mask: which slots arrived.
-        stays: ids that fill the remaining places although no message of theirs arrived.
+        stays: ids that fill the remaining places although no message from them arrived.
 
     Returns:
         Ids, best first; -1 behind the last.
@@ -261,7 +271,7 @@ def select_best(
 
 
 def _rank_slots(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slots"]:
-    """Return the slots of each row in ascending order of the first key, then of the next, and so on."""
+    """Return the slots of each row sorted by the first key, then the next, and so on; ascending."""
     order = torch.arange(keys[0].shape[1], device=keys[0].device).expand(keys[0].shape)
     for key in reversed(keys):
         order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
@@ -269,10 +279,12 @@ def _rank_slots(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients 
 
 
 def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients peers"]:
-    """Return the chosen members of each row as ids in ascending order, -1 behind the last: the inverse of `mask_from_ids`.
+    """Return the chosen members of each row as ascending ids, -1 behind the last.
+
+    The inverse of `mask_from_ids`.
 
     Example:
-        >>> listed(torch.tensor([[False, True, True], [True, False, False]]))
+        >>> ids_from_mask(torch.tensor([[False, True, True], [True, False, False]]))
         tensor([[ 1,  2],
                 [ 0, -1]])
     """
@@ -298,9 +310,9 @@ def selection_probabilities(
 ) -> Float[Tensor, "clients population"]:
     r"""Return the probability with which each client draws each other member of the population.
 
-    $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over those considered,
-    and 0 for itself. Those not considered get the floor $\varepsilon_p$ only. If none is
-    considered, all others are equally probable.
+    $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over the considered
+    members, and 0 for the client itself. Other members get the floor $\varepsilon_p$ only. If none
+    is considered, all others are equally probable.
 
     Args:
         similarity: $s_{ij}$, finite; the exponentials cannot overflow.
@@ -312,7 +324,7 @@ def selection_probabilities(
     Example:
         >>> s = torch.tensor([[0.0, 1.0, 0.0]])
         >>> everybody = torch.ones(1, 3, dtype=torch.bool)
-        >>> probabilities(s, 1e9, everybody, torch.tensor([0]), floor=0.0)
+        >>> selection_probabilities(s, 1e9, everybody, torch.tensor([0]), floor=0.0)
         tensor([[0., 1., 0.]], dtype=torch.float64)
     """
     own = ids[:, None]
@@ -322,7 +334,7 @@ def selection_probabilities(
         logits.masked_fill_(~considered, -torch.inf)
     mass = torch.softmax(logits.scatter_(1, own, -torch.inf), dim=1).add_(floor).scatter_(1, own, 0)
     total = mass.sum(1, keepdim=True)
-    if bool(total.isnan().any()):  # the softmax of nobody
+    if bool(total.isnan().any()):  # the softmax over no members
         mass = mass.nan_to_num_(nan=floor).scatter_(1, own, 0)
         total = mass.sum(1, keepdim=True)
     empty = total[:, 0] <= 0
@@ -339,7 +351,9 @@ def find_entropy_tau(
     bits: float,
     limit: float = 1e4,
 ) -> Float[Tensor, " clients"]:
-    r"""Find each client's inverse temperature at which its probabilities have a given entropy, by bisection.
+    r"""Find the inverse temperature at which each client's probabilities have a given entropy.
+
+    It is found by bisection.
 
     Args:
         similarity: $s_{ij}$.
@@ -362,10 +376,12 @@ def find_entropy_tau(
 def scale_min_max(
     similarity: Float[Tensor, "clients population"], considered: Bool[Tensor, "clients population"]
 ) -> Float[Tensor, "clients population"]:
-    """Scale each client's similarities to [0, 1] over those considered; the others, and equal ones, become 0.
+    """Scale each client's similarities to [0, 1] over the considered members.
+
+    The others become 0; so do all where the considered similarities are equal.
 
     Example:
-        >>> min_max(torch.tensor([[9.0, 4.0, 2.0]]), torch.tensor([[False, True, True]]))
+        >>> scale_min_max(torch.tensor([[9.0, 4.0, 2.0]]), torch.tensor([[False, True, True]]))
         tensor([[0., 1., 0.]])
     """
     low = torch.where(considered, similarity, torch.inf).amin(1, keepdim=True)
@@ -382,9 +398,9 @@ def estimate_two_hop(
     vectors: Float[Tensor, "senders population"],
     knows: Bool[Tensor, "senders population"],
 ) -> tuple[Float[Tensor, "clients population"], Bool[Tensor, "clients population"]]:
-    r"""Estimate similarities that a client has not measured by those that a peer shares.
+    r"""Estimate similarities that a client has not measured from the ones that its peers share.
 
-    $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred one among the peers that know $j$; ties
+    $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred peer among the ones that know $j$; ties
     go to the lowest id.
 
     Args:
@@ -400,13 +416,13 @@ def estimate_two_hop(
         The estimates, and for which members there is one.
     """
     estimate, found = vectors.new_zeros(known.shape), torch.zeros_like(known)
-    # the preferred one last: it has the last word
+    # the preferred peer comes last, so that its estimate overwrites the others'
     for slot in _rank_slots(-preference, peers).flip(1).T:
         row = index.gather(1, slot[:, None])[:, 0]
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
-        said = knows.index_select(0, row).bitwise_and_(arrived)
-        torch.where(said, vectors.index_select(0, row), estimate, out=estimate)
-        found |= said
+        shared = knows.index_select(0, row).bitwise_and_(arrived)
+        torch.where(shared, vectors.index_select(0, row), estimate, out=estimate)
+        found |= shared
     return estimate, found.bitwise_and_(~known)
 
 
@@ -433,7 +449,7 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
 def share_places(
     sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int
 ) -> list[int]:
-    r"""Share a round's places among groups of which each needs a few: groups take turns, those served least first.
+    r"""Share a round's places among groups that each need a few; the least served come first.
 
     Group $c$ of size $K_c$ asks for $\min(K_c, \max(\mathrm{least}, \lfloor m K_c / K + 1/2
     \rfloor))$ of the $m$ places and gets them, or what is left if that is enough. A rest of fewer
@@ -441,7 +457,7 @@ def share_places(
 
     Args:
         sizes: members of each group ($K_c$, in all $K$).
-        often: how often a member of each has been served, on average; equals go by their place.
+        often: how often a member of each has been served, on average; ties go to the first group.
         total: places in a round ($m$), at most the members.
         least: the fewest of a group that make sense together.
 
@@ -449,8 +465,10 @@ def share_places(
         Places of each group; 0 where it waits.
 
     Example:
-        >>> turns([50, 50], torch.zeros(2), 10, least=3), turns([20] * 5, torch.tensor([2.0, 0, 1, 2, 2]), 10, least=3)
-        ([5, 5], [3, 4, 3, 0, 0])
+        >>> share_places([50, 50], torch.zeros(2), 10, least=3)
+        [5, 5]
+        >>> share_places([20] * 5, torch.tensor([2.0, 0, 1, 2, 2]), 10, least=3)
+        [3, 4, 3, 0, 0]
     """
     order, counts, left = torch.argsort(often, stable=True).tolist(), [0] * len(sizes), total
     for group in order:

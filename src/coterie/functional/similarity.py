@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_COLUMNS = 1 << 13  # parameters taken at once
+from coterie.functional.sums import COLUMNS, sum_rows_in_place
+
 _CACHED = 1 << 17  # float64 entries of a temporary on a CPU, 1 MB: it stays in a core's cache
 _ENTRIES = 1 << 19  # and on a device, 4 MB: fewer launches
 _ZERO = 1e-12  # norms below this count as zero
@@ -31,7 +32,7 @@ def invert_cost(
         Similarities; 0 where the cost is infinite or not a number.
 
     Example:
-        >>> inverse(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.0)
+        >>> invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.0)
         tensor([[2., 0., 0.]], dtype=torch.float64)
     """
     return torch.nan_to_num(1 / (cost.double().cpu() + eps), nan=0.0)
@@ -56,7 +57,7 @@ def l2_distances(
 
     Example:
         >>> own, table = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
-        >>> distance(own, table, torch.tensor([[0, 0]]), torch.tensor([[True, False]]))
+        >>> l2_distances(own, table, torch.tensor([[0, 0]]), torch.tensor([[True, False]]))
         tensor([[5., inf]], dtype=torch.float64)
     """
     clients, slots = mask.nonzero(as_tuple=True)
@@ -65,7 +66,7 @@ def l2_distances(
     for part, left, place, right in _iterate_blocks(
         (own, clients, None), (table, index[clients, slots], None)
     ):
-        squares[part] += _tree_sum(right.sub_(left.index_select(0, place)).square_())
+        squares[part] += sum_rows_in_place(right.sub_(left.index_select(0, place)).square_())
     out[clients, slots] = squares.cpu().sqrt()
     return out
 
@@ -105,9 +106,9 @@ def cosine(
     for part, left, place, right in _iterate_blocks(
         (own, clients, origin), (table, index[clients, slots], origins)
     ):
-        sums[0, part] += _tree_sum(left.square())[place]
-        sums[1, part] += _tree_sum(right.square())
-        sums[2, part] += _tree_sum(right.mul_(left.index_select(0, place)))
+        sums[0, part] += sum_rows_in_place(left.square())[place]
+        sums[1, part] += sum_rows_in_place(right.square())
+        sums[2, part] += sum_rows_in_place(right.mul_(left.index_select(0, place)))
     mine, theirs, products = sums.cpu()
     norms = _norms_from_squares(mine) * _norms_from_squares(theirs)
     out = torch.zeros(mask.shape, dtype=torch.float64)
@@ -127,23 +128,25 @@ _Rows = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Walk over pairs of rows, some pairs and columns at a time, in an order fixed by the number of columns.
+    """Iterate over pairs of rows, a block of pairs and columns at a time.
+
+    The order of the columns depends on their number only.
 
     Yields:
         The pairs; the distinct rows of `own` among them, in float64; the place of each pair's row
-        among these; the row of `table` of each pair, in float64. Both arrays are the caller's, to
-        write over.
+        among these; the row of `table` of each pair, in float64. The caller may overwrite both
+        arrays.
     """
     (matrix, rows, origin), (others, senders, origins) = own, table
     params = matrix.shape[1]
     entries = _CACHED if matrix.device.type == "cpu" else _ENTRIES
-    step = max(1, entries // min(_COLUMNS, max(1, params)))
+    step = max(1, entries // min(COLUMNS, max(1, params)))
     rows, senders = rows.to(matrix.device), senders.to(matrix.device)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         distinct, place = rows[part].unique(return_inverse=True)
-        for first in range(0, params, _COLUMNS):
-            columns = slice(first, first + _COLUMNS)
+        for first in range(0, params, COLUMNS):
+            columns = slice(first, first + COLUMNS)
             left = _take_rows(matrix, origin, distinct, columns)
             yield part, left, place, _take_rows(others, origins, senders[part], columns)
 
@@ -151,15 +154,3 @@ def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, T
 def _take_rows(matrix: Tensor, base: Tensor | None, rows: Tensor, columns: slice) -> Tensor:
     values = matrix[:, columns].index_select(0, rows).double()
     return values if base is None else values.sub_(base[:, columns].index_select(0, rows))
-
-
-def _tree_sum(values: Tensor) -> Tensor:
-    """Sum each row by adding its halves, in an order that no other row changes; `values` is written over."""
-    count = values.shape[1]
-    while count > 1:
-        half = count // 2
-        values[:, :half].add_(values[:, half : 2 * half])
-        if count % 2:
-            values[:, half] = values[:, count - 1]
-        count = half + count % 2
-    return values[:, 0]

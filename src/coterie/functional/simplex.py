@@ -1,4 +1,4 @@
-r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, assignment of clients.
+r"""The simplex of models (SosicFL, Floco): regions, uniform draws, and assignment of clients.
 
 A region is the part of the simplex within L1 distance `radius` of a center. A client trains models
 drawn from its region and uses the model at its center.
@@ -18,13 +18,17 @@ from coterie.errors import require
 Metric = Literal["l1", "hilbert"]
 Center = Literal["medoid", "mean"]
 Distances = Callable[[Tensor, Tensor], Tensor]
+# Rejection takes at most _BLOCKS blocks of _TRIES proposals a point. The Gibbs chain that then
+# takes over makes _SWEEPS sweeps over the coordinates, after which it has forgotten its start.
 _TRIES, _BLOCKS, _SWEEPS = 50, 4, 30
 
 # ---------------------------------------------------------------- regions
 
 
 def mean_distance(center: Float[Tensor, "*batch topics"]) -> Float[Tensor, "*batch"]:
-    r"""Mean L1 distance from a center to a uniform point of the simplex: $\frac{2}{M} \sum_m (1 - \mu_m)^M$.
+    r"""Return the mean L1 distance from a center to a uniform point of the simplex.
+
+    It is $\frac{2}{M} \sum_m (1 - \mu_m)^M$.
 
     Example:
         >>> mean_distance(torch.tensor([1.0, 0.0, 0.0]))  # a vertex: 2 (1 - 1/M)
@@ -39,8 +43,8 @@ def sample_region(
 ) -> Float[Tensor, "count topics"]:
     r"""Draw uniformly from $\{\alpha \in \Delta^{M-1} : \lVert \alpha - \mu \rVert_1 \le r\}$.
 
-    Exact rejection from two proposals (the L1 ball around the center; the whole simplex), and where
-    both reject 200 times, a Gibbs chain over pairs of coordinates.
+    Uses exact rejection from two proposals (the L1 ball around the center; the whole simplex), and
+    a Gibbs chain over pairs of coordinates where both reject 200 times.
 
     Args:
         stream: the random stream.
@@ -98,7 +102,10 @@ def _draw_l1_steps(stream: np.random.Generator, size: int, radius: float, count:
 def _run_gibbs_chains(
     stream: np.random.Generator, mu: np.ndarray, radius: float, count: int
 ) -> np.ndarray:
-    """Run one chain a point from the center: redraw two coordinates, keeping their sum, on the feasible interval."""
+    """Run a Gibbs chain from the center for each point.
+
+    A step redraws two coordinates, with their sum kept, on the interval that stays in the region.
+    """
     points = np.tile(mu, (count, 1))
     rows = np.arange(count)
     for _ in range(_SWEEPS * len(mu)):
@@ -117,7 +124,7 @@ def _run_gibbs_chains(
 def sample_released(
     stream: np.random.Generator, center: Float[Tensor, " topics"], radius: float, count: int
 ) -> Float[Tensor, "count topics"]:
-    """Draw as the public code does: a direction from U(-1, 1), divided by its L1 norm, and a uniform length.
+    """Draw as the released code does: a direction from U(-1, 1) with L1 norm 1, a uniform length.
 
     Neither uniform nor on the simplex (sums differ from 1, entries may be negative); only for
     comparison with published runs. No draw is farther than `radius` from the center, in L1.
@@ -127,13 +134,15 @@ def sample_released(
     return center.double() + torch.from_numpy(direction * stream.uniform(0, radius, (count, 1)))
 
 
-# ---------------------------------------------------------------- who gets which region
+# ---------------------------------------------------------------- assignment of clients to regions
 
 
 def topic_mixtures(
     counts: Int[Tensor, "clients classes"], topics: int, *, seed: int
 ) -> Float[Tensor, "clients topics"]:
-    r"""Describe each client's labels as a mixture of topics by latent Dirichlet allocation ($\beta_k$).
+    r"""Describe each client's labels as a mixture of topics, by latent Dirichlet allocation.
+
+    It is the paper's $\beta_k$.
 
     Args:
         counts: samples of each class at each client ($n_{k,y}$).
@@ -155,14 +164,16 @@ def topic_mixtures(
 def l1_distances(
     a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]
 ) -> Float[Tensor, "first second"]:
-    """L1 distances of all pairs."""
+    """Return the L1 distances of all pairs."""
     return (a[:, None, :] - b[None, :, :]).abs().sum(2)
 
 
 def hilbert_distances(
     a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]
 ) -> Float[Tensor, "first second"]:
-    r"""Hilbert's projective distance of all pairs: $\max_i \ln(p_i / q_i) - \min_i \ln(p_i / q_i)$.
+    r"""Return Hilbert's projective distance of all pairs.
+
+    It is $\max_i \ln(p_i / q_i) - \min_i \ln(p_i / q_i)$.
 
     Entries below 1e-12 count as 1e-12.
     """
@@ -187,7 +198,7 @@ def cluster_points(
         stream: the random stream.
         metric: "l1", or Hilbert's distance.
         center: a group's center: the member with the least sum of distances, or the mean.
-        restarts: number of runs; the one with the least sum of distances is kept.
+        restarts: number of runs; the one with the least sum of distances wins.
 
     Returns:
         The group of each point, and the centers.
@@ -214,7 +225,7 @@ def cluster_points(
 def _draw_seeds_far_apart(
     points: Tensor, count: int, stream: np.random.Generator, distances: Distances
 ) -> Tensor:
-    """Draw seeds with probability proportional to the squared distance to the seeds before (k-means++)."""
+    """Draw seeds in proportion to the squared distance to the earlier ones (k-means++)."""
     chosen = [int(stream.integers(len(points)))]
     while len(chosen) < count:
         gap = distances(points, points[chosen]).amin(1).square().numpy()
@@ -247,7 +258,7 @@ def project_on_simplex(
     """Project on the simplex whose entries sum to `total` (Euclidean, by sorting).
 
     Example:
-        >>> project(torch.tensor([[0.5, 2.0, -1.0]]), 1.0)
+        >>> project_on_simplex(torch.tensor([[0.5, 2.0, -1.0]]), 1.0)
         tensor([[0., 1., 0.]])
     """
     ordered = points.sort(dim=1, descending=True).values
@@ -259,7 +270,10 @@ def project_on_simplex(
 
 
 def riesz_energy(points: Float[Tensor, "clients topics"]) -> float:
-    """Log of the mean inverse squared distance of all pairs, distances at least 1e-4: small for well-spread points."""
+    """Return the log of the mean inverse squared distance of all pairs: small for spread points.
+
+    Distances count as at least 1e-4.
+    """
     gaps = torch.pdist(points.double()).clamp(min=1e-4)
     return float(gaps.pow(-2).mean().log())
 
@@ -278,7 +292,8 @@ def gradient_points(
         topics: $M$, at most the number of clients.
 
     References:
-        Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333
+        Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024,
+        https://arxiv.org/abs/2403.03333
     """
     from sklearn.decomposition import PCA
 

@@ -89,7 +89,7 @@ def check_exchange(
             "a reply went to another client"
         )
         assert torch.equal(
-            inbox.field("twice")[:, 0], make_message(number, 0).fields["samples"] * 2
+            inbox.field_by_slot("twice")[:, 0], make_message(number, 0).fields["samples"] * 2
         ), "a reply lost a field"
         serving = number == 0 or bool(getattr(exchanges[number], "server", False))
         assert float(shared) == serving, "the shared state changes where the server role is, only"

@@ -16,8 +16,8 @@ from coterie.errors import FolderInUse
 HOLDER = """
 import sys, time
 from pathlib import Path
-from coterie._util.claims import claimed
-with claimed(Path(sys.argv[1])):
+from coterie._util.claims import claim_folder
+with claim_folder(Path(sys.argv[1])):
     print("claimed", flush=True)
     time.sleep(60)
 """

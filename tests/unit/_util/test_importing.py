@@ -65,7 +65,7 @@ def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
         {"by": 2},
     )
     assert parse_kind(import_object, known, "place", "at") == (
-        "coterie._util.importing:imported",
+        "coterie._util.importing:import_object",
         {},
     )
 

@@ -38,7 +38,7 @@ def test_what_a_kill_or_a_power_cut_left_at_the_end_is_removed_and_returned(
     lines, content, kept, cut
 ):
     lines.path.write_bytes(content)
-    assert lines.cut() == cut
+    assert lines.trim_partial_line() == cut
     assert lines.path.read_bytes() == kept
     lines.append(b"next")
     assert lines.path.read_bytes() == kept + b"next\n"

@@ -41,7 +41,7 @@ def test_what_is_wrong_with_a_file_is_said(folder):
     (folder / "B2SUMS").unlink()
     assert (
         manifest.describe_fault(folder, "a.txt")
-        == "B2SUMS is missing, which tells whether a.txt is whole"
+        == "B2SUMS is missing, which has the digest of a.txt"
     )
 
 

@@ -298,37 +298,37 @@ def test_each_names_the_metric_by_which_methods_are_compared(name):
     loss, outputs, targets = CASES[name]
     if loss.metric is None:
         with pytest.raises(NotImplementedError, match="names no metric"):
-            loss.score(outputs, targets)
+            loss.measure_samples(outputs, targets)
         return
     one = MEASURES[loss.metric]
     assert one.entry in MAIN
-    loss.require(one, targets)
-    assert loss.score(outputs, targets).shape == (SAMPLES,)
-    judged = loss.judged(outputs, targets)
-    assert float(loss.score(outputs, targets).mean()) == pytest.approx(one(*judged))
-    assert loss.seen_by(one, outputs, targets)[0].shape == judged[0].shape
+    loss.check_metric_fits(one, targets)
+    assert loss.measure_samples(outputs, targets).shape == (SAMPLES,)
+    judged = loss.to_metric_form(outputs, targets)
+    assert float(loss.measure_samples(outputs, targets).mean()) == pytest.approx(one(*judged))
+    assert loss.metric_inputs(one, outputs, targets)[0].shape == judged[0].shape
     own = SampleMetric("own", function=len)
-    assert loss.seen_by(own, outputs, targets) == (outputs, targets)
-    loss.require(own, targets)
+    assert loss.metric_inputs(own, outputs, targets) == (outputs, targets)
+    loss.check_metric_fits(own, targets)
 
 
 def test_metrics_see_counts_medians_and_what_counts():
     poisson, outputs, targets = CASES["poisson"]
     torch.testing.assert_close(
-        poisson.score(outputs, targets), (outputs.exp() - targets).abs().mean(1)
+        poisson.measure_samples(outputs, targets), (outputs.exp() - targets).abs().mean(1)
     )
     quantile, outputs, targets = CASES["quantile"]
     torch.testing.assert_close(
-        quantile.score(outputs, targets), (outputs[..., 1] - targets).abs().mean(1)
+        quantile.measure_samples(outputs, targets), (outputs[..., 1] - targets).abs().mean(1)
     )
     binary, outputs, targets = CASES["binary"]
     assert torch.equal(
-        binary.score(outputs, targets), ((outputs[:, 0] > 0).long() == targets).double()
+        binary.measure_samples(outputs, targets), ((outputs[:, 0] > 0).long() == targets).double()
     )
     pixels, outputs, targets = CASES["segmentation"]
     right = ((outputs.argmax(1) == targets) & (targets != 255)).flatten(1).sum(1)
     torch.testing.assert_close(
-        pixels.score(outputs, targets),
+        pixels.measure_samples(outputs, targets),
         right / (targets != 255).flatten(1).sum(1).clamp(min=1).double(),
     )
 
@@ -339,7 +339,7 @@ def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
         match="'auroc' is of one class a sample, or yes or no in each column; loss 'mse'",
     ):
         losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
-    with pytest.raises(ConfigError, match="take one of mse, mae, r2, or a function of yours"):
+    with pytest.raises(ConfigError, match="take one of mse, mae, r2, or a custom function"):
         losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
     own = losses.CustomLoss(f"{__name__}:focal")
     own.check_metric_fits(MEASURES["auroc"], integers(2))
@@ -355,8 +355,8 @@ def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
 @pytest.mark.parametrize("name", NAMES)
 def test_what_fits_is_accepted(name):
     loss, outputs, targets = CASES[name]
-    loss.fits(outputs[:3], targets)
-    assert loss.width(targets, outputs.shape[1] if loss.targets == "class" else 0) >= 1
+    loss.check_data(outputs[:3], targets)
+    assert loss.num_outputs(targets, outputs.shape[1] if loss.targets == "class" else 0) >= 1
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_the_usual_loss():
         ),
         (
             integers(2, 3),
-            "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens', or to a function",
+            "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens', or to a custom function",
         ),
         (integers(9, 3) + 1, "3 whole numbers a sample, .* set loss to 'tokens', or"),
         (

@@ -190,7 +190,7 @@ def test_what_came_is_put_in_the_order_of_the_clients(network):
     inbox = pull(b, 2, 0)
     assert inbox.table[:, 0].tolist() == [0.0, 1.0, 2.0]
     assert inbox.index.tolist() == [[2, 0]]
-    assert inbox.field("samples").tolist() == [[3.0, 1.0]]
+    assert inbox.field_by_slot("samples").tolist() == [[3.0, 1.0]]
 
 
 def test_a_peer_whose_token_went_is_known_to_be_away_at_the_next_round(network):
@@ -298,7 +298,7 @@ def test_one_that_stopped_goes_on_answering_with_its_best_model_and_its_last_ext
         begin(a, round)
         inbox = pull(a, 1)
         assert inbox.table[inbox.index[0, 0]].tolist() == [7.0] * 4
-        assert inbox.field("samples").tolist() == [[2.0]]
+        assert inbox.field_by_slot("samples").tolist() == [[2.0]]
 
 
 def test_a_restarted_one_that_had_stopped_stands_again(network):
@@ -331,7 +331,7 @@ def test_the_server_goes_on_without_a_client_that_is_missing(network):
     (shared, _), (other, inbox) = everywhere((a, b), serve)
     assert (float(shared), float(other)) == (1.0, 0.0)
     assert inbox.table.tolist() == [[2.0] * 4]
-    assert inbox.field("seen").tolist() == [[1]]
+    assert inbox.field_by_slot("seen").tolist() == [[1]]
     assert inbox.peers.tolist() == [[1]]
     assert next(e for e in events if e["event"] == "serve")["missing"] == {"2": "unreachable"}
 
@@ -509,7 +509,7 @@ def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_ha
     a.post.publish(ANSWER, Address(1, 0, 1, "reply"), to="n1")
     begin(b, 1)
     _, inbox = b.ask_server(replace(message(1), expects=REGION), double, torch.zeros(()))
-    assert inbox.field("center").tolist() == [[[1.0] * 3]], "what has the form is taken"
+    assert inbox.field_by_slot("center").tolist() == [[[1.0] * 3]], "what has the form is taken"
 
 
 def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
