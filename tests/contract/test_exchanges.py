@@ -139,7 +139,7 @@ def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path,
                 for member in who.members:
                     others = member.name != exchange.name
                     while others and isinstance(
-                        exchange.post.transport.head(member.name, "0", 1.0), Missing
+                        exchange.post.transport.ask_head(member.name, "0", 1.0), Missing
                     ):
                         pause.wait(0.05)
             return exchanges

@@ -52,7 +52,11 @@ def test_where_coterie_is_not_installed_the_command_names_its_folder(monkeypatch
 
 def test_every_extra_that_a_message_names_is_one_of_the_package():
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
-    named = {name for text in sources for name in re.findall(r"extras\.install_command\([\"'](\w+)", text)}
+    named = {
+        name
+        for text in sources
+        for name in re.findall(r"extras\.install_command\([\"'](\w+)", text)
+    }
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"net", "hub", "vision"} <= named <= known.keys()
 
