@@ -245,7 +245,7 @@ def apportion_total(
     """Divide a number by weights after giving each part a minimum (largest remainders, ties to the first).
 
     Example:
-        >>> share(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
+        >>> apportion_total(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
         [6, 2, 2]
 
     Raises:

@@ -1,6 +1,7 @@
 """Federations from your own data: arrays, tables, PyTorch datasets and folders of images."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from coterie._util.settings import parse_settings
-from coterie.data.build import DataConfig, build_from_sources
+from coterie.data.build import DataConfig, Split, build_from_sources
 from coterie.data.federation import Federation
 from coterie.data.folders import FolderOptions, as_pixels, load_image_folder
-from coterie.data.plan import Shift
 from coterie.data.source import Source
 from coterie.data.tables import Encode, Impute, TableOptions, read_table
 from coterie.errors import ConfigError, DataError
@@ -27,16 +27,11 @@ def from_arrays(
     clients: Any = None,
     num_clients: int | None = None,
     test: tuple[Any, Any] | None = None,
-    shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
-    train: int | None = None,
-    validation: int | None = None,
-    validation_fraction: float | int = 0.2,
-    test_fraction: float | int = 0.2,
+    split: Split = Split(),
     normalize: Literal["half", "standard", "none"] = "half",
-    seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
     """Make a federation from arrays or tensors.
@@ -50,22 +45,16 @@ def from_arrays(
         clients: client id of each sample, of any sortable type. The clients are numbered in sorted
             order, and keep their ids as names unless these are the numbers from 0.
         num_clients: instead of `clients`: divide the samples among this many clients.
-        test: (x, y) of a test set for all clients; without it, each client holds out
-            `test_fraction`.
-        shift: distribution shifts to add, as in a study file.
+        test: (x, y) of a test set for all clients; without it, each client holds out a share of
+            its samples.
         clusters: the known cluster of each client, in the order of the clients or by client id; for
             Oracle, metrics and reports.
         classes: number of classes; one more than the largest label by default, 0 where a target is
             not one class.
         class_names: a name for each class; where labels are text, all of them in order (sorted by
             default).
-        train: training samples of each client; all by default.
-        validation: validation samples of each client.
-        validation_fraction: share for validation, when `validation` is not given.
-        test_fraction: share held out for testing, when `test` is not given.
+        split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images: "half", "standard" or "none".
-        seed: seed of the split into clients and of the splits into training, validation and test
-            sets.
         name: a name for the data.
 
     Raises:
@@ -76,7 +65,7 @@ def from_arrays(
     Example:
         >>> x, y = torch.rand(40, 3), torch.arange(40) % 2
         >>> federation = from_arrays(x, y, clients=["ann"] * 15 + ["bob"] * 25)
-        >>> federation.counts("train").tolist(), [len(test.x) for test in federation.tests]
+        >>> federation.count_samples("train").tolist(), [len(test.x) for test in federation.tests]
         ([10, 16], [3, 5])
     """
     if (clients is None) == (num_clients is None):
@@ -89,18 +78,26 @@ def from_arrays(
         x, y, clients=clients, clusters=clusters, test=test, classes=classes, class_names=class_names,
         normalize=normalize, name=name,
     )  # fmt: skip
-    return _build_from_source(
-        source, num_clients=num_clients, shift=shift, train=train, validation=validation,
-        validation_fraction=validation_fraction, test_fraction=test_fraction, normalize=normalize, seed=seed,
-    )  # fmt: skip
+    return _build_from_source(source, split, num_clients=num_clients, normalize=normalize)
 
 
-def _build_from_source(source: Source, *, seed: int, **settings: Any) -> Federation:
-    """Divide a source among its clients."""
-    test = "cluster" if len(source.test) else "client"
-    return build_from_sources(
-        DataConfig(dataset=source.name, test=test, **settings), (source,), Rng(seed)
+def _build_from_source(
+    source: Source,
+    split: Split,
+    *,
+    num_clients: int | None = None,
+    normalize: Literal["half", "standard", "none"] = "half",
+) -> Federation:
+    """Divide a source among its clients; clients without a test set hold out their own samples."""
+    config = DataConfig(
+        dataset=source.name,
+        num_clients=num_clients,
+        normalize=normalize,
+        test="cluster" if len(source.test) else "client",
+        **{item.name: getattr(split, item.name) for item in fields(Split) if item.name != "seed"},
     )
+    seed, fold = config.data_seed_and_fold(split.seed)
+    return build_from_sources(config, (source,), Rng(seed), fold)
 
 
 def from_table(
@@ -118,13 +115,8 @@ def from_table(
     class_names: Sequence[str] = (),
     classes: int | None = None,
     test: Any = None,
-    shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Mapping[Any, int] | None = None,
-    train: int | None = None,
-    validation: int | None = None,
-    validation_fraction: float | int = 0.2,
-    test_fraction: float | int = 0.2,
-    seed: int = 0,
+    split: Split = Split(),
     name: str = "table",
 ) -> Federation:
     """Make a federation from a table.
@@ -159,13 +151,8 @@ def from_table(
             default, 0 makes it a regression.
         test: a table that is the test set of all clients; each client fills and scales it by its
             own rows.
-        shift: distribution shifts to add, as in a study file.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
-        train: training samples of each client; all by default.
-        validation: validation samples of each client.
-        validation_fraction: share for validation, when `validation` is not given.
-        test_fraction: share held out for testing, when `test` is not given.
-        seed: seed of the splits.
+        split: how samples are divided, and distribution shifts to add.
         name: a name for the data.
 
     Raises:
@@ -194,10 +181,7 @@ def from_table(
     source = read_table(
         table, parse_settings(TableOptions, said, "from_table"), test=test, name=name
     )
-    return _build_from_source(
-        source, num_clients=num_clients, shift=shift, train=train, validation=validation,
-        validation_fraction=validation_fraction, test_fraction=test_fraction, seed=seed,
-    )  # fmt: skip
+    return _build_from_source(source, split, num_clients=num_clients)
 
 
 def from_folder(
@@ -206,14 +190,9 @@ def from_folder(
     transform: Callable[[Any], Any] | None = None,
     size: int | Sequence[int] | None = None,
     class_names: Sequence[str] = (),
-    shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Mapping[str, int] | None = None,
-    train: int | None = None,
-    validation: int | None = None,
-    validation_fraction: float | int = 0.2,
-    test_fraction: float | int = 0.2,
+    split: Split = Split(),
     normalize: Literal["half", "standard", "none"] = "half",
-    seed: int = 0,
     name: str = "",
 ) -> Federation:
     """Make a federation from a folder of images: `path/CLIENT/CLASS/picture.png`.
@@ -229,14 +208,9 @@ def from_folder(
             they differ and no transform makes them equal.
         class_names: all classes, in order; those that have a folder at any client, sorted, by
             default.
-        shift: distribution shifts to add, as in a study file.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
-        train: training samples of each client; all by default.
-        validation: validation samples of each client.
-        validation_fraction: share for validation, when `validation` is not given.
-        test_fraction: share held out for testing.
+        split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images: "half", "standard" or "none".
-        seed: seed of the splits.
         name: a name for the data; that of the folder by default.
 
     Raises:
@@ -250,10 +224,7 @@ def from_folder(
         "from_folder",
     )
     source = load_image_folder(path, settings, transform=transform, name=name)
-    return _build_from_source(
-        source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,
-        test_fraction=test_fraction, normalize=normalize, seed=seed,
-    )  # fmt: skip
+    return _build_from_source(source, split, normalize=normalize)
 
 
 def from_dataset(
@@ -262,16 +233,11 @@ def from_dataset(
     *,
     transform: Callable[[Any], Any] | None = None,
     test: tuple[Any, Any] | None = None,
-    shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
-    train: int | None = None,
-    validation: int | None = None,
-    validation_fraction: float | int = 0.2,
-    test_fraction: float | int = 0.2,
+    split: Split = Split(),
     normalize: Literal["half", "standard", "none"] = "half",
-    seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
     """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
@@ -286,9 +252,8 @@ def from_dataset(
     """
     x, y = _join_datasets([_collect_pairs(dataset, "the dataset", transform)])
     return from_arrays(
-        x, y, clients=clients, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
-        train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
-        normalize=normalize, seed=seed, name=name,
+        x, y, clients=clients, test=test, clusters=clusters, classes=classes, class_names=class_names,
+        split=split, normalize=normalize, name=name,
     )  # fmt: skip
 
 
@@ -297,16 +262,11 @@ def from_datasets(
     *,
     transform: Callable[[Any], Any] | None = None,
     test: tuple[Any, Any] | None = None,
-    shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
-    train: int | None = None,
-    validation: int | None = None,
-    validation_fraction: float | int = 0.2,
-    test_fraction: float | int = 0.2,
+    split: Split = Split(),
     normalize: Literal["half", "standard", "none"] = "half",
-    seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
     """Make a federation from PyTorch datasets of (input, target) pairs, one for each client, in order.
@@ -327,9 +287,8 @@ def from_datasets(
     owners = [name for name, (_, y) in zip(names, read, strict=True) for _ in range(len(y))]
     x, y = _join_datasets(read)
     return from_arrays(
-        x, y, clients=owners, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
-        train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
-        normalize=normalize, seed=seed, name=name,
+        x, y, clients=owners, test=test, clusters=clusters, classes=classes, class_names=class_names,
+        split=split, normalize=normalize, name=name,
     )  # fmt: skip
 
 

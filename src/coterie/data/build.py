@@ -129,7 +129,7 @@ class DataConfig(Configurable):
             seed: the run's.
 
         Example:
-            >>> DataConfig("digits", folds=5).drawn_from(7), DataConfig("digits").drawn_from(7)
+            >>> DataConfig("digits", folds=5).data_seed_and_fold(7), DataConfig("digits").data_seed_and_fold(7)
             ((1, 2), (7, 0))
         """
         if self.folds is not None:
@@ -174,6 +174,39 @@ class DataConfig(Configurable):
         test = wanted if self._holds_out_tests else 0
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
+
+
+@dataclass(frozen=True)
+class Split(Configurable):
+    """How `from_arrays` and its siblings divide samples, by fields that mean the same as in `[data]`.
+
+    Args:
+        shift: distribution shifts to add: tables with `kind` and the fields of that kind, or
+            `Shift` objects, applied in order.
+        train: training samples of each client; all by default.
+        validation: validation samples of each client; needs `train`.
+        validation_fraction: share of the samples that are not for testing, when `validation` is not
+            given.
+        test_samples: test samples of each client, which needs `train`; of a given test set, the
+            largest number that is used.
+        test_fraction: share of a client's samples held out for testing, when `test_samples` is not
+            given and there is no test set.
+        folds: cut each client's samples into so many folds; `seed` chooses the one to test on.
+        seed: seed of the division among clients and of the splits of each client.
+
+    Example:
+        >>> Split(train=40, validation=10).test_fraction
+        0.2
+    """
+
+    shift: Sequence[Mapping[str, Any] | Shift] = ()
+    train: PositiveInt | None = None
+    validation: NonNegativeInt | None = None
+    validation_fraction: Fraction = 0.2
+    test_samples: PositiveInt | None = None
+    test_fraction: Fraction = 0.2
+    folds: Annotated[int, Ge(2)] | None = None
+    seed: NonNegativeInt = 0
 
 
 def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = None) -> Federation:

@@ -49,7 +49,7 @@ def load_table() -> Any:
     Where blood pressure or cholesterol is 0 it was not measured: the entry is empty.
 
     Example:
-        >>> table().groupby("hospital").size().to_dict()
+        >>> load_table().groupby("hospital").size().to_dict()
         {'cleveland': 303, 'hungary': 294, 'long-beach-va': 200, 'switzerland': 123}
     """
     rows = _load_rows()

@@ -261,7 +261,7 @@ def spread_evenly(size: int, slots: int, start: int) -> np.ndarray:
     """Spread samples evenly over slots; the remainder goes to consecutive slots from `start`, wrapping around.
 
     Example:
-        >>> spread(5, slots=3, start=2).tolist()
+        >>> spread_evenly(5, slots=3, start=2).tolist()
         [2, 1, 2]
     """
     out = np.full(slots, size // slots, dtype=np.int64)

@@ -153,8 +153,8 @@ def stack_fitted(fitted: Sequence[FittedPreparation]) -> dict[str, Tensor]:
     """Return what clients do to their inputs as tensors, a row for each client: "prepared.fill", ...; none of nothing.
 
     Example:
-        >>> one = Fitted(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), False, ())
-        >>> stacked([one, one])["prepared.spread"].tolist()
+        >>> one = FittedPreparation(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), False, ())
+        >>> stack_fitted([one, one])["prepared.spread"].tolist()
         [[2.0], [2.0]]
     """
     if not fitted:

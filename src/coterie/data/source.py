@@ -511,7 +511,7 @@ def encode_labels(
         DataError: when labels are missing, or not among `names`.
 
     Example:
-        >>> [found], names = named_labels([["b", "a", "b"]])
+        >>> [found], names = encode_labels([["b", "a", "b"]])
         >>> found.tolist(), names
         ([1, 0, 1], ('a', 'b'))
     """

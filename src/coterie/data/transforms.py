@@ -30,7 +30,7 @@ def rotate_images(
             normalized already.
 
     Example:
-        >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
+        >>> rotate_images(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
         tensor([[[[2, 4],
                   [1, 3]]]])
     """
