@@ -75,9 +75,16 @@ def from_arrays(
     if clients is None and clusters is not None:
         raise ConfigError("clusters is given without clients; planted clusters come from shift")
     source = Source.from_arrays(
-        x, y, clients=clients, clusters=clusters, test=test, classes=classes, class_names=class_names,
-        normalize=normalize, name=name,
-    )  # fmt: skip
+        x,
+        y,
+        clients=clients,
+        clusters=clusters,
+        test=test,
+        classes=classes,
+        class_names=class_names,
+        normalize=normalize,
+        name=name,
+    )
     return _build_from_source(source, split, num_clients=num_clients, normalize=normalize)
 
 
@@ -130,10 +137,10 @@ def from_table(
         target: the column to learn. Text and categories, and whole numbers, are classes; other
             numbers are a regression. Several columns of numbers are a regression with several
             outputs.
-        client: the column that says whose a row is.
+        client: the column with the client of each row.
         num_clients: instead of `client`: divide the rows among this many clients.
         features: the columns of the inputs; all others by default.
-        encode: what becomes of a column of text or categories: "one-hot" (an entry for each
+        encode: how a column of text or categories is encoded: "one-hot" (an entry for each
             category), or "codes" (its number, for an embedding); for all columns, or a table by
             column. Codes next to numbers make an input of two tensors: the module's `forward` takes
             the numbers and the codes, whole numbers.
@@ -161,25 +168,32 @@ def from_table(
 
     Example:
         >>> import pandas as pd
-        >>> table = pd.DataFrame(
-        ...     {"age": [30, 40, 50, 60], "color": ["red", "blue"] * 2, "ill": ["no", "yes"] * 2, "site": ["é"] * 4}
-        ... )
+        >>> rows = {"age": [3, 4], "color": ["red", "blue"], "ill": ["no", "yes"], "site": ["é", "é"]}
+        >>> table = pd.DataFrame({name: values * 2 for name, values in rows.items()})
         >>> federation = from_table(table, target="ill", client="site")
         >>> federation.feature_names, federation.class_names, federation.client_names
         (('age', 'color=blue', 'color=red'), ('no', 'yes'), ('é',))
     """
     if (client is None) == (num_clients is None):
         raise ConfigError(
-            "give either client (the column that says whose a row is) or num_clients (how many to make)"
+            "give either client (the column that says whose a row is) or num_clients (how many to "
+            "make)"
         )
-    said = {
-        "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
-        "features": None if features is None else list(features), "impute": impute, "indicate": list(indicate),
-        "scale": scale, "categories": categories or {}, "class_names": list(class_names), "classes": classes,
+    settings = {
+        "target": target if isinstance(target, str) else list(target),
+        "client": client,
+        "encode": encode,
+        "features": None if features is None else list(features),
+        "impute": impute,
+        "indicate": list(indicate),
+        "scale": scale,
+        "categories": categories or {},
+        "class_names": list(class_names),
+        "classes": classes,
         "clusters": clusters,
-    }  # fmt: skip
+    }
     source = read_table(
-        table, parse_settings(TableOptions, said, "from_table"), test=test, name=name
+        table, parse_settings(TableOptions, settings, "from_table"), test=test, name=name
     )
     return _build_from_source(source, split, num_clients=num_clients)
 
@@ -206,8 +220,8 @@ def from_folder(
             one shape.
         size: height and width, or one number for both, to which pictures are resized; needed where
             they differ and no transform makes them equal.
-        class_names: all classes, in order; those that have a folder at any client, sorted, by
-            default.
+        class_names: all classes, in order; by default the names of all folders of classes,
+            sorted.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images: "half", "standard" or "none".
@@ -252,9 +266,17 @@ def from_dataset(
     """
     x, y = _join_datasets([_collect_pairs(dataset, "the dataset", transform)])
     return from_arrays(
-        x, y, clients=clients, test=test, clusters=clusters, classes=classes, class_names=class_names,
-        split=split, normalize=normalize, name=name,
-    )  # fmt: skip
+        x,
+        y,
+        clients=clients,
+        test=test,
+        clusters=clusters,
+        classes=classes,
+        class_names=class_names,
+        split=split,
+        normalize=normalize,
+        name=name,
+    )
 
 
 def from_datasets(
@@ -269,7 +291,7 @@ def from_datasets(
     normalize: Literal["half", "standard", "none"] = "half",
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from PyTorch datasets of (input, target) pairs, one for each client, in order.
+    """Make a federation from PyTorch datasets, one for each client, of (input, target) pairs.
 
     A table of datasets names the clients. The other arguments are those of `from_dataset`.
 
@@ -287,13 +309,21 @@ def from_datasets(
     owners = [name for name, (_, y) in zip(names, read, strict=True) for _ in range(len(y))]
     x, y = _join_datasets(read)
     return from_arrays(
-        x, y, clients=owners, test=test, clusters=clusters, classes=classes, class_names=class_names,
-        split=split, normalize=normalize, name=name,
-    )  # fmt: skip
+        x,
+        y,
+        clients=owners,
+        test=test,
+        clusters=clusters,
+        classes=classes,
+        class_names=class_names,
+        split=split,
+        normalize=normalize,
+        name=name,
+    )
 
 
 _Items = tuple[dict[Any, list[Any]], list[Any]]
-"""The inputs of a dataset, by part (None where an input is one tensor), and its targets."""
+"""A dataset's inputs by part (None where an input is one tensor), and its targets."""
 
 
 def _collect_pairs(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
@@ -310,41 +340,34 @@ def _collect_pairs(dataset: Any, what: str, transform: Callable[[Any], Any] | No
                 f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)"
             )
         found = item[0] if transform is None else transform(item[0])
-        parts = (
-            found
-            if isinstance(found, Mapping)
-            else dict(enumerate(found))
-            if isinstance(found, tuple)
-            else None
-        )
-        values = {None: found} if parts is None else parts
+        values: Mapping[Any, Any] = {None: found}
+        if isinstance(found, Mapping):
+            values = found
+        elif isinstance(found, tuple):
+            values = dict(enumerate(found))
         if inputs and list(values) != list(inputs):
             raise DataError(
                 f"{what}: the input of item {place} has other parts than the first; make them equal"
             )
         for key, value in values.items():
-            inputs.setdefault(key, []).append(
-                _as_tensor(value, f"{what}: the input of item {place}")
-            )
+            tensor = _as_tensor(value, f"{what}: the input of item {place}")
+            inputs.setdefault(key, []).append(tensor)
         target = item[1]
-        targets.append(
-            target
-            if isinstance(target, str)
-            else _as_tensor(target, f"{what}: the target of item {place}")
-        )
+        if not isinstance(target, str):
+            target = _as_tensor(target, f"{what}: the target of item {place}")
+        targets.append(target)
     if not targets:
         raise DataError(f"{what} is empty; every client needs data")
-    for key, values in inputs.items():
-        _require_one_shape(
-            values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input"
-        )
+    for key, tensors in inputs.items():
+        name = "" if key is None else f" {key!r}"
+        _require_one_shape(tensors, f"{what} has inputs{name}", "input")
     if not _are_words(targets):
         _require_one_shape(targets, f"{what} has targets", "target")
     return inputs, targets
 
 
 def _are_words(targets: Sequence[Any]) -> bool:
-    """Whether targets are text, all of them."""
+    """Whether all targets are text."""
     words = {isinstance(target, str) for target in targets}
     if len(words) > 1:
         raise DataError("the targets mix text and numbers; make all text, or all numbers")
@@ -352,7 +375,7 @@ def _are_words(targets: Sequence[Any]) -> bool:
 
 
 def _iterate_items(dataset: Any, what: str) -> Iterable[Any]:
-    """The items of a dataset that has places, or of one that is read from its start."""
+    """Return the items of a map-style or an iterable dataset."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[place] for place in range(len(dataset)))
     if isinstance(dataset, Iterable):
@@ -366,36 +389,39 @@ def _iterate_items(dataset: Any, what: str) -> Iterable[Any]:
 def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
     shapes = sorted({tuple(value.shape) for value in values})
     if len(shapes) > 1:
-        advice = ""
+        advice = "make them equal"
         if kind == "input":
-            advice = "; make them equal with transform=, such as transform=lambda image: image.resize((64, 64))"
-        raise DataError(
-            f"{what} of different shapes: {shapes[0]} and {shapes[1]}{advice or '; make them equal'}"
-        )
+            advice += " with transform=, such as transform=lambda image: image.resize((64, 64))"
+        raise DataError(f"{what} of different shapes: {shapes[0]} and {shapes[1]}; {advice}")
 
 
 def _join_datasets(read: Sequence[_Items]) -> tuple[Any, Any]:
-    """All samples of several datasets."""
+    """Join the samples of several datasets."""
     parts = {}
     for key in read[0][0]:
-        stacks = [torch.stack(inputs[key]) if key in inputs else None for inputs, _ in read]
-        kinds = sorted(
-            {
-                (str(one.dtype), tuple(one.shape[1:])) if one is not None else ("none", ())
-                for one in stacks
-            }
-        )
+        stacks, kinds = [], set()
+        for inputs, _ in read:
+            if key in inputs:
+                stacks.append(torch.stack(inputs[key]))
+                kinds.add((str(stacks[-1].dtype), tuple(stacks[-1].shape[1:])))
+            else:
+                kinds.add(("none", ()))
         if len(kinds) > 1:
+            first, second, *_ = sorted(kinds)
             raise DataError(
-                f"the datasets have inputs of different types or shapes: {kinds[0]} and {kinds[1]}; make them equal"
+                f"the datasets have inputs of different types or shapes: {first} and {second}; "
+                "make them equal"
             )
-        parts[key] = torch.cat([one for one in stacks if one is not None])
+        parts[key] = torch.cat(stacks)
     targets = [target for _, own in read for target in own]
     words = _are_words(targets)
     if not words:
         _require_one_shape(targets, "the datasets have targets", "target")
-    x = parts[None] if None in parts else tuple(parts.values()) if 0 in parts else parts
-    return x, np.array(targets) if words else torch.stack(targets)
+    y = np.array(targets) if words else torch.stack(targets)
+    if None in parts:
+        return parts[None], y
+    # Positional parts have the keys 0, 1, ...; named ones their names.
+    return (tuple(parts.values()) if 0 in parts else parts), y
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
@@ -406,7 +432,8 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     array = np.array(value)
     if array.dtype.kind not in "buif":
         raise DataError(
-            f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with transform="
+            f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with "
+            "transform="
         )
     return (
         torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
