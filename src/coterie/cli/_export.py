@@ -109,7 +109,7 @@ def _write_models(
             study=_find_study_name(run),
             force=force,
         )
-        typer.echo(f"{models.name_of(name)}: {path}")
+        typer.echo(f"{models.client_name(name)}: {path}")
 
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:

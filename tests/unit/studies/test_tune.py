@@ -130,7 +130,7 @@ def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
     ("name", "reached"), [("local", {"Alone", "Local"}), ("Local", {"Local"}), ("LOCAL", {"Local"})]
 )
 def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
-    alone = study.entry("Alone")
+    alone = study.find_method("Alone")
     two = replace(study, methods=(alone, replace(alone, label="Local")))
     tuned = tune.tune_study(two, {f"methods.{name}.lr": [0.001, 0.003]}, widenings=0)
     assert {trial.label for trial in tuned.trials if trial.point} == reached
