@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all mutants docs site dist golden bench clean
+.PHONY: help setup demo check test test-more test-all mutants docs site dist golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -35,8 +35,11 @@ check: setup ## lint, format, types, words
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/check_words.py
 
-test: setup ## the tests, but those marked slow or gpu
-	$(PYTEST) -m "not slow and not gpu"
+test: setup ## the tests that notice every listed fault, about five minutes on two cores
+	$(PYTEST) -m "not full and not slow and not gpu"
+
+test-more: setup ## what `make test` leaves out and .ci/run still has time for
+	$(PYTEST) -m "full and not slow and not gpu"
 
 test-all: setup ## every test; those marked gpu skip where there is none
 	$(PYTEST)
@@ -44,10 +47,9 @@ test-all: setup ## every test; those marked gpu skip where there is none
 mutants: setup ## put faults into the code one at a time: do the tests notice? (about half an hour)
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
-docs: setup ## write everything that is generated: pages, README's tables, the list of the command line
+docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/design.py
 	$(BIN)/python scripts/reference.py
-	$(BIN)/python scripts/api.py
 	$(BIN)/python scripts/stored.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/hospitals.py
@@ -57,8 +59,6 @@ docs: setup ## write everything that is generated: pages, README's tables, the l
 	$(BIN)/python scripts/network.py
 	$(BIN)/python scripts/reliability.py
 	$(BIN)/python scripts/poisoning.py
-	$(BIN)/python scripts/readme.py
-	$(BIN)/python scripts/tasks.py
 
 site: setup ## build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

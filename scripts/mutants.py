@@ -59,7 +59,11 @@ NOT_COPIED = {
     ".hypothesis",
 }
 """Entries of the project's folder that no test needs."""
+FAST = "not full and not slow and not gpu"
+"""What `make test` runs: a fault counts as noticed when one of these tests notices it."""
 PYTEST = (
+    "-m",
+    FAST,
     "-x",
     "-q",
     "-n0",

@@ -26,6 +26,19 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+COLLECTED: pytest.StashKey[dict[str, bool]] = pytest.StashKey()
+"""Each test that was collected, by its node id, and whether `make test` runs it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note every test before `-m` and `-k` leave some out."""
+    left_out = ("full", "slow", "gpu")
+    config.stash[COLLECTED] = {
+        item.nodeid: not any(item.get_closest_marker(name) for name in left_out) for item in items
+    }
+
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
@@ -59,6 +72,12 @@ def pytest_xdist_auto_num_workers() -> int:
     from coterie.simulation.workers import count_cores
 
     return count_cores() + 1
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> dict[str, bool]:
+    """Each test that was collected, and whether `make test` runs it."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

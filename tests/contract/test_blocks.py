@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import full, one_of_each_family
 from torch import nn
 
 from coterie.cluster import blocks
@@ -84,20 +85,19 @@ def compare(folder: Path, kind: str, splits: Sequence[Any], **changes: Any) -> R
     return whole
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
 def test_every_method_ends_with_the_bytes_of_one_process(tmp_path: Path, kind: str):
     compare(tmp_path, kind, [[1, 4, 1]], **HARD, engine="loop")
 
 
 def some(*more: str) -> list[Any]:
     """All methods, with each of some words; in `make test` three of them."""
-    return [
-        pytest.param(
-            kind, *words, marks=[] if kind in ("dac", "fedavg", "ifca") else [pytest.mark.slow]
-        )
-        for kind in sorted(METHODS)
-        for words in ([(word,) for word in more] or [()])
-    ]
+    cases = []
+    for kind in sorted(METHODS):
+        for words in [(word,) for word in more] or [()]:
+            is_fast = kind in ("dac", "fedavg", "ifca")
+            cases.append(pytest.param(kind, *words) if is_fast else full(kind, *words, slow=True))
+    return cases
 
 
 @pytest.mark.parametrize("kind", some())
@@ -198,7 +198,7 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
         assert same(runs["whole"], runs["parted"])
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
 def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
     """Of what clients remember, a row each, as long as the population where it is of all of them; and no board."""
     crews = list[ThreadBlocks]()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.contract.pretend_device import pretended_cuda
 from tests.contract.test_methods import SETTINGS
+from tests.selection import one_of_each_family
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -148,7 +149,7 @@ def compared(
     assert there.edges.drop(columns="weight").equals(here.edges.drop(columns="weight"))
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), also=["cfl"]))
 def test_every_method_runs_on_a_device_as_on_a_cpu(cuda: Cuda, kind: str, tmp_path: Path):
     """With a cohort of half the clients, every metric, and a resume that ends with the same bits."""
     settings = tiny_settings(rounds=2, participation=0.5, eval_every=1, extra_metrics=ALL_METRICS)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 import pytest
 import torch
+from tests.selection import one_of_each_family
 from torch import Tensor, nn
 
 from coterie.engine.task import Task
@@ -36,12 +37,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BY_POSITION = {"fesem", "pooled", "sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
 def test_method_keeps_the_contract(kind: str):
     """With every check of `coterie.testing`."""
     check_method(METHODS[kind](**SETTINGS.get(kind, {})), relabel=kind not in BY_POSITION)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -85,11 +87,11 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
+    one_of_each_family([
         ("fedper", {}), ("fedrep", {"head_epochs": 2}), ("fedbn", {}),
         ("dfedalt", {"num_peers": 2, "head_epochs": 2}), ("apfl", {"adaptive": True}),
         ("pfedme", {"inner_steps": 2, "beta": 0.5}), ("per-fedavg", {"hessian": "free", "adapt_batch_size": 4}),
-    ],
+    ]),
 )  # fmt: skip
 def test_methods_with_something_of_their_own_keep_the_contract(kind: str, options: dict[str, Any]):
     """Layers that stay at home, running statistics, and options that need more gradients."""
@@ -238,7 +240,7 @@ def test_the_server_may_be_at_any_host(kind: str):
             assert torch.equal(run_grouped(federation, method, groups, server=server), whole)
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
 def test_engines_agree(kind: str):
     """Three rounds with each engine end where the loop engine does: 1e-10 in float64, 1e-4 relative in float32.
 
@@ -275,7 +277,7 @@ STRICT = {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}}
 """Rules so strict that something is refused and clipped in every run."""
 
 
-@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("kind", one_of_each_family(PEERS))
 def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: str):
     """No method has a line about it; hosting one client or all gives the same bits."""
     method, data = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation()

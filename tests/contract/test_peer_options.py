@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from tests.selection import first_only
 
 from coterie.methods.dac import Dac
 from coterie.methods.panm import PanmGrad, PanmLoss
@@ -32,11 +33,12 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", first_only(METHODS))
 def test_option_keeps_the_contract(name):
     check_method(METHODS[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", [Dac(num_peers=2, similarity="cos_grad"), PanmGrad(num_peers=2, num_candidates=2)]
 )

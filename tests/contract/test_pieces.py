@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tests.selection import first_only
 from torch import nn
 from torch.nn import functional
 
@@ -100,15 +101,17 @@ def divided(received):
     return received.models.mean(0) / 0.0
 
 
-@pytest.mark.parametrize("rule", [median, by_samples])
+@pytest.mark.parametrize("rule", first_only([median, by_samples]))
 def test_an_aggregation_rule_that_keeps_its_promises_passes(rule):
     check_aggregation(rule)
 
 
+@pytest.mark.full
 def test_a_rule_by_similarity_is_checked_with_dac():
     check_aggregation(by_similarity, similarity=True)
 
 
+@pytest.mark.full
 def test_whether_the_order_counts_is_the_rules_affair():
     check_aggregation(last, relabel=False)
 
@@ -218,11 +221,12 @@ def undefined(known):
     return known.noise * torch.nan
 
 
-@pytest.mark.parametrize("rule", [uniform, curious, nobody])
+@pytest.mark.parametrize("rule", first_only([uniform, curious, nobody]))
 def test_a_selection_rule_that_keeps_its_promises_passes(rule):
     check_selection(rule)
 
 
+@pytest.mark.full
 def test_a_graph_by_ids_is_allowed_where_it_is_said():
     check_selection(ring, relabel=False)
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, final
 import pytest
 import torch
 from tests.contract.test_methods import SETTINGS
+from tests.selection import first_only, one_of_each_family
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -60,7 +61,7 @@ def changed(kind: str) -> dict[str, Any]:
     return SETTINGS.get(kind, {})
 
 
-@pytest.mark.parametrize("kind", ["dac", "ifca"])
+@pytest.mark.parametrize("kind", first_only(["dac", "ifca"]))
 def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
     """Any hosting, resumed runs, small cohorts, peers that are silent: with every check of `coterie.testing`."""
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=2)
@@ -69,7 +70,7 @@ def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
     )
 
 
-@pytest.mark.parametrize("kind", EXCHANGING)
+@pytest.mark.parametrize("kind", one_of_each_family(EXCHANGING))
 def test_the_result_is_the_same_for_any_hosting(kind: str):
     federation, method = tiny_federation(), METHODS[kind](**changed(kind))
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=3)
@@ -114,7 +115,8 @@ class Spy(InMemory):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, changed(kind)) for kind in EXCHANGING), *MORE]
+    ("kind", "options"),
+    one_of_each_family([*((kind, changed(kind)) for kind in EXCHANGING), *MORE]),
 )
 def test_what_stays_at_home_is_in_no_message_and_no_exchange_changes_it(
     kind: str, options: dict[str, Any], pattern: str
@@ -146,6 +148,7 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dac", "fedavg", "ifca"])
 def test_patterns_that_choose_everything_give_the_bytes_of_no_pattern(kind: str):
     groups, method = [[0, 1, 2, 3], [4, 5]], METHODS[kind](**changed(kind))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contract.test_methods import BY_POSITION, SETTINGS
+from tests.selection import one_of_each_family
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
@@ -16,11 +17,11 @@ from coterie.testing import TinyTokens, check_method, tiny_federation, tiny_sett
 
 MODELS: dict[str, ModelSource] = {"tokens": TinyTokens, "labels": "linear"}
 LOSSES = {"tokens": "tokens", "labels": "multi-label"}
+CASES = [(kind, task) for kind in sorted(METHODS) for task in ("labels", "tokens")]
 NEED_CLASSES = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
-@pytest.mark.parametrize("task", MODELS)
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize(("kind", "task"), one_of_each_family(CASES, slow=True))
 def test_method_keeps_the_contract(kind: str, task: Any):
     """Resumed, in any grouping of the clients, with small cohorts, with silent peers; or it says why it cannot."""
     method, federation = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation(kind=task)

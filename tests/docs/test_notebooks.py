@@ -71,6 +71,7 @@ def test_the_links_of_a_notebook_lead_to_pages(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_the_notebook_compares_methods_and_takes_a_model_home(tmp_path, monkeypatch):
     """Every cell runs; what it shows is short enough to be read, and true of what was planted."""
     monkeypatch.chdir(tmp_path)

@@ -29,6 +29,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_every_public_name_that_the_page_on_python_lists_is_there(site):
     page = (site / "reference/api.html").read_text(encoding="utf-8")
     named = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)

@@ -25,7 +25,7 @@ from selenium.webdriver.common.by import By  # noqa: E402 (after the check that 
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 VIEWS = ("overview", "pairs", "curves", "reads", "graph", "clients", "cost", "data", "provenance")
 STUDY = """

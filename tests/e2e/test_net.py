@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from tests.selection import full
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
@@ -63,7 +64,7 @@ def judging(study: config.StudyConfig) -> config.StudyConfig:
     return config.parse_study_text(config.format_study(study), overrides=["acceptance=true"])
 
 
-@pytest.mark.parametrize("label", ["dac", "fedavg", "ifca"])
+@pytest.mark.parametrize("label", [full("dac"), full("fedavg"), full("ifca", slow=True)])
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """The same peers, weights, bytes and metrics in every round, whether four processes or one.
 
@@ -97,7 +98,7 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
 
 
-@pytest.mark.parametrize("label", ["dac", "fedavg", "ifca"])
+@pytest.mark.parametrize("label", [full("dac"), full("fedavg", slow=True), full("ifca", slow=True)])
 def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """Three nodes end their run; the process of a fourth starts only then, and its results are the simulation's.
 
@@ -164,6 +165,7 @@ num_peers = 1
 """
 
 
+@pytest.mark.slow
 def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_path, port):
     """Data and model by import path, a loss for each position, and a metric of all outputs."""
     study = config.parse_study_text(TOKENS)
@@ -236,6 +238,7 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     assert "run chmod 600" in coterie("node", file)
 
 
+@pytest.mark.full
 def test_a_node_ends_in_order_when_it_is_told_to(tmp_path, port):
     """SIGTERM while it waits for the others: the session is closed, the status says which signal it was."""
     study = config.parse_study_text(STUDY).select_run("dac", 0)
@@ -258,6 +261,7 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path, port):
     assert json.loads((tmp_path / "node-00.log").read_text().splitlines()[0])["level"] == "warning"
 
 
+@pytest.mark.full
 def test_a_member_is_removed_while_the_others_run(tmp_path, port):
     """After round 1 the organizer removes node-03: it ends, and three nodes come to their end without a restart."""
     study = config.parse_study_text(STUDY.replace("rounds = 4", "rounds = 10")).select_run("dac", 0)

@@ -44,6 +44,7 @@ def table(path: Path) -> pd.DataFrame:
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
+@pytest.mark.slow
 def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(
     tmp_path, port
 ):

@@ -47,6 +47,7 @@ num_peers = 1
 QUICK = {"deadline": 60.0, "start": 200.0, "linger": 10.0}
 
 
+@pytest.mark.full
 def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_does(
     tmp_path, monkeypatch, port
 ):

@@ -157,6 +157,7 @@ def not_on_the_roster(victim: Victim, folder: Path) -> None:
             until(lambda: victim.told("dropped"))
 
 
+@pytest.mark.full
 def test_who_is_turned_away_and_why(tmp_path, port):
     """One node meets them all, one after another: some of what it tells depends on whom it has met before."""
     folder = tmp_path / "victim"

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from tests.selection import first_only
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
@@ -42,7 +43,7 @@ def patients() -> pd.DataFrame:
     return table
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("suffix", first_only(["csv", "parquet"]))
 @pytest.mark.filterwarnings("ignore:.*without any value:UserWarning")
 def test_a_table_runs_resumes_tunes_and_is_reported(suffix, here):
     table = patients()

@@ -127,6 +127,7 @@ class Place:
         return json.loads(out)
 
 
+@pytest.mark.slow
 def test_a_method_of_another_package_goes_everywhere_and_is_read_without_it(tmp_path):
     place = Place(tmp_path)
     killed = place.process(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.selection import full
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
@@ -117,6 +118,8 @@ PLAIN = {
     "kind": "random",
     "setting": "num_peers = 2",
 }
+WHOLE_WAY = {"method", "aggregation", "loss"}
+"""Pieces that `make test-more` takes from run to report; `make test-all` takes every one."""
 OWN = {
     "loss": {"study": "loss = 'own_pieces:focal'"},
     "metric": {"study": "metrics = ['own_pieces:second_best']\neval_every = 2"},
@@ -164,7 +167,7 @@ def stop(progress):
         raise Stop
 
 
-@pytest.mark.parametrize("piece", OWN)
+@pytest.mark.parametrize("piece", [full(piece, slow=piece not in WHOLE_WAY) for piece in OWN])
 def test_an_own_piece_goes_from_run_to_resume_to_report(piece, place):
     """What resumes ends with the bytes of what was not stopped; what is stored is read without the piece."""
     Path("study.toml").write_text(STUDY.format(**{**PLAIN, **OWN[piece]}, name="own"))
@@ -187,6 +190,7 @@ def test_an_own_piece_goes_from_run_to_resume_to_report(piece, place):
     assert coterie("show", "runs/own", "--json") == shown
 
 
+@pytest.mark.full
 def test_own_pieces_are_swept_and_tuned(place):
     everything = {**PLAIN, **OWN["model"], **OWN["shift"], **OWN["selection"]}
     Path("study.toml").write_text(STUDY.format(**everything, name="own"))

@@ -60,6 +60,7 @@ def test_bringing_ones_own_model_and_data_takes_ten_lines_or_fewer(example):
     assert len(inspect.getsource(example).strip().splitlines()) - 2 <= 10
 
 
+@pytest.mark.full
 def test_arrays_with_client_ids_and_ones_own_module(tmp_path):
     """Clients that disagree about the labels: with the true clusters gossip helps, with everybody it harms."""
     result = own_arrays(tmp_path)
@@ -74,6 +75,7 @@ def test_a_dataset_and_a_list_of_datasets_give_the_same_run():
     assert set(one.metrics["split"]) == {"train", "validation", "test"}
 
 
+@pytest.mark.full
 def test_the_study_of_the_command_line_is_one_call(tmp_path):
     study = ct.load_study(
         "rotated-digits", ["rounds=1", "seeds=1", "data.num_clients=4", "data.shift=[]"]
@@ -82,6 +84,7 @@ def test_the_study_of_the_command_line_is_one_call(tmp_path):
     assert set(result.rows["label"]) == {entry.label for entry in study.methods}
 
 
+@pytest.mark.full
 def test_what_was_given_in_python_is_asked_for_again(tmp_path):
     result = own_arrays(tmp_path)
     with pytest.raises(ConfigError, match=r"federation=\.\.\."):

@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from benchmarks import reliability
 from coterie.results.summary import load_runs
 from coterie.studies import config
@@ -31,6 +33,7 @@ kind = "local"
 """
 
 
+@pytest.mark.full
 def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
     rows = reliability.corruptions(32, seed=101)
     bad = [row for row in rows if row["outcome"].isupper()]
@@ -39,6 +42,7 @@ def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
     assert min(happened["right"], happened["right, and said"], happened["refused"]) > 0, happened
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
     rows = reliability.kills(8, seed=102)
     assert all(row["killed"] and row["whole"] for row in rows)
@@ -46,12 +50,14 @@ def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
     assert {row["writing"] for row in rows} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_full_or_failing_disk_and_the_end_of_memory_are_one_line_and_lose_nothing():
     rows = reliability.faults(8, seed=103)
     assert all(row["one_line"] for row in rows)
     assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
 
 
+@pytest.mark.slow
 def test_three_processes_share_a_study(tmp_path: Path):
     """Each adds two seeds to one folder at the same time: no run is done twice, and none is lost."""
     (tmp_path / "shared.toml").write_text(STUDY)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from tests.selection import full
 from typer.testing import CliRunner
 
 import stranger
@@ -59,7 +60,9 @@ def rows(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "method", ["kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"], ids=["dac", "fedavg"]
+    "method",
+    [full("kind = 'dac'\nnum_peers = 2"), full("kind = 'fedavg'", slow=True)],
+    ids=["dac", "fedavg"],
 )
 def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path, port, method):
     """Its key and request are its own; it dials the node before it, and the one after it dials it.

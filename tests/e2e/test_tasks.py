@@ -4,9 +4,12 @@ import runpy
 from pathlib import Path
 
 import pytest
+from tests.selection import full
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LONG = {"table", "images", "multi_label"}
+"""Examples that `make test` leaves out."""
 # what must be in the tables beside the loss, and what a model that learned nothing would have
 METRICS = {
     "images": {"accuracy": 0.25},
@@ -23,7 +26,9 @@ METRICS = {
 
 
 @pytest.mark.filterwarnings("ignore:the loop engine is used")
-@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
+@pytest.mark.parametrize(
+    "name", [full(path.stem) if path.stem in LONG else path.stem for path in EXAMPLES]
+)
 def test_an_example_trains_its_task(name, capsys):
     path = ROOT / "examples" / f"{name}.py"
     coteries = [line for line in path.read_text().partition("# Coterie\n")[2].splitlines() if line]

@@ -164,6 +164,7 @@ def test_apfls_steps_are_the_papers(adaptive: bool):
     assert last.tolist() == pytest.approx(alpha[:, 0].tolist())
 
 
+@pytest.mark.full
 def test_apfls_share_grows_where_clients_differ():
     """The paper's reason for adapting it: the more clients differ, the larger their own share should be.
 
@@ -199,6 +200,7 @@ def test_pfedmes_personal_model_is_the_proximal_point():
     torch.testing.assert_close(model(loop), w, rtol=0, atol=1e-9)
 
 
+@pytest.mark.full
 def test_pfedme_minimizes_the_mean_of_the_moreau_envelopes():
     """Their gradients lambda (w - theta_i) = M_i (w - c_i) with M_i = lambda H_i (H_i + lambda)^-1 add up to zero."""
     method = PFedMe(lam=3.0, inner_steps=20, eta=0.8)
@@ -396,6 +398,7 @@ def test_dfedalt_trains_the_head_before_the_body_between_its_exchanges():
     torch.testing.assert_close(again.state.params, mixed, rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_fedrep_finds_the_representation_that_clients_share():
     """The paper's claim: with heads of their own, clients find the subspace together that none can find alone.
 
@@ -434,6 +437,7 @@ class Normalized(nn.Sequential):
         super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
+@pytest.mark.full
 def test_fedbn_gains_where_clients_scale_their_inputs_otherwise():
     """The paper's claim: under feature shift a normalization of one's own makes the clients' problems one problem.
 

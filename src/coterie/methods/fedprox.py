@@ -96,9 +96,11 @@ class FedProx(OneModel):
             draw_cohort_noise(rng, population), count, log_weights=shared.samples.log()
         )
 
-    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
+    def train(
+        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Tensor, Info]:
         """Train with the penalty."""
-        return rnd.train(state, anchor=state.params, prox=self.mu)
+        return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
     def add_members(
         self, shared: FedProxClusters, models: Float[Tensor, "newcomers params"]
@@ -117,10 +119,13 @@ class FedProx(OneModel):
         )
 
     def adapt_newcomer(
-        self, rnd: Round, state: State, received: Float[Tensor, "clients params"]
-    ) -> State:
+        self,
+        rnd: Round,
+        params: Float[Tensor, "clients params"],
+        received: Float[Tensor, "clients params"],
+    ) -> Float[Tensor, "clients params"]:
         """Train with the penalty, near the model that was received."""
-        return rnd.train(state, anchor=received, prox=self.mu)[0]
+        return rnd.task.train(params, rnd.rng, rnd.local, anchor=received, prox=self.mu)[0]
 
 
 def _register_samples(

@@ -29,6 +29,7 @@ def command(monkeypatch, *words):
     device.main()
 
 
+@pytest.mark.full
 def test_a_row_tells_the_costs_of_four_sides_that_come_to_the_same(monkeypatch, tmp_path):
     out = tmp_path / "device.json"
     with pretended_cuda():

@@ -91,6 +91,7 @@ def test_clients_of_several_processes_share_the_time():
     assert per_client(6.0, 8, 3) == 0.25
 
 
+@pytest.mark.slow
 def test_the_usual_loop_runs_in_processes_of_its_own():
     several = Processes(Cell("mlp", 5, 9, "mix"), 2, 3)
     try:

@@ -137,6 +137,7 @@ def test_both_loops_of_plain_pytorch_train_on_every_sample():
         assert int(module[1].num_batches_tracked) == 3
 
 
+@pytest.mark.slow
 def test_the_command_stores_each_cell_and_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     """A second call of the same command measures nothing again; one with other code starts anew."""
     monkeypatch.setattr(models, "SHORT", 0.0)

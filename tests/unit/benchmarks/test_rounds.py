@@ -50,6 +50,7 @@ def test_this_code_is_that_which_runs(tmp_path: Path):
     assert (rounds.source("", tmp_path) / "coterie/rng.py").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", rounds.STUDIES)
 def test_a_study_runs_for_some_rounds(name: str, monkeypatch: pytest.MonkeyPatch):
     """On ten tiny images a client and with a linear model: a time for each round after the first, and a loss."""

@@ -467,7 +467,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
         _catalog.load_methods(),
         {kind: _catalog.describe_method(kind, cls) for kind, cls in METHODS.items()},
     )
-    assert listed == entries, "run make docs"
+    assert listed == entries, "python scripts/reference.py writes cli/catalog.json"
     sizes = {
         name: (len(one.methods), len(one.seeds), one.settings.rounds)
         for name, one in loaded().items()
@@ -475,7 +475,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
     assert _catalog.load_studies() == {
         name: (f"{methods} methods x {seeds} seeds, {rounds} rounds", loaded()[name].description)
         for name, (methods, seeds, rounds) in sizes.items()
-    }, "run make docs"
+    }, "python scripts/reference.py writes cli/catalog.json"
 
 
 @functools.cache
@@ -612,6 +612,7 @@ def test_a_label_of_any_script_is_set_on_the_command_line(coterie, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
     """With ASCII for an encoding: other letters are written by their numbers, and nothing fails."""
     assert run(coterie, "--quiet", "--set", "methods.gossip.label=Größe")[0] == 0

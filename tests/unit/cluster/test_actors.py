@@ -65,6 +65,7 @@ def without_losses(folder: Path, kind: str, killing: Killing, blocks: Any) -> No
     assert killing.starts > len(deaths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_CI)
 def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(
     tmp_path: Path, three: Nodes, kind: str

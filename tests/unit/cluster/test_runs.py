@@ -113,6 +113,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.full
 def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     """Each run in another process, which shares no folder; the data of a seed are put into the store once."""
     study = config.parse_study_text(STUDY)
@@ -144,6 +145,7 @@ def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     assert over.sent.lost == 0
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(
     cluster, tmp_path, monkeypatch
 ):

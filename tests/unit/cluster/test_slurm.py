@@ -87,6 +87,7 @@ def tables(folder):
     }
 
 
+@pytest.mark.full
 def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
     study = config.parse_study_text(STUDY)
     run_study(study, out=tmp_path / "here")
@@ -99,6 +100,7 @@ def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
     assert [one.state for one in load_statuses(tmp_path / "there/tiny")] == ["done", "done"]
 
 
+@pytest.mark.full
 def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path):
     """One array for all runs, with what the place says; a method in a file beside the study, in another folder."""
     study = config.parse_study_text(STUDY)

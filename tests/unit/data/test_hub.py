@@ -323,6 +323,7 @@ def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_d
     assert int((federation.split >= 0).sum()) == len(source.train)
 
 
+@pytest.mark.slow
 def test_tiny_imagenet_is_colored_and_mnist_is_gray(data_dir):
     tiny = load_dataset("tiny_imagenet10", data_dir=real(data_dir, "tiny_imagenet10"))
     assert tiny.train.x.shape == (5000, 3, 64, 64)
@@ -335,6 +336,7 @@ def test_tiny_imagenet_is_colored_and_mnist_is_gray(data_dir):
     assert mnist.train.y[:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
 
 
+@pytest.mark.slow
 def test_cifar100_has_its_coarse_labels_as_a_column(data_dir):
     source = load_dataset("cifar100", data_dir=real(data_dir, "cifar100"))
     assert source.classes == 100
@@ -345,6 +347,7 @@ def test_cifar100_has_its_coarse_labels_as_a_column(data_dir):
     assert pairs.shape[1] == 100  # each class has one superclass
 
 
+@pytest.mark.full
 def test_a_hundred_clients_of_cifar10_by_label_groups(data_dir):
     groups = [[0, 1, 8, 9], [2, 3, 4, 5, 6, 7]]
     config = DataConfig(

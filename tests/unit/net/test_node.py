@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from replay import replay
+from tests.selection import first_only, one_of_each_family
 from torch import nn
 
 from coterie.errors import ConfigError, PeerMismatch, TransportError
@@ -163,7 +164,9 @@ def said(option):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), PARITY, ids=[" ".join([k, *map(said, o.values())]) for k, o in PARITY]
+    ("kind", "options"),
+    one_of_each_family(PARITY, slow=True),
+    ids=[" ".join([k, *map(said, o.values())]) for k, o in PARITY],
 )
 def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The same peers in every round, the same metrics, the same models, whoever hosts whom."""
@@ -181,7 +184,7 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
         assert torch.equal(models.load_row(i), run.models.load_row(i))
 
 
-@pytest.mark.parametrize("kind", ["dac", "panm-grad"])
+@pytest.mark.parametrize("kind", first_only(["dac", "panm-grad"]))
 def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
     """The same refusals, quarantines and clipped weights, with rules so strict that there are some."""
     rules = {"worse": 1.0, "clip": 0.5}
@@ -214,7 +217,9 @@ SHARED += [
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), SHARED, ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED]
+    ("kind", "options"),
+    first_only(SHARED),
+    ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED],
 )
 def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The bias stays at home, whoever reads whom."""
@@ -228,6 +233,7 @@ def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networ
     assert joined(network, "metrics").equals(table(run.metrics))
 
 
+@pytest.mark.full
 def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     """Two models a client, whose rates fall over rounds and within each training."""
     schedule = [
@@ -250,6 +256,7 @@ def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     )
 
 
+@pytest.mark.full
 def test_noise_of_private_training_is_of_the_node_alone(networks):
     """Whoever knows the run's seed cannot draw it again; epsilon is that of the simulation, which depends on none."""
     local = replace(tiny_settings().local, batch_size=4, dp={"clip": 1.0, "noise_multiplier": 1.0})
@@ -267,7 +274,7 @@ def test_noise_of_private_training_is_of_the_node_alone(networks):
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("shared", [[], ["1.weight"]])
+@pytest.mark.parametrize("shared", first_only([[], ["1.weight"]]))
 def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks, shared):
     """Who stopped is done and goes on answering; the others read its best model to the end."""
     network = networks("random", patience=1, rounds=6, shared=shared)
@@ -329,6 +336,7 @@ def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
     assert mine.equals(there.reset_index(drop=True))
 
 
+@pytest.mark.full
 def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
     """It trains its warm-up alone, jumps to the others' round, and the replay agrees."""
     network = networks("random", rounds=12)
@@ -364,6 +372,7 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
         assert torch.equal(node.loop.state.params[0], loop.state.params[number])
 
 
+@pytest.mark.full
 def test_who_begins_when_the_others_are_done_gets_their_messages(networks):
     """They have met it, as it has answered them; it looks around again when they have done all their rounds."""
     network = networks("fix-topology", {"num_peers": 1})
@@ -455,6 +464,7 @@ def test_a_deadline_has_room_for_three_transfers_and_two_trainings(networks):
     assert node.deadline() == 7.0
 
 
+@pytest.mark.full
 def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
     """The organizer's roster says who is right: the one that differs stops, naming both values; the others go on."""
     network = networks("random", rounds=1)
@@ -481,7 +491,7 @@ def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
     assert "method.num_peers is 5 there and 2 here" in told[5]
 
 
-@pytest.mark.parametrize("kind", ["fedavg", "fedgwc", "ditto"])
+@pytest.mark.parametrize("kind", first_only(["fedavg", "fedgwc", "ditto"]))
 def test_nodes_outside_a_cohort_stay_in_step(networks, kind):
     """With half of the clients in a round, those who sat it out fetch the newest model like the others."""
     network = networks(kind, participation=0.5, eval_every=1)
@@ -574,7 +584,9 @@ ANSWERED = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), ANSWERED, ids=[" ".join([k, *map(said, o.values())]) for k, o in ANSWERED]
+    ("kind", "options"),
+    one_of_each_family(ANSWERED, slow=True),
+    ids=[" ".join([k, *map(said, o.values())]) for k, o in ANSWERED],
 )
 def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(
     late_networks, kind, options
@@ -592,17 +604,15 @@ def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(
 
 
 STOPS = {"patience": 1, "rounds": 6}
+JOINING: list[tuple[str, dict[str, Any]]] = [
+    (kind, one)
+    for kind in ("dac", "ifca")
+    for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})
+]
+JOINING += [("dac", STOPS), ("dac", {"acceptance": True})]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (kind, one)
-        for kind in ("dac", "ifca")
-        for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})
-    ]
-    + [("dac", STOPS), ("dac", {"acceptance": True})],
-)
+@pytest.mark.parametrize(("kind", "settings"), first_only(JOINING))
 def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind, settings):
     network = late_networks(kind, SMALL.get(kind, {}), late=[1, 4], **settings)
     network.run()
@@ -720,7 +730,9 @@ UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 """What they send depends on the model and the stage, and the ledger says so (see test_traffic)."""
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS.keys() - UNDETERMINED - {"pooled"}))
+@pytest.mark.parametrize(
+    "kind", one_of_each_family(sorted(METHODS.keys() - UNDETERMINED - {"pooled"}))
+)
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of 16,003 numbers, two rounds: what they count on the wire, envelopes included."""
     plan = RunSpec(

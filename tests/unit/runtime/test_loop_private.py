@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from tests.selection import one_of_each_family
 from torch import nn
 
 from coterie.cli._display import print_round_results
@@ -42,7 +43,7 @@ def epsilons(run):
     return torch.tensor(rows.sort_values("client")["value"].to_numpy())
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
 def test_every_method_says_what_is_not_covered(kind, monkeypatch):
     """Whoever asks the task for losses or labels in a round, or sends losses, declares it; others do not."""
     method = METHODS[kind](**({"endpoints": 3, "regions": 2} if kind.startswith("sosicfl") else {}))

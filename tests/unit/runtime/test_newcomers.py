@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests.selection import one_of_each_family
 from typer.testing import CliRunner
 
 import coterie
@@ -78,7 +79,7 @@ EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]
 EVERY += [(kind, "training") for kind in GO_ON]
 
 
-@pytest.mark.parametrize(("kind", "others"), EVERY)
+@pytest.mark.parametrize(("kind", "others"), one_of_each_family(EVERY))
 def test_the_others_do_what_they_do_without_newcomers(kind, others):
     """Every method: their tables are those of a federation that never had the newcomers."""
     found = run_of(kind, evaluate="final", new_client_others=others)

@@ -48,6 +48,37 @@ def test_the_stored_results_are_of_the_listed_faults():
     } == reasons
 
 
+def test_make_test_notices_every_fault(request: pytest.FixtureRequest, collected: dict[str, bool]):
+    """Each fault has tests that `make test` runs, and what noticed it is one of them.
+
+    Only files that were collected with this one are looked at: all of them in `make test`.
+    """
+    files = {name.partition("::")[0] for name in collected}
+    if any("::" in argument for argument in request.config.args):
+        files = set()  # of their files only some tests were collected
+    stored = json.loads((ROOT / mutants.STORED).read_text())["results"]
+    noticed_by = {row["name"]: row["by"] for row in stored}
+
+    def is_run(test: str) -> bool:
+        """Whether `make test` runs a file, a test or a case; a stored case ends at its first space."""
+        found = [fast for name, fast in collected.items() if name.startswith(test)]
+        if not found:  # the case has another name since then
+            function = test.partition("[")[0]
+            found = [fast for name, fast in collected.items() if name.startswith(function)]
+        return any(found)
+
+    for fault in FAULTS:
+        known = [test for test in fault.tests if test.partition("::")[0] in files]
+        assert not known or any(map(is_run, known)), f"{fault.name}: {fault.tests}"
+        by = noticed_by.get(fault.name, "")
+        if by.partition("::")[0] in files:
+            assert is_run(by), f"{fault.name} was noticed by {by}, which make test leaves out"
+
+
+def test_make_test_runs_what_faults_are_tried_with():
+    assert f'$(PYTEST) -m "{mutants.FAST}"\n' in (ROOT / "Makefile").read_text()
+
+
 SOURCE = """import time
 
 
@@ -109,6 +140,7 @@ def run(root: Path, *words: str) -> int:
     return mutants.main(["--root", str(root), "--workers", "1", "--limit", "10", *words])
 
 
+@pytest.mark.full
 def test_each_fault_is_tried_by_itself(tiny: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tiny) == 1, "two of three are fewer than 95 %"
     stored = json.loads((tiny / mutants.STORED).read_text())
@@ -135,6 +167,7 @@ def test_each_fault_is_tried_by_itself(tiny: Path, capsys: pytest.CaptureFixture
     assert said.err.count("\n") == 5, "a line a fault, one before and one after"
 
 
+@pytest.mark.full
 def test_a_part_leaves_the_stored_results_of_the_rest_but_those_of_another_text(tiny: Path):
     path = tiny / mutants.STORED
     assert run(tiny, "--only", "SMALLER") == 0
@@ -199,6 +232,7 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_no_folder_and_no_process(tiny: Path, place: Path):
     words = [
         sys.executable,

@@ -48,7 +48,7 @@ def test_the_page_and_the_ages_are_those_of_the_history(history):
     at = json.loads(stored.AGES.read_text())["counted_at"]
     assert stored.in_history(at)
     for path, text in stored.render(at).items():
-        assert path.read_text() == text, "run make docs"
+        assert path.read_text() == text, "make docs writes it"
 
 
 def test_results_that_have_grown_old_since_they_were_counted_are_told_again(history):
@@ -60,7 +60,9 @@ def test_results_that_have_grown_old_since_they_were_counted_are_told_again(hist
         (name, part): number - told[name]["commits"].get(part, 0)
         for name, age in now.items() for part, number in age["commits"].items()
     }  # fmt: skip
-    assert {key: number for key, number in lag.items() if number > 50} == {}, "run make docs"
+    assert {key: number for key, number in lag.items() if number > 50} == {}, (
+        "make docs counts anew"
+    )
     assert {name: age["golden"] for name, age in now.items()} == {
         name: age["golden"] for name, age in told.items()
     }
@@ -89,6 +91,7 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
             assert row["mean"] == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
+@pytest.mark.full
 def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     """Every method of the bundled study with its first seed.
 

@@ -72,6 +72,7 @@ def test_two_workers_do_every_job_once_and_report():
     assert sorted(map(str, heard)) == ["doing 1", "doing 2", "doing 3"]
 
 
+@pytest.mark.full
 def test_a_warning_of_a_worker_is_given_here():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -84,6 +85,7 @@ def test_the_end_of_memory_in_a_worker_reaches_the_caller():
         list(fan_out(lack_memory, [1, 2], 2, print))
 
 
+@pytest.mark.full
 def test_tensors_of_a_job_are_shared_with_the_workers_not_copied():
     """What a worker writes into the tensor of a job is seen here."""
     table = torch.zeros(2, 3)
@@ -92,6 +94,7 @@ def test_tensors_of_a_job_are_shared_with_the_workers_not_copied():
     assert table.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
+@pytest.mark.full
 def test_a_job_is_taken_when_a_worker_is_free():
     """At most one a worker, and no job after an error."""
     taken: list[int] = []
@@ -112,6 +115,7 @@ def test_an_error_of_a_job_arrives_as_itself(workers):
         list(fan_out(refuse_three, [1, 2, 3, 4], workers, print))
 
 
+@pytest.mark.full
 def test_an_error_of_the_disk_arrives_with_its_number():
     with pytest.raises(OSError, match="No space left") as caught:
         list(fan_out(fill_the_disk, [1, 2], 2, print))

@@ -42,6 +42,7 @@ def attacked(lr, *kinds, private=None, epochs=15, shadows=6):
     )
 
 
+@pytest.mark.full
 def test_an_overfitted_model_is_found_out():
     found = attacked(0.02, "local", "random", "fedavg")
     assert [(one.label, one.attack) for one in found] == [

@@ -150,6 +150,7 @@ def test_each_client_is_compared_with_itself_trained_alone(finished):
     assert [row["label"] for row in gains["rows"]] == ["random"]
 
 
+@pytest.mark.full
 def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
     """Two processes of one thread leave the bytes that one leaves. The data come from a folder they can both read."""
     one = run_study(

@@ -332,6 +332,7 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     check_against_the_loop_engine(name)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="older processors of one family are tried"
 )
