@@ -439,13 +439,27 @@ class Loop:
     def _fetch_served_models(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:
             return self.state.params, {}
+        return self.method.serving_model(self._make_evaluation_round(index), self.state)
+
+    def newcomer_models(self, state: State | None = None) -> Float[Tensor, "clients params"]:
+        """Return the models that newcomers would get after the last round, one in each client's cluster.
+
+        Args:
+            state: another state than that of the run, of the same clients.
+        """
+        rnd = self._make_evaluation_round(self.next_round - 1)
+        return self.method.newcomer_model(rnd, self.state if state is None else state)
+
+    def served_models(self) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Return the models that serve the clients after the last round, and what the method says of them."""
+        return self._fetch_served_models(self.next_round - 1)
+
+    def _make_evaluation_round(self, index: int) -> Round:
+        """Return a round in which every client asks the server, those outside the round's cohort too."""
         population = torch.arange(self.task.population)
-        # everybody asks, those outside the round's cohort too
         self.exchange.agree_on_cohort(lambda: population)
         self.exchange.set_active(self.task.ids)
-        return self.method.serving_model(
-            self._make_round(index, torch.arange(len(self.task)), population), self.state
-        )
+        return self._make_round(index, torch.arange(len(self.task)), population)
 
     def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
@@ -473,12 +487,7 @@ class Loop:
                 values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
         self._note_undefined(values)
         if accuracy and overall in wanted and self.method.server:
-            self.exchange.agree_on_cohort(lambda: torch.arange(self.task.population))
-            self.exchange.set_active(self.task.ids)
-            everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
-            models = self.method.newcomer_model(
-                self._make_round(index, everybody, population), self.state
-            )
+            models = self.method.newcomer_model(self._make_evaluation_round(index), self.state)
             values[overall] = task.accuracy_on_all_tests(models)
         return values
 

@@ -21,7 +21,7 @@ from coterie.exchange.base import Exchange, Inbox, Message
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
-from coterie.methods.base import Method, PeerMethod
+from coterie.methods.base import Method, PeerMethod, State, map_tensors
 from coterie.models.layout import ModelSource, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
@@ -46,7 +46,8 @@ def check_method(
     side do not disturb each other, and a resumed run equals an uninterrupted one. The same seed
     gives the same bytes, another seed another result. Every grouping of the clients over hosts
     gives the same bytes. The state stays finite with small cohorts. A peer that never answers has
-    no influence. Relabeling the clients relabels the result.
+    no influence. A server's model for newcomers depends on nothing that a client keeps to itself.
+    Relabeling the clients relabels the result.
 
     Args:
         method: the method.
@@ -57,7 +58,7 @@ def check_method(
             server draws by position).
 
     Raises:
-        AssertionError: naming the broken guarantee.
+        AssertionError: naming the broken guarantee and, for results that differ, by how much.
     """
     federation = federation or tiny_federation()
     settings = settings or tiny_settings()
@@ -71,6 +72,8 @@ def check_method(
     _check_cohorts(make)
     if isinstance(method, PeerMethod):
         _check_silence(make)
+    if method.server:
+        _check_newcomer_model(make)
     if relabel:
         _check_relabeling(make, whole)
 
@@ -253,9 +256,11 @@ def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
     while not one.is_finished:
         one.run_next_round()
         other.run_next_round()
-    assert torch.equal(one.state.params, whole), (
-        "a run beside another one gave another result: something is kept outside the State (in the object, its class "
-        "or its module), or is drawn from another generator than rnd.rng"
+    _check_equal(
+        one.state.params,
+        whole,
+        "a run during another run gave another result: something is kept outside the State (in the object, its class "
+        "or its module), or is drawn from another generator than rnd.rng",
     )
 
 
@@ -267,9 +272,7 @@ def _check_repeats(make: _RunFactory, whole: Tensor) -> None:
         once, parts = Path(name) / "once", Path(name) / "parts"
         simulate(federation, method, model=make.model, settings=settings, seed=3, folder=once)
         again = load_file(once / "checkpoint.safetensors")["state.params"]
-        assert torch.equal(again, whole), (
-            "the same seed gave another result: draw from rnd.rng alone"
-        )
+        _check_equal(again, whole, "the same seed gave another result: draw from rnd.rng alone")
         simulate(federation, method, model=make.model, settings=half, seed=3, folder=parts)
         simulate(
             federation,
@@ -308,9 +311,12 @@ def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
             settings=make.settings,
             server=server,
         )
-        assert torch.equal(result, whole), (
-            f"hosting {name} (server at host {server}) changes the result: a client's result depends on who is hosted "
-            "beside it"
+        _check_equal(
+            result,
+            whole,
+            f"hosting {name} (server at host {server}) changes the result: a client's result depends on which other "
+            "clients are hosted with it. Even a sum over parameters does, such as (g * p).sum(1): use "
+            "coterie.functional.sums.sum_rows",
         )
 
 
@@ -322,13 +328,15 @@ def _check_cohorts(make: _RunFactory) -> None:
         assert bool(torch.isfinite(params).all()), (
             f"with participation {participation:.2f} models are not finite"
         )
-        if make.method.server:  # whoever is outside the cohort must stay in step
+        if make.method.server:  # clients outside the cohort must stay in step
             groups = [make.federation.ids.tolist()[::2], make.federation.ids.tolist()[1::2]]
             result = run_grouped(
                 make.federation, make.method, groups, model=make.model, settings=settings, server=1
             )
-            assert torch.equal(result, params), (
-                f"with participation {participation:.2f} hosting in groups changes it"
+            _check_equal(
+                result,
+                params,
+                f"with participation {participation:.2f} hosting in groups changes the result",
             )
 
 
@@ -349,9 +357,42 @@ def _check_silence(make: _RunFactory) -> None:
         )[others]
         for federation in (make.federation, changed)
     ]
-    assert torch.equal(*results), (
+    _check_equal(
+        *results,
         "a peer that never answers has influence: give slots whose inbox.mask is False no weight, and remember nothing "
-        "of them"
+        "of them",
+    )
+
+
+def _check_newcomer_model(make: _RunFactory) -> None:
+    """A newcomer's model is the server's: no client's own model or memory is in it, and a cluster has one."""
+    loop = make.make_loop()
+    _run_to_end(loop)
+    trained = loop.task.sharing.trained
+
+    def newcomer_models(state: State) -> Tensor:
+        return trained.select_from(loop.newcomer_models(state))
+
+    models = newcomer_models(loop.state)
+    moved = dataclasses.replace(
+        loop.state,
+        params=loop.state.params + 1,
+        memory=map_tensors(loop.state.memory, lambda t: t + 1 if t.is_floating_point() else t),
+    )
+    _check_equal(
+        newcomer_models(moved),
+        models,
+        "newcomer_model depends on the model or the memory of a client, which a newcomer does not have: return a "
+        "model of the server",
+    )
+    _, info = loop.served_models()
+    label = info.get("label", torch.zeros(len(models), dtype=torch.int64))
+    first_of_cluster = (label[:, None] == label).to(torch.int8).argmax(1)
+    _check_equal(
+        models,
+        models[first_of_cluster.to(models.device)],
+        "newcomer_model gives clients of one cluster different models: return the server's model of the cluster, and "
+        "report the clusters that it finds as `label` in serving_model",
     )
 
 
@@ -396,19 +437,37 @@ class _RelabeledRng(Rng):
 
 
 class _SilentPeer(Faulty):
-    """An exchange in which one client is never heard."""
+    """An exchange in which no message of one client arrives."""
 
     def __init__(self, federation: Federation, silent: int) -> None:
         super().__init__(InMemory(federation.ids, federation.population))
         self.silent = silent
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Read, but nothing of the silent one."""
+        """Pull, but drop the message of the silent client."""
         inbox = super().pull(message, peers)
-        heard = inbox.mask & (inbox.peers != self.silent)
+        arrived = inbox.mask & (inbox.peers != self.silent)
         table = inbox.table.clone()
         table[self.silent] = torch.nan
-        return dataclasses.replace(inbox, table=table, mask=heard, bytes=inbox.bytes * heard)
+        return dataclasses.replace(inbox, table=table, mask=arrived, bytes=inbox.bytes * arrived)
+
+
+def _check_equal(found: Tensor, expected: Tensor, message: str) -> None:
+    """Raise an AssertionError with the message and the size of the difference, unless all bits are equal."""
+    assert torch.equal(found, expected), f"{message} ({describe_difference(found, expected)})"
+
+
+def describe_difference(found: Tensor, expected: Tensor) -> str:
+    """Say how far two results of one shape are apart.
+
+    Example:
+        >>> describe_difference(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 3.0]))
+        'differs by up to 0.5 in 1 of 3 numbers'
+    """
+    differs = (found != expected) & ~(found.isnan() & expected.isnan())
+    gaps = (found - expected).abs()[differs]
+    largest = float(gaps.max()) if len(gaps) else 0.0
+    return f"differs by up to {largest:.2g} in {int(differs.sum())} of {differs.numel()} numbers"
 
 
 def _are_equal(a: Any, b: Any) -> bool:
