@@ -47,9 +47,10 @@ test-all: setup ## every test; those marked gpu skip where there is none
 mutants: setup ## put faults into the code one at a time: do the tests notice? (about half an hour)
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
-docs: setup ## write the generated pages of docs/reference
+docs: setup ## write everything that is generated: pages, README's tables, the list of the command line
 	$(BIN)/python scripts/design.py
 	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/api.py
 	$(BIN)/python scripts/stored.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/hospitals.py
@@ -59,6 +60,8 @@ docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/network.py
 	$(BIN)/python scripts/reliability.py
 	$(BIN)/python scripts/poisoning.py
+	$(BIN)/python scripts/readme.py
+	$(BIN)/python scripts/tasks.py
 
 site: setup ## build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -105,11 +105,18 @@ def _blank(pattern: str, text: str) -> str:
     )
 
 
+def load_stored_phrases(path: Path = WORDS) -> list[str]:
+    """Load the phrases that are not checked, since stored data contain them."""
+    return tomllib.loads(path.read_text("utf-8")).get("stored_phrases", [])
+
+
 def find_words(path: Path, words: Sequence[Word], root: Path = ROOT) -> list[Finding]:
     """Find the words in a file, in the order of its lines."""
     name = path.relative_to(root).as_posix()
+    stored = "|".join(map(re.escape, load_stored_phrases()))
     findings = []
-    for first, prose in select_prose(path):
+    for first, text in select_prose(path):
+        prose = _blank(stored, text) if stored else text
         taken: set[int] = set()
         for word in words:
             for match in word.pattern.finditer(prose):

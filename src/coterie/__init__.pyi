@@ -4,6 +4,7 @@ from coterie.data.arrays import from_datasets as from_datasets
 from coterie.data.arrays import from_folder as from_folder
 from coterie.data.arrays import from_table as from_table
 from coterie.data.build import DataConfig as DataConfig
+from coterie.data.build import Split as Split
 from coterie.data.build import build_federation as build_federation
 from coterie.data.federation import Federation as Federation
 from coterie.data.federation import TestSet as TestSet

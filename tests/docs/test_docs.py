@@ -4,7 +4,7 @@
 `console` blocks (with a prompt) show what was run. The program's own parser reads them all.
 """
 
-import importlib.util
+import importlib
 import json
 import re
 import shlex
@@ -351,11 +351,17 @@ def test_the_contents_name_every_page():
     )
 
 
-def test_the_generated_pages_are_up_to_date():
-    """`make docs` writes them again."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []
+@pytest.mark.parametrize("script", ["reference", "api"])
+def test_the_generated_pages_are_up_to_date(script):
+    pages = importlib.import_module(script).pages()
+    changed = [path.name for path, text in pages.items() if path.read_text("utf-8") != text]
+    assert changed == [], "run make docs"
+
+
+def test_the_page_on_four_hospitals_is_up_to_date():
+    hospitals = importlib.import_module("hospitals")
+    assert hospitals.PAGE.read_text("utf-8") == hospitals.page(), "run make docs"
+
+
+def test_the_page_on_python_has_every_public_name():
+    assert importlib.import_module("api").find_missing() == set(), "name it in scripts/api.py"

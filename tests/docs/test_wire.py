@@ -100,9 +100,7 @@ def test_the_configuration_is_the_nodes_and_the_strangers(tmp_path):
 
 def test_the_page_of_messages_is_up_to_date_and_has_every_method():
     page = wire.page()
-    assert (ROOT / "docs/reference/wire-messages.md").read_text() == page, (
-        "python scripts/wire.py writes it"
-    )
+    assert (ROOT / "docs/reference/wire-messages.md").read_text() == page, "run make docs"
     shown = set(
         re.findall(r"`([a-z0-9-]+)`", "\n".join(line.split(" | ")[0] for line in page.splitlines()))
     )

@@ -218,7 +218,7 @@ def test_ifcas_groups_are_random_for_so_many_rounds():
     )
     message, layout = Message(torch.zeros(6, 0), {}, torch.arange(6)), Layout(nn.Linear(1, 1))
     offered = [
-        method.offer(ServerContext(t, Rng(0).at_round(t), layout, 6), shared, message)[
+        method.reply(ServerContext(t, Rng(0).at_round(t), layout, 6), shared, message)[
             1
         ].index.shape[1]
         for t in range(4)
@@ -291,8 +291,9 @@ def test_strangers_are_served_by_the_largest_cluster():
     shared = FeSemClusters(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
     message = Message(torch.zeros(5, 0), {}, torch.arange(5))
     method, context = FeSem(clusters=2), ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
-    assert method.deliver(context, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]
-    assert method.offer(context, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 0]
+    for evaluating, found in ((True, [1, 1, 1, 0, 1]), (False, [1, 1, 1, 0, 0])):
+        asked = dataclasses.replace(context, evaluating=evaluating)
+        assert method.reply(asked, shared, message)[1].index[:, 0].tolist() == found
 
 
 def test_first_memberships_are_balanced():
@@ -489,7 +490,7 @@ def test_a_client_is_offered_its_own_clusters_model():
     models = torch.tensor([[5.0, 0.0], [7.0, 0.0]])
     shared = Clusters(models, models[:, :0].double(), torch.tensor([0, 1, 1, 0]))
     message = Message(torch.zeros(2, 0), {}, torch.tensor([1, 3]))
-    _, reply = OneShot().offer(
+    _, reply = OneShot().reply(
         ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 4), shared, message
     )
     assert reply.index.tolist() == [[1], [0]]

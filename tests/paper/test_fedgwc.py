@@ -19,6 +19,7 @@ from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import clustering
+from coterie.methods.base import State
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import FedGwc, FedGwcClusters
 from coterie.methods.fedprox import FedProx
@@ -337,8 +338,8 @@ def test_losses_are_padded_to_a_common_length():
         setup = testing.tiny_settings(rounds=1, **changes)
         loop: Loop = testing.run_method(method, settings=dataclasses.replace(setup, rounds=0))
         rnd = dataclasses.replace(loop._make_round(0, torch.arange(6), torch.arange(6)))
-        _, info = rnd.task.train(loop.task.initial_models(Rng(3)), rnd.rng, rnd.local)
-        return method.report(rnd, info)["losses"]
+        new, info = rnd.train(State(loop.task.initial_models(Rng(3))))
+        return method.publish(rnd, new, info).fields["losses"]
 
     three = sent(FedGwc(trace=5))  # 12 samples in batches of 5: three steps
     assert three.shape == (6, 5)
@@ -358,7 +359,8 @@ def test_the_first_losses_are_sent():
         loop._make_round(0, torch.arange(6), torch.arange(6)),
         torch.tensor([[1.0, 2.0, 3.0]]).expand(6, 3),
     )
-    assert FedGwc(trace=2).report(rnd, {"losses": losses})["losses"].tolist() == [[1.0, 2.0]] * 6
+    message = FedGwc(trace=2).publish(rnd, loop.state, {"losses": losses})
+    assert message.fields["losses"].tolist() == [[1.0, 2.0]] * 6
 
 
 @pytest.mark.option("FedGwc.alpha_rule", "constant", "local_rate", "decay")

@@ -21,7 +21,7 @@ from coterie.functional import simplex
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.server import ServerContext
+from coterie.methods.server import ServerContext, model_request
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
@@ -543,7 +543,7 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         everybody = torch.arange(12)
         rnd = loop._make_round(1, everybody, everybody)
         _, offer = method.ask_server(
-            rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
+            rnd, method.reply, model_request(loop.state), loop.state.shared, evaluating=True
         )
         own = offer.field_by_slot("center")[:, 0]
         expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
@@ -631,7 +631,7 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
         loop = follow(method, label_skewed(), rounds=0)
         rnd = loop._make_round(0, torch.arange(12), torch.arange(12))
         _, offer = method.ask_server(
-            rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared
+            rnd, method.reply, model_request(loop.state), loop.state.shared, evaluating=True
         )
         found = method.draw_points(rnd, offer, "alpha", 5)
         centers = loop.state.shared.centers[loop.state.shared.region].numpy()

@@ -56,7 +56,7 @@ def test_a_circle_is_found():
 
 
 def test_the_picture_of_the_design_is_that_of_the_imports():
-    assert PICTURE.read_text("utf-8") == picture(), "python scripts/design.py draws it"
+    assert PICTURE.read_text("utf-8") == picture(), "run make docs"
 
 
 def test_no_two_modules_import_each_other_by_any_way():

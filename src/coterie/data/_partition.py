@@ -1,9 +1,8 @@
 """Assignment of samples to clients: disjoint draws from one pool, without rejection loops.
 
-A client's wish is turned into a number of samples per class, and those are taken from the shuffled
-samples of each class. No sample goes to two clients, and impossible wishes are reported before any
-draw. Only wishes that allow it (`reuse`) start again with a class's first samples when none are
-left.
+Each client's request becomes a number of samples per class, which are taken from the shuffled
+samples of that class. No sample goes to two clients, and impossible requests are reported before
+any draw. Only requests with `reuse` start again with a class's first samples when none are left.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class SampleRequest:
             proportion. None: every sample of the allowed classes is equally likely.
         counts: the exact number of each class, instead of a mixture.
         reuse: with `counts`: samples may go to several clients when a class runs out. The same for
-            all wishes.
+            all requests.
     """
 
     size: int
@@ -56,59 +55,53 @@ def allocate_samples(
         The rows of the pool that each client gets, ordered by class.
 
     Raises:
-        DataError: when the pool cannot satisfy all wishes; the message says which, and by how much.
+        DataError: when the pool cannot satisfy all requests; the message has the shortage.
     """
-    vectors = [len(v) for wish in requests for v in (wish.mixture, wish.counts) if v is not None]
-    named = [max(wish.labels) + 1 for wish in requests if wish.labels]
-    present = np.bincount(labels, minlength=max([1, *vectors, *named]))
+    classes = 1
+    for request in requests:
+        named = max(request.labels) + 1 if request.labels else 0
+        classes = max(classes, named, len(request.mixture or ()), len(request.counts or ()))
+    present = np.bincount(labels, minlength=classes)
     check_room(requests, present)
     counts = draw_class_counts(requests, present, generator)
     shuffled = generator.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
-    places = [
-        [
-            start + np.arange(b - n, b) % max(size, 1)
-            for start, size, b, n in zip(first, present, *own, strict=True)
-        ]
-        for own in zip(stops, counts, strict=True)
-    ]
-    return [by_class[np.concatenate(own)] for own in places]
+    parts = []
+    for stop, count in zip(stops, counts, strict=True):
+        places = []
+        for start, size, end, number in zip(first, present, stop, count, strict=True):
+            # The remainder wraps around only where requests reuse samples.
+            places.append(start + np.arange(end - number, end) % max(size, 1))
+        parts.append(by_class[np.concatenate(places)])
+    return parts
 
 
 def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " classes"]) -> None:
-    """Check that a pool with the given number of samples of each class can satisfy all wishes.
+    """Check that a pool with the given number of samples of each class can satisfy all requests.
 
     Raises:
         DataError: with the first shortage found.
     """
-    if any(wish.reuse for wish in requests):
-        empty = [
-            k
-            for k, n in enumerate(present)
-            if not n and any((wish.counts or present)[k] for wish in requests)
-        ]
-        if empty:
-            raise DataError(f"class {empty[0]}: samples are asked for; the pool has none of it")
+    if any(request.reuse for request in requests):
+        for label in np.flatnonzero(present == 0):
+            if any((request.counts or present)[label] for request in requests):
+                raise DataError(f"class {label}: samples are asked for; the pool has none of it")
         return
-    total, pool = sum(wish.size for wish in requests), int(present.sum())
+    total, pool = sum(request.size for request in requests), int(present.sum())
     if total > pool:
-        sizes = {wish.size for wish in requests}
-        asked = (
-            f"x {sizes.pop()} samples = {total:,}"
-            if len(sizes) == 1
-            else f"ask for {total:,} samples"
-        )
+        sizes = {request.size for request in requests}
+        asked = f"ask for {total:,} samples"
+        if len(sizes) == 1:
+            asked = f"x {sizes.pop()} samples = {total:,}"
         raise DataError(
-            f"{len(requests)} client{'s' * (len(requests) != 1)} {asked}; the pool has {pool:,}: {LOWER}"
+            f"{len(requests)} client{'s' * (len(requests) != 1)} {asked}; the pool has {pool:,}: "
+            f"{LOWER}"
         )
-    excess = (
-        sum(
-            (np.array(wish.counts) for wish in requests if wish.counts is not None),
-            np.zeros_like(present),
-        )
-        - present
-    )
+    excess = -present
+    for request in requests:
+        if request.counts is not None:
+            excess = excess + np.array(request.counts)
     if (excess > 0).any():
         worst = int(excess.argmax())
         asked = f"{excess[worst] + present[worst]:,} samples are asked for"
@@ -118,7 +111,8 @@ def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " cla
         if demand > room:
             names = ", ".join(map(str, group))
             raise DataError(
-                f"labels {names}: {demand:,} samples are asked for; the pool has {room:,} of them: {LOWER}"
+                f"labels {names}: {demand:,} samples are asked for; the pool has {room:,} of them: "
+                f"{LOWER}"
             )
 
 
@@ -138,16 +132,18 @@ def draw_class_counts(
         DataError: when overlapping label groups cannot all be satisfied.
     """
     fixed = np.zeros((len(requests), len(present)), dtype=np.int64)
-    for row, wish in enumerate(requests):
-        if wish.counts is not None:
-            fixed[row] = wish.counts
+    for row, request in enumerate(requests):
+        if request.counts is not None:
+            fixed[row] = request.counts
     mixed = [
         row
         for row in generator.permutation(len(requests)).tolist()
         if requests[row].mixture is not None
     ]
     plain = [
-        row for row, wish in enumerate(requests) if wish.mixture is None and wish.counts is None
+        row
+        for row, request in enumerate(requests)
+        if request.mixture is None and request.counts is None
     ]
     plain.sort(key=lambda row: len(_label_group(requests[row], present)))
     counts, left = fixed.copy(), present - fixed.sum(0)
@@ -165,12 +161,13 @@ def draw_class_counts(
 def _draw_counts(
     request: SampleRequest, room: Int[np.ndarray, " classes"], generator: np.random.Generator
 ) -> Int[np.ndarray, " classes"]:
-    """Draw a client's class counts, never more than there is room for."""
+    """Draw a client's class counts, at most the samples that are left of each class."""
     drawn = np.zeros_like(room)
     mixture = np.zeros(len(room))
     if request.mixture is not None:
         mixture[: len(request.mixture)] = request.mixture
-    for _ in range(len(room)):  # each pass but the last uses up at least one class
+    # Each pass but the last uses up at least one class, so this many passes suffice.
+    for _ in range(len(room)):
         open_share = np.where(room > drawn, mixture, 0.0)
         missing = request.size - int(drawn.sum())
         if missing == 0 or open_share.sum() <= 0:
@@ -202,8 +199,8 @@ def _count_by_flow(
     flow = maximum_flow(csr_array(graph), source, sink)
     if flow.flow_value < sum(demand.values()):
         raise DataError(
-            f"overlapping label groups ask for {sum(demand.values()):,} samples; only {flow.flow_value:,} can be "
-            f"served without using one twice: {LOWER}"
+            f"overlapping label groups ask for {sum(demand.values()):,} samples; only "
+            f"{flow.flow_value:,} can be served without using one twice: {LOWER}"
         )
     passed = flow.flow.toarray()
     counts = np.zeros((len(requests), len(left)), dtype=np.int64)
@@ -230,22 +227,24 @@ def _restrict_to_labels(
 
 
 def _sum_group_sizes(requests: Sequence[SampleRequest]) -> dict[tuple[int, ...], int]:
-    """The number of samples wanted from each set of labels."""
+    """Sum the requested samples of each set of labels."""
     demand: dict[tuple[int, ...], int] = {}
-    for wish in requests:
-        if wish.labels is not None:
-            group = tuple(sorted(set(wish.labels)))
-            demand[group] = demand.get(group, 0) + wish.size
+    for request in requests:
+        if request.labels is not None:
+            group = tuple(sorted(set(request.labels)))
+            demand[group] = demand.get(group, 0) + request.size
     return demand
 
 
 def apportion_total(
     total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0
 ) -> Int[np.ndarray, " parts"]:
-    """Divide a number by weights after giving each part a minimum (largest remainders, ties to the first).
+    """Divide a number by weights after giving each part a minimum.
+
+    Parts are rounded by largest remainders; the first of equal remainders wins.
 
     Example:
-        >>> share(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
+        >>> apportion_total(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
         [6, 2, 2]
 
     Raises:

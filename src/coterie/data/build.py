@@ -1,15 +1,15 @@
-"""From a description of the data to a federation: `DataConfig` and `build_federation`, and one's own data.
+"""Build a federation from a description of its data: `DataConfig`, `Split` and `build_federation`.
 
-A plan says what each client is to receive (`plan`, `build_shifts`), the pool is cut (`partition`), and
-the samples of every client are laid out once, transformed (`assemble_federation`). What a run draws comes from
-its seed.
+A plan says what each client is to receive (`plan`, `shifts`), the pool is divided (`_partition`),
+and the samples of every client are transformed and laid out (`assemble_federation`). All random
+draws come from the run's seed.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +30,11 @@ from coterie.errors import ConfigError, DataError, require
 from coterie.rng import EVERYONE, Rng
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
+T = TypeVar("T")
 Normalize = Literal["half", "standard", "none"]
 
 NUM_CLIENTS = 20
-"""How many clients there are when neither the settings nor natural groups say it."""
+"""The number of clients when neither settings nor natural groups determine it."""
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,25 @@ class DataConfig(Configurable):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Read the shifts; samples for validation and one's own tests are counted where those for training are."""
+        """Parse the shifts; numbers of validation and test samples need a number for training."""
         kept = (shift_to_table(one, f"shift[{i}]") for i, one in enumerate(self.shift))
         object.__setattr__(self, "shift", tuple(kept))
         if self.validation is not None and self.train is None:
             raise ConfigError(
-                f"validation is {self.validation} but train is not given; give both, or validation_fraction"
+                f"validation is {self.validation} but train is not given; give both, or "
+                "validation_fraction"
             )
         if self.test_samples is not None and self.train is None and self._holds_out_tests:
             raise ConfigError(
-                f"test_samples is {self.test_samples} but train is not given; give both, or test_fraction"
+                f"test_samples is {self.test_samples} but train is not given; give both, or "
+                "test_fraction"
             )
         if self.folds is not None:
             for name in ("train", "test_samples", "fixed_seed"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
-                        f"folds is {self.folds} and {name} is {getattr(self, name)}; leave out {name}: all samples are "
+                        f"folds is {self.folds} and {name} is {getattr(self, name)}; leave out "
+                        f"{name}: all samples are "
                         "used, and a run's seed says which are tested"
                     )
             require(
@@ -119,18 +123,18 @@ class DataConfig(Configurable):
 
     @property
     def _holds_out_tests(self) -> bool:
-        """Whether clients hold samples of their own out for testing."""
+        """Whether clients hold out some of their own samples for testing."""
         return self.folds is not None or (self.test == "client" and self.test_source == "train")
 
     def data_seed_and_fold(self, seed: int) -> tuple[int, int]:
-        """Return the seed that the data are drawn from in a run, and the fold that it tests; 0 without folds.
+        """Return the seed of a run's data, and the fold that it tests (0 without folds).
 
         Args:
             seed: the run's.
 
         Example:
-            >>> DataConfig("digits", folds=5).drawn_from(7), DataConfig("digits").drawn_from(7)
-            ((1, 2), (7, 0))
+            >>> DataConfig("digits", folds=5).data_seed_and_fold(7)
+            (1, 2)
         """
         if self.folds is not None:
             return divmod(seed, self.folds)
@@ -142,7 +146,7 @@ class DataConfig(Configurable):
         return (self.dataset,) if isinstance(self.dataset, str) else tuple(self.dataset)
 
     def build_shifts(self) -> tuple[Shift, ...]:
-        """Return the shifts, those that choose a client's pool first."""
+        """Build the shifts; the ones that choose a client's pool come first."""
         shifts = [
             parse_shift(table, f"shift[{i}]")
             for i, table in enumerate(self.shift)
@@ -154,7 +158,7 @@ class DataConfig(Configurable):
         return tuple(sorted(shifts, key=lambda shift: not shift.chooses_pool))
 
     def split_shares(self) -> tuple[int | None, tuple[float, float, float]]:
-        """Return how many samples a client has in all (None: what there is), and the part of each split."""
+        """Return a client's number of samples (None: all there are), and each split's share."""
         if self.train is None:
             held_out = self.test_fraction if self.folds is None else 1 / self.folds
             test = held_out if self._holds_out_tests else 0.0
@@ -163,17 +167,50 @@ class DataConfig(Configurable):
                 (1 - test) * self.validation_fraction,
                 test,
             )
-        kept = 1 - self.validation_fraction
-        validation = (
-            self.validation
-            if self.validation is not None
-            else round(self.train * self.validation_fraction / kept)
-        )
+        validation = self.validation
+        if validation is None:
+            kept = 1 - self.validation_fraction
+            validation = round(self.train * self.validation_fraction / kept)
         rest = self.train + validation
-        wanted = self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))
-        test = wanted if self._holds_out_tests else 0
+        test = 0
+        if self._holds_out_tests:
+            kept = 1 - self.test_fraction
+            test = self.test_samples or round(rest * self.test_fraction / kept)
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
+
+
+@dataclass(frozen=True)
+class Split(Configurable):
+    """How the `from_` functions divide samples; the fields mean the same as in `[data]`.
+
+    Args:
+        shift: distribution shifts to add: tables with `kind` and the fields of that kind, or
+            `Shift` objects, applied in order.
+        train: training samples of each client; all by default.
+        validation: validation samples of each client; needs `train`.
+        validation_fraction: share of the samples that are not for testing, when `validation` is not
+            given.
+        test_samples: test samples of each client, which needs `train`; of a given test set, the
+            largest number that is used.
+        test_fraction: share of a client's samples held out for testing, when `test_samples` is not
+            given and there is no test set.
+        folds: cut each client's samples into so many folds; `seed` chooses the one to test on.
+        seed: seed of the division among clients and of the splits of each client.
+
+    Example:
+        >>> Split(train=40, validation=10).test_fraction
+        0.2
+    """
+
+    shift: Sequence[Mapping[str, Any] | Shift] = ()
+    train: PositiveInt | None = None
+    validation: NonNegativeInt | None = None
+    validation_fraction: Fraction = 0.2
+    test_samples: PositiveInt | None = None
+    test_fraction: Fraction = 0.2
+    folds: Annotated[int, Ge(2)] | None = None
+    seed: NonNegativeInt = 0
 
 
 def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = None) -> Federation:
@@ -215,14 +252,15 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
 
 
 def _use_unchanged(made: Federation, data: DataConfig) -> Federation:
-    """A federation that a function returned; nothing in the settings would change it."""
+    """Check a federation that a function returned, which settings of `[data]` do not change."""
     plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
     changed = [
         f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)
     ]
     if changed:
         raise ConfigError(
-            f"data.{changed[0]} is set, but {data.dataset_names[0]!r} returned a federation, which is used as it is; return a "
+            f"data.{changed[0]} is set, but {data.dataset_names[0]!r} returned a federation, which "
+            "is used as it is; return a "
             f"coterie.Source to have it divided here, or leave out {changed[0]}"
         )
     return made.validate()
@@ -251,7 +289,8 @@ def build_from_sources(
             first.classes
         ):
             raise DataError(
-                f"{first.name} has {first.input_description}, {other.name} has {other.input_description}; several datasets must be alike"
+                f"{first.name} has {first.input_description}, {other.name} has "
+                f"{other.input_description}; several datasets must be alike"
             )
     for other in sources[1:]:
         if (
@@ -263,7 +302,8 @@ def build_from_sources(
             )
     if data.folds is not None and data.test == "cluster" and len(first.test):
         raise ConfigError(
-            f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' leaves that unused"
+            f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' "
+            "leaves that unused"
         )
     if data.folds is not None or (
         data.test == "cluster" and not any(len(source.test) for source in sources)
@@ -272,9 +312,16 @@ def build_from_sources(
     clients = _plan_clients(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
     return assemble_federation(
-        clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction,
-        fold=None if data.folds is None else (fold, data.folds), ids=ids,
-    )  # fmt: skip
+        clients,
+        sources,
+        rng,
+        data.normalize,
+        own_tests,
+        data.test_samples,
+        data.test_fraction,
+        fold=None if data.folds is None else (fold, data.folds),
+        ids=ids,
+    )
 
 
 def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
@@ -309,7 +356,7 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
 
 
 def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
-    """Give clients without a size an even share of their dataset; all get the same."""
+    """Give clients without a size an even share of their dataset, the same for all."""
     if all(client.samples is not None for client in clients):
         return clients
     users = np.bincount([client.recipe.source for client in clients], minlength=len(sources))
@@ -368,9 +415,11 @@ def assemble_federation(
         cuts = [client.split_sizes() for client in clients]
     else:
         drawn, cuts = _arrange_folds(clients, sources, drawn, *fold)
-    fitted = _fit_preparations(
-        clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)]
-    )
+    training, kept = [], []
+    for own, (train, validation, _) in zip(drawn, cuts, strict=True):
+        training.append(own[:train])
+        kept.append(own[: train + validation])
+    fitted = _fit_preparations(clients, sources, training)
     maker = _TestSetMaker(clients, sources, form, rng, fitted)
     if own_tests is None:
         tests, test_of = maker.make_shared(test_samples)
@@ -378,16 +427,11 @@ def assemble_federation(
         tests, test_of = maker.make_held_out(drawn, cuts)
     else:
         tests, test_of = maker.make_matching(drawn, test_samples, test_fraction)
-    kept = [
-        own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)
-    ]
     width, first = max(map(len, kept)), sources[0].train
     x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
-    split, origin = (
-        torch.full((len(clients), width), PADDING),
-        torch.full((len(clients), width), -1),
-    )
+    split = torch.full((len(clients), width), PADDING)
+    origin = torch.full((len(clients), width), -1)
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
@@ -400,6 +444,8 @@ def assemble_federation(
         split[row, :train] = TRAIN
         origin[row, : len(own)] = torch.from_numpy(own + starts[client.recipe.source])
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
+    mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
+    noise = torch.tensor([client.noise_per_access for client in clients], dtype=torch.float64)
     return Federation(
         x=x,
         y=y,
@@ -409,29 +455,30 @@ def assemble_federation(
         ids=torch.arange(len(clients)),
         population=len(clients),
         classes=max(classes),
-        mean=form.constants[0][0] if form.dtype == torch.uint8 else (),
-        std=form.constants[0][1] if form.dtype == torch.uint8 else (),
+        mean=mean,
+        std=std,
         origin=origin,
         truth=_build_truth(clients, form),
         name=" + ".join(source.name for source in sources),
         class_names=_join_class_names(clients, sources),
-        noise=torch.tensor([c.noise_per_access for c in clients], dtype=torch.float64)
-        if any(c.noise_per_access for c in clients)
-        else None,
+        noise=noise if noise.any() else None,
         client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
-        feature_names=sources[0].feature_names
-        if len({source.feature_names for source in sources}) == 1
-        else (),
+        feature_names=_shared_value([source.feature_names for source in sources]),
         parts=sources[0].parts,
         fitted=tuple(fitted),
-        table=sources[0].table if len({source.table for source in sources}) == 1 else (),
+        table=_shared_value([source.table for source in sources]),
     ).validate()
+
+
+def _shared_value(values: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
+    """Return the value that all datasets have; empty where they differ."""
+    return values[0] if len(set(values)) == 1 else ()
 
 
 def _fit_preparations(
     clients: Clients, sources: Sequence[Source], train: Sequence[Rows]
 ) -> list[FittedPreparation]:
-    """What each client does to its inputs, from its training rows; nothing where the sources ask for nothing."""
+    """Fit each client's preparation on its training rows; empty where sources have none."""
     preparation = sources[0].preparation
     if preparation is None:
         return []
@@ -444,8 +491,8 @@ def _fit_preparations(
         first = without[0]
         who = repr(clients[first].name) if clients[first].name else str(first)
         warnings.warn(
-            f"{len(without)} of {len(clients)} clients have columns without any value in their training rows (first: "
-            f"client {who}, column {found[first].empty[0]!r}); what is empty there becomes 0",
+            f"{len(without)} of {len(clients)} clients have columns without any value in their "
+            f"training rows (first: client {who}, column {found[first].empty[0]!r}); what is empty there becomes 0",
             stacklevel=2,
         )
     return found
@@ -455,11 +502,11 @@ def _draw_rows(
     clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]
 ) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
-    wishes = [
+    requests = [
         SampleRequest(c.num_samples, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients
     ]
     drawn = _allocate_pools(
-        clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids
+        clients, requests, [source.train for source in sources], "data.pool", sources, rng, ids
     )
     return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
 
@@ -467,10 +514,10 @@ def _draw_rows(
 def _arrange_folds(
     clients: Clients, sources: Sequence[Source], drawn: Sequence[Rows], number: int, folds: int
 ) -> tuple[list[Rows], list[Cut]]:
-    """Put the samples of one fold last, those for validation before them, and say how many there are of each.
+    """Order each client's samples as training, validation, tested fold; return the sizes too.
 
     Samples are dealt to the folds class by class, so that folds differ by one sample at most in
-    each class and in all.
+    each class and in total.
 
     Raises:
         DataError: when a client has fewer samples than folds.
@@ -480,7 +527,8 @@ def _arrange_folds(
         who = f"client {client.name!r}" if client.name else f"client {row}"
         if len(own) < folds:
             raise DataError(
-                f"{who} has {len(own)} samples; expected {folds} at least, one for each of the folds"
+                f"{who} has {len(own)} samples; expected {folds} at least, one for each of the "
+                "folds"
             )
         source = sources[client.recipe.source]
         if source.classes:
@@ -491,7 +539,8 @@ def _arrange_folds(
         validation = max(1, round(len(rest) * share / (kept + share))) if share else 0
         if validation >= len(rest):
             raise DataError(
-                f"{who} has {len(own)} samples, which leaves none for training: lower validation_fraction"
+                f"{who} has {len(own)} samples, which leaves none for training: lower "
+                "validation_fraction"
             )
         chosen = ((np.arange(validation) + 0.5) * len(rest) / max(1, validation)).astype(np.int64)
         arranged.append(np.concatenate([np.delete(rest, chosen), rest[chosen], test]))
@@ -508,7 +557,7 @@ def _allocate_pools(
     rng: Rng,
     ids: Sequence[int],
 ) -> list[Rows]:
-    """Cut every pool (a dataset, or one natural group of it) between the clients that draw from it."""
+    """Divide every pool (a dataset, or a natural group of it) between its clients."""
     users: dict[tuple[int, tuple[str, int] | None], list[int]] = {}
     for row, client in enumerate(clients):
         users.setdefault((client.recipe.source, client.group), []).append(row)
@@ -547,9 +596,10 @@ class SampleLayout:
     def choose_layout(
         sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]
     ) -> "SampleLayout":
-        """Choose the layout: float16, normalized, where noise is fixed in images or they do not share constants.
+        """Choose the layout: the type of the datasets, or float16 for images normalized here.
 
-        Otherwise the datasets' own.
+        Images are normalized here where their noise is fixed, or where datasets have different
+        constants.
         """
         x = sources[0].train.x
         if isinstance(normalize, str):
@@ -561,7 +611,8 @@ class SampleLayout:
             ]
         else:
             raise ConfigError(
-                f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for each, or one word "
+                f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for "
+                "each, or one word "
                 "for all"
             )
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
@@ -625,7 +676,8 @@ def _apply_transform(
             else f"{found!r:.60}"
         )
         raise DataError(
-            f"the transform {transform!r} returned {said}; expected {x.dtype} of shape {tuple(x.shape)}"
+            f"the transform {transform!r} returned {said}; expected {x.dtype} of shape "
+            f"{tuple(x.shape)}"
         )
     return found
 
@@ -641,7 +693,7 @@ class _TestSetMaker:
     fitted: Sequence[FittedPreparation]
 
     def make_shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
-        """One test set for each kind of client, transformed and restricted like its data; stored once.
+        """Make one test set for each kind of client, transformed and restricted like its data.
 
         Where clients fill and scale inputs by their own rows, the test set of one is not that of
         another.
@@ -678,7 +730,7 @@ class _TestSetMaker:
     def make_held_out(
         self, drawn: Sequence[Rows], cuts: Sequence[Cut]
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
-        """The last part of each client's own samples."""
+        """Make each client's test set of the last part of its own samples."""
         sets = []
         for row, (client, own, (train, validation, test)) in enumerate(
             zip(self.clients, drawn, cuts, strict=True)
@@ -698,8 +750,8 @@ class _TestSetMaker:
     def make_matching(
         self, drawn: Sequence[Rows], size: int | None, fraction: float | int
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
-        """For each client, samples of the test set in the class shares of its own; no sample serves two clients."""
-        wishes = []
+        """Divide the test set between clients, in each client's own class shares."""
+        requests = []
         for client, own in zip(self.clients, drawn, strict=True):
             source = self.sources[client.recipe.source]
             mixture = None
@@ -709,13 +761,13 @@ class _TestSetMaker:
                 )
                 mixture = tuple(shares.tolist())
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
-            wishes.append(SampleRequest(wanted, client.recipe.labels, mixture))
+            requests.append(SampleRequest(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
         whole = tuple(
             replace(client, group=None) if client.rows else client for client in self.clients
         )
         parts = _allocate_pools(
-            whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
+            whole, requests, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
         )
         sets = [
             self._make_test_set(
@@ -726,7 +778,7 @@ class _TestSetMaker:
         return tuple(sets), torch.arange(len(sets))
 
     def _select_rows(self, recipe: SampleRecipe, limit: int | None) -> Rows:
-        """The rows of a test set that fit a recipe, in their own order."""
+        """Return the rows of a test set that fit a recipe, in ascending order."""
         test = self.sources[recipe.source].test
         keep = np.ones(len(test), dtype=bool)
         if recipe.labels is not None:
@@ -766,7 +818,7 @@ def _take_in_shares(
 
 
 def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
-    """What was planted; None for natural groups whose clusters are not known."""
+    """Return the planted truth; None for natural groups whose clusters are not known."""
     if any(client.group is not None and not client.planted for client in clients):
         return None
     keys = sorted({client.cluster_places for client in clients})
@@ -786,11 +838,12 @@ def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
 
 
 def _join_class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
-    """The names of the classes, those of several datasets one after another; empty when they are not known."""
+    """Return the class names, of several datasets one after another; empty when unknown."""
     if all(client.recipe.offset == 0 for client in clients):
-        return (
-            sources[0].class_names if len({source.class_names for source in sources}) == 1 else ()
-        )
-    names = [source.class_names for source in sources]
-    known = all(len(own) == source.classes for own, source in zip(names, sources, strict=True))
-    return tuple(name for own in names for name in own) if known else ()
+        return _shared_value([source.class_names for source in sources])
+    names: list[str] = []
+    for source in sources:
+        if len(source.class_names) != source.classes:
+            return ()
+        names += source.class_names
+    return tuple(names)

@@ -1,4 +1,4 @@
-"""Datasets by name, each as a `Source`: bundled ones, those on disk, those of the Hugging Face Hub, and your own."""
+"""Load datasets by name, each as a `Source`: bundled, on disk, of the Hub, or custom."""
 
 import inspect
 import os
@@ -35,9 +35,17 @@ HUB_NAMES = {
 """Names on the Hugging Face Hub of the datasets that have a short name here."""
 
 GATHERED = {
-    "emnist": "EMNIST, split balanced: 47 classes, 112,800 training and 18,800 test images, a column `label`",
-    "tiny_imagenet": "TinyImageNet: 200 classes, 100,000 training and 10,000 test images of 64x64, a column `label`",
-    "landmarks-user-160k": "Landmarks-User-160K of Google Landmarks: columns `label` and `user_id` (the photographer)",
+    "emnist": (
+        "EMNIST, split balanced: 47 classes, 112,800 training and 18,800 test images, a column "
+        "`label`"
+    ),
+    "tiny_imagenet": (
+        "TinyImageNet: 200 classes, 100,000 training and 10,000 test images of 64x64, a column "
+        "`label`"
+    ),
+    "landmarks-user-160k": (
+        "Landmarks-User-160K of Google Landmarks: columns `label` and `user_id` (the photographer)"
+    ),
     "inaturalist-user-120k": "iNaturalist-User-120K: columns `label` and `user_id` (the observer)",
 }
 """Datasets of built-in studies that users must provide, with descriptions."""
@@ -76,10 +84,10 @@ def make_synthetic_regression(
     low: float | int = -10.0,
     high: float | int = 10.0,
 ) -> Source:
-    r"""Return a linear regression problem, $y = \langle x, \theta \rangle + e$, drawn from the run's seed.
+    r"""Draw a linear regression problem, $y = \langle x, \theta \rangle + e$.
 
-    The inputs and the coefficients are uniform in [`low`, `high`]. The shift "regression-targets"
-    plants clusters with different coefficients.
+    It is drawn from the run's seed.     The inputs and the coefficients are uniform in [`low`,
+    `high`]. The shift "regression-targets" plants clusters with different coefficients.
 
     Args:
         rng: the run's streams.
@@ -190,7 +198,7 @@ def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> S
 
 
 def convert_returned_data(made: Any, path: str) -> Source | Federation:
-    """Return what a function of a user made, as data: a pair of inputs and targets becomes a source.
+    """Convert what a user-defined function returned: a pair (x, y) becomes a source.
 
     Raises:
         DataError: when it is nothing of the kind.
@@ -201,7 +209,8 @@ def convert_returned_data(made: Any, path: str) -> Source | Federation:
         return made.validate()
     if not (isinstance(made, tuple) and len(made) == 2):
         raise DataError(
-            f"{path!r} returned {type(made).__name__}; expected a coterie.Source, a federation, a pair (x, y), or two "
+            f"{path!r} returned {type(made).__name__}; expected a coterie.Source, a federation, a "
+            "pair (x, y), or two "
             "such pairs for training and testing"
         )
     pairs = all(isinstance(one, tuple) and len(one) == 2 for one in made)
@@ -216,7 +225,7 @@ def load_table_or_folder(
 
     Args:
         name: "table" or "folder".
-        options: the path, and what `from_table` or `from_folder` takes beside it.
+        options: the path, and the other arguments of `from_table` or `from_folder`.
         root: the folder where the path is looked for when it is not found from here.
         shared: whether other machines read data of their own: classes and categories must then be
             given.
@@ -233,7 +242,8 @@ def load_table_or_folder(
     paths = {key: options.pop(key) for key in keys if key in options}
     if "path" not in paths:
         raise ConfigError(
-            f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"'
+            f"data.options: path is missing; expected that of the {name}, such as path = "
+            '"data/mine"'
         )
     found = {key: _resolve_path(value, root, f"data.options.{key}") for key, value in paths.items()}
     title = found["path"].stem if name == "table" else found["path"].name
@@ -249,14 +259,15 @@ def load_table_or_folder(
 
 
 def _resolve_path(path: object, root: str | Path | None, where: str) -> Path:
-    """A path as it stands, or from the folder of datasets."""
+    """Return a path as given, or relative to the folder of datasets."""
     require(isinstance(path, str | Path), where, path, "a path, as text")
     given = Path(str(path)).expanduser()
     other = None if root is None else Path(root).expanduser() / given
     if not given.exists() and (other is None or not other.exists()):
-        beside = "" if root is None else f", and not in {root}"
+        other_place = "" if root is None else f", and not in {root}"
         raise DataError(
-            f"{where}: there is no {given} in {Path.cwd()}{beside}; give a path that leads to it from here"
+            f"{where}: there is no {given} in {Path.cwd()}{other_place}; give a path that leads "
+            "to it from here"
         )
     return given if given.exists() or other is None else other
 
@@ -265,25 +276,31 @@ def _missing_dataset_error(name: str, root: Path | None) -> ConfigError | DataEr
     """Explain why a dataset is not there."""
     if root is not None and not root.is_dir():
         return DataError(
-            f"the data folder {root} does not exist; give --data-dir or COTERIE_DATA the folder of the datasets"
+            f"the data folder {root} does not exist; give --data-dir or COTERIE_DATA the folder of "
+            "the datasets"
         )
     here = sorted(p.name for p in root.iterdir() if p.is_dir()) if root is not None else []
     if name in GATHERED:
         place = "a folder" if root is None else f"the folder {root}"
         return DataError(
-            f"dataset {name!r} is not here; get {GATHERED[name]}; put it as {name}/train-*.parquet and "
-            f"{name}/test-*.parquet, with a column `image`, into {place} and give that as --data-dir (or "
-            "COTERIE_DATA), or set data.dataset to OWNER/NAME of the Hugging Face Hub with data.download = true"
+            f"dataset {name!r} is not here; get {GATHERED[name]}; put it as {name}/train-*.parquet "
+            "and "
+            f"{name}/test-*.parquet, with a column `image`, into {place} and give that as "
+            "--data-dir (or "
+            "COTERIE_DATA), or set data.dataset to OWNER/NAME of the Hugging Face Hub with "
+            "data.download = true"
         )
     if name not in HUB_NAMES and "/" not in name and root is None:
         places = "or give --data-dir (or COTERIE_DATA) for a folder of yours"
         return ConfigError(f"{describe_unknown('dataset', name, [*BUNDLED, *HUB_NAMES])}; {places}")
     if name not in HUB_NAMES and "/" not in name:
         return ConfigError(
-            f"{describe_unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: {root})"
+            f"{describe_unknown('dataset', name, [*BUNDLED, *HUB_NAMES, *here])} (data folder: "
+            f"{root})"
         )
     where = f"{root} has no folder {name}" if root is not None else "there is no data folder"
     return DataError(
-        f"dataset {name!r} is not here: {where}; give --data-dir (or COTERIE_DATA) the folder that holds "
+        f"dataset {name!r} is not here: {where}; give --data-dir (or COTERIE_DATA) the folder that "
+        "holds "
         f"{name}/train-*.parquet, or {extras.install_command('hub')} and set data.download = true"
     )

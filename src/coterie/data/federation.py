@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -28,6 +28,7 @@ from coterie.errors import DataError
 PADDING, TRAIN, VALIDATION = -1, 0, 1
 SPLITS = {"train": TRAIN, "validation": VALIDATION}
 _PIECE = 1 << 20  # bytes
+T = TypeVar("T")
 
 
 def parse_parts(stored: Sequence[Sequence[Any]]) -> tuple[InputPart, ...]:
@@ -53,6 +54,11 @@ def compute_checksum(values: Shaped[Tensor, "..."]) -> bytes:
     )
 
 
+def _select(values: tuple[T, ...], rows: Int[Tensor, " chosen"]) -> tuple[T, ...]:
+    """Return the values of some rows; none where there are none."""
+    return tuple(values[row] for row in rows.tolist()) if values else ()
+
+
 @dataclass(frozen=True)
 class Truth:
     """The planted clusters, for Oracle, metrics and reports only; hosted clients do not see them.
@@ -76,7 +82,7 @@ class TestSet:
         x: the inputs, in the same form as the federation's.
         y: the targets.
         name: its content, such as "rotation 90".
-        noise: standard deviation of the noise on prepared inputs, drawn anew at every access.
+        noise: standard deviation of the noise on prepared inputs, drawn again at every access.
     """
 
     x: Shaped[Tensor, "samples *features"]
@@ -109,8 +115,8 @@ class Federation(Described):
         truth: the planted clusters; None when unknown or hidden.
         name: a short description.
         class_names: a name per class, when known.
-        noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every
-            access; None for no noise.
+        noise: standard deviation of the noise on each client's prepared inputs, drawn again at
+            every access; None for no noise.
         client_names: a name for each row, such as that of a hospital; empty where clients are
             numbers.
         feature_names: a name for each entry of an input, when known.
@@ -146,7 +152,7 @@ class Federation(Described):
         return len(self.ids)
 
     def client_name(self, row: int) -> str:
-        """Return how people call the client of a row: by its name, else "client 7"."""
+        """Return the name of the client of a row, or "client 7" if it has none."""
         return format_client(self.names_by_id, int(self.ids[row]))
 
     @property
@@ -159,15 +165,16 @@ class Federation(Described):
         )
 
     def facts(self) -> tuple[str, dict[str, Any]]:
-        """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
-        hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
+        """Return a title and the main facts, which `print` and notebooks show."""
+        clients = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
+        if self.names_by_id:
+            clients = f"{clients} ({format_clients(self.names_by_id, self.ids.tolist())})"
         samples = [
             f"{split} {format_range(self.count_samples(split).tolist())}" for split in SPLITS
         ]
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
-        inputs = (
-            f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
-        )
+        shape = " x ".join(map(str, self.features))
+        inputs = f"{shape} of {str(self.x.dtype).removeprefix('torch.')}"
         numbers = "numbers (regression)" if self.y.is_floating_point() else "whole numbers"
         what = f"{self.classes} classes" if self.classes else f"{self.outputs} {numbers}"
         clusters = "unknown"
@@ -177,9 +184,7 @@ class Federation(Described):
                 f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True)
             )
         return f"Federation {self.name!r}", {
-            "clients": f"{hosted} ({format_clients(self.names_by_id, self.ids.tolist())})"
-            if self.names_by_id
-            else hosted,
+            "clients": clients,
             "samples of a client": ", ".join([*samples, f"test {format_range(tests)}"]),
             "inputs": describe_parts(self.parts) if self.parts else inputs,
             "targets": what,
@@ -199,13 +204,8 @@ class Federation(Described):
     @property
     def nbytes(self) -> int:
         """Bytes of all inputs and targets, including the test sets."""
-        tensors = [
-            self.x,
-            self.y,
-            self.split,
-            *(t for test in self.tests for t in (test.x, test.y)),
-        ]
-        return sum(t.nbytes for t in tensors)
+        clients = self.x.nbytes + self.y.nbytes + self.split.nbytes
+        return clients + sum(test.x.nbytes + test.y.nbytes for test in self.tests)
 
     def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return the number of samples of each client in a split ("train" or "validation")."""
@@ -239,15 +239,13 @@ class Federation(Described):
             ids=self.ids[rows],
             origin=None if self.origin is None else self.origin[rows],
             noise=None if self.noise is None else self.noise[rows],
-            client_names=tuple(self.client_names[row] for row in rows.tolist())
-            if self.client_names
-            else (),
-            fitted=tuple(self.fitted[row] for row in rows.tolist()) if self.fitted else (),
+            client_names=_select(self.client_names, rows),
+            fitted=_select(self.fitted, rows),
             truth=None,
         )
 
     def select_clients(self, rows: Int[Tensor, " chosen"]) -> "Federation":
-        """Return some clients as a federation of their own: numbered from 0 in this order, with their test sets alone.
+        """Return some clients as a federation: numbered from 0 in this order, with their test sets.
 
         Args:
             rows: of the clients; not all of them need to be there.
@@ -271,15 +269,14 @@ class Federation(Described):
         )
 
     def pool_clients(self) -> "Federation":
-        """Return the samples of all clients as those of one, without test sets; in the order of the clients.
+        """Return a federation of one client with the samples of all, in order, without test sets.
 
         Raises:
-            DataError: when inputs have noise that is drawn anew at every access, which is of a
-                client.
+            DataError: when inputs have noise that each client draws at every access.
         """
         if self.noise is not None:
             raise DataError(
-                "the inputs have noise that each client draws anew; such data are not pooled"
+                "the inputs have noise that each client draws again; such data are not pooled"
             )
         used = self.split >= 0
         return replace(
@@ -297,14 +294,16 @@ class Federation(Described):
         )
 
     def compute_fingerprint(self) -> str:
-        """Hash all that results depend on: every client's samples and splits, the test sets, and what was done to them.
+        """Hash all data that results depend on: samples, splits, test sets and their shifts.
 
         A gigabyte takes about a second.
         """
         digest = hashlib.blake2b(digest_size=8)
         parts = [self.ids, self.split, self.x, self.y, self.test_of]
-        parts += [part for test in self.tests for part in (test.x, test.y)]
-        parts += [] if self.origin is None else [self.origin]
+        for test in self.tests:
+            parts += [test.x, test.y]
+        if self.origin is not None:
+            parts.append(self.origin)
         for part in parts:
             digest.update(json.dumps([list(part.shape), str(part.dtype)]).encode())
             digest.update(compute_checksum(part))
@@ -336,7 +335,8 @@ class Federation(Described):
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
-                f"the inputs of {self._describe_client(bad)} contain NaN or infinity; fill or drop them"
+                f"the inputs of {self._describe_client(bad)} contain NaN or infinity; fill or drop "
+                "them"
             )
         used = self.split >= 0
         if self.classes:
@@ -344,13 +344,16 @@ class Federation(Described):
             if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
                 bad = int((used & ((self.y < 0) | (self.y >= self.classes))).any(1).nonzero()[0])
                 raise DataError(
-                    f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {self.classes - 1}: "
-                    f"raise `classes` or map the labels (the first other one is of {self._describe_client(bad)})"
+                    f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to "
+                    f"{self.classes - 1}: "
+                    "raise `classes` or map the labels (the first other one is of "
+                    f"{self._describe_client(bad)})"
                 )
         elif not all_finite(self.y):
             bad = int((~torch.isfinite(self.y)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
-                f"the targets contain NaN or infinity (first of {self._describe_client(bad)}); drop those samples"
+                f"the targets contain NaN or infinity (first of {self._describe_client(bad)}); "
+                "drop those samples"
             )
         levels = [
             *([] if self.noise is None else self.noise.tolist()),
@@ -363,34 +366,38 @@ class Federation(Described):
         empty = (self.count_samples("train") == 0).nonzero().flatten().tolist()
         if empty:
             raise DataError(
-                f"{self._describe_client(empty[0])} has no training samples; give every client at least one, or leave it out"
+                f"{self._describe_client(empty[0])} has no training samples; give every client at "
+                "least one, or leave it out"
             )
         return self
 
     def _describe_client(self, row: int) -> str:
-        """How messages call the client of a row."""
+        """Return the client of a row as messages name it."""
         return f"client {self.client_names[row]!r}" if self.client_names else self.client_name(row)
 
     def _check_names(self) -> None:
-        """There is a name for all or for none; clients have names that can be told apart and written."""
+        """Check that all or none have names, and that names of clients are distinct text."""
         for names, many, what in (
             (self.client_names, len(self), "clients"),
             (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
         ):
             if len(names) not in (0, many):
                 raise DataError(
-                    f"there are {len(names)} names for {many} {what}; expected one for each, or none"
+                    f"there are {len(names)} names for {many} {what}; expected one for each, or "
+                    "none"
                 )
         names = self.client_names
         for name in names:
             if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
                 raise DataError(
-                    f"a client is called {name!r}; expected a text that is not empty and valid Unicode"
+                    f"a client is called {name!r}; expected a text that is not empty and valid "
+                    "Unicode"
                 )
         if len(set(names)) < len(names):
             twice = next(name for place, name in enumerate(names) if name in names[:place])
             raise DataError(
-                f"two clients are called {shorten_text(twice, 80)!r}; give every client a name of its own"
+                f"two clients are called {shorten_text(twice, 80)!r}; give every client a name of "
+                "its own"
             )
 
     def save(self, path: str | Path) -> None:

@@ -42,7 +42,7 @@ class FolderOptions(Configurable):
         transform: the import path of a function that makes the input from a picture,
             "package.module:name".
         size: height and width, or one number for both, to which pictures are resized.
-        class_names: all classes, in order; those that have a folder, sorted, when not given.
+        class_names: all classes, in order; when not given, the names of the folders, sorted.
         clusters: the known cluster of each client, by client.
     """
 
@@ -52,7 +52,7 @@ class FolderOptions(Configurable):
     clusters: Mapping[str, Any] | None = None
 
     def check(self) -> None:
-        """One of the two makes sizes equal."""
+        """Check that at most one of size and transform is given."""
         if self.size is not None and self.transform is not None:
             raise ConfigError("size and transform are both given; resize in the transform")
         if not isinstance(self.size, int | None) and len(self.size) != 2:
@@ -98,7 +98,8 @@ def load_image_folder(
     for client, label in places:
         if label.name not in classes:
             raise DataError(
-                f"client {client.name!r} has a folder {label.name!r}; expected one of the classes {', '.join(classes)}"
+                f"client {client.name!r} has a folder {label.name!r}; expected one of the classes "
+                f"{', '.join(classes)}"
             )
         for file in _list_pictures(label):
             inputs.append(_load_picture(file, transform, settings.size))
@@ -107,7 +108,8 @@ def load_image_folder(
     silent = [client.name for client in _list_folders(folder) if client.name not in owners]
     if silent:
         raise DataError(
-            f"client {silent[0]!r} has no pictures in folders of classes; expected {silent[0]}/CLASS/picture.png: "
+            f"client {silent[0]!r} has no pictures in folders of classes; expected "
+            f"{silent[0]}/CLASS/picture.png: "
             "sort its pictures into classes, or remove its folder"
         )
     return Source.from_arrays(
@@ -160,7 +162,7 @@ def _load_picture(
 
 
 def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
-    """All inputs as one tensor; gray pictures among colored ones get three equal channels."""
+    """Stack all inputs; gray pictures among colored ones get three equal channels."""
     tensors = [
         one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one))
         for one in inputs
@@ -170,7 +172,8 @@ def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor
     shapes = sorted({tuple(one.shape) for one in tensors})
     if len(shapes) > 1:
         raise DataError(
-            f"{folder} has pictures of {len(shapes)} sizes, such as {shapes[0]} and {shapes[1]}; make them equal with "
+            f"{folder} has pictures of {len(shapes)} sizes, such as {shapes[0]} and {shapes[1]}; "
+            "make them equal with "
             "size=64, or with transform="
         )
     return torch.stack(tensors)

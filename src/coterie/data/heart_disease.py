@@ -1,4 +1,4 @@
-"""Heart disease in four hospitals: 920 patients of 1988, bundled with the package, and FLamby's protocol on them.
+"""Heart disease in four hospitals: 920 bundled patients of 1988, and FLamby's protocol.
 
 Whether a coronary vessel is narrowed by more than half, from what is known of a patient. Cleveland
 (303 patients, 46 % ill), Hungary (Budapest, 294, 36 %), Switzerland (Zurich and Basel, 123, 93 %)
@@ -18,10 +18,10 @@ from coterie.data.tables import TableOptions, read_table
 from coterie.errors import require
 
 FILE = files("coterie.data") / "bundled/heart_disease.csv"
-"""The file as it came."""
+"""The file as published."""
 
 UNKNOWN = "unknown"
-"""The category of what was not recorded."""
+"""The category of values that were not recorded."""
 
 OPTIONS: dict[str, Any] = {
     "target": "disease",
@@ -40,16 +40,16 @@ OPTIONS: dict[str, Any] = {
     "indicate": ["trestbps", "chol", "fbs", "thalach", "exang", "oldpeak", "ca"],
     "scale": "standard",
 }
-"""What `from_table`, and [data.options] of a study or of a node, say of `load_table`: 32 entries of an input."""
+"""The options of `load_table`'s columns: 32 entries of an input."""
 
 
 def load_table() -> Any:
-    """Return the patients as a table of pandas, a row each, with what is learned as `disease`, "no" or "yes".
+    """Load the patients as a table of pandas, with the target `disease`, "no" or "yes".
 
     Where blood pressure or cholesterol is 0 it was not measured: the entry is empty.
 
     Example:
-        >>> table().groupby("hospital").size().to_dict()
+        >>> load_table().groupby("hospital").size().to_dict()
         {'cleveland': 303, 'hungary': 294, 'long-beach-va': 200, 'switzerland': 123}
     """
     rows = _load_rows()
@@ -70,13 +70,13 @@ def load_source() -> Source:
 
 
 def flamby(scale: str = "own") -> Federation:
-    """Return the federation of FLamby's Fed-Heart-Disease: 740 patients, 10 columns, a split that is always the same.
+    """Return FLamby's Fed-Heart-Disease: 740 patients, 10 columns, always the same split.
 
-    Columns slope, ca and thal are left out, and then every patient of whom something is not
-    recorded; a cholesterol of 0 counts as a value. Chest pain and electrocardiogram become entries
-    less the first category, which makes 13. Each hospital holds out 34 % for testing, in the shares
-    of ill and healthy where there are more than two of both, and standardizes by its own training
-    rows. There are no validation rows.
+    Columns slope, ca and thal are left out, and then every patient with a missing value; a
+    cholesterol of 0 counts as a value. Chest pain and electrocardiogram become entries less the
+    first category, which makes 13. Each hospital holds out 34 % for testing, in the shares of ill
+    and healthy where there are more than two of both, and standardizes by its own training rows.
+    There are no validation rows.
 
     Args:
         scale: "own", as FLamby's federated and local training; "together": training rows are
@@ -84,8 +84,8 @@ def flamby(scale: str = "own") -> Federation:
             its pooled training and the tests by hospital that it reports of it.
 
     References:
-        Ogier du Terrail et al., FLamby: datasets and benchmarks for cross-silo federated learning in realistic
-        healthcare settings, 2022, https://arxiv.org/abs/2210.04620
+        Ogier du Terrail et al., FLamby: datasets and benchmarks for cross-silo federated learning
+        in realistic healthcare settings, 2022, https://arxiv.org/abs/2210.04620
     """
     import pandas as pd
 
@@ -132,9 +132,19 @@ def flamby(scale: str = "own") -> Federation:
         x[row, : len(own_x)], y[row, : len(own_y)], split[row, : len(own_y)] = own_x, own_y, TRAIN
     ids = torch.arange(len(parts))
     return Federation(
-        x, y, split, tuple(test for *_, test in parts), ids, ids, len(parts), classes=2, name="flamby-heart-disease",
-        class_names=("no", "yes"), client_names=tuple(names), feature_names=tuple(entries),
-    ).validate()  # fmt: skip
+        x,
+        y,
+        split,
+        tuple(test for *_, test in parts),
+        ids,
+        ids,
+        len(parts),
+        classes=2,
+        name="flamby-heart-disease",
+        class_names=("no", "yes"),
+        client_names=tuple(names),
+        feature_names=tuple(entries),
+    ).validate()
 
 
 def _load_rows() -> Any:

@@ -2,7 +2,7 @@
 
 A folder holds `train-*.parquet` and `test-*.parquet` with an image column (`struct<bytes, path>`),
 integer columns, and the names of the classes in the schema's metadata. Images are decoded once and
-kept in the user's cache folder.
+stored in the cache folder.
 """
 
 import hashlib
@@ -101,7 +101,8 @@ def download_dataset(
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"dataset {name!r} would come from the Hub ({repository}), which needs: {extras.install_command('hub')}; "
+            f"dataset {name!r} would come from the Hub ({repository}), which needs: "
+            f"{extras.install_command('hub')}; "
             f"or give --data-dir the folder that holds {name}/train-*.parquet"
         ) from error
     splits = datasets.load_dataset(repository)
@@ -133,7 +134,8 @@ def _find_shards(folder: Path, split: str) -> list[Path]:
         _, dash, total = file.stem.partition("-of-")
         if dash and total.isdigit() and int(total) != len(files):
             raise DataError(
-                f"{file.parent} has {len(files)} of the {int(total)} files of the split {split!r}; fetch the others"
+                f"{file.parent} has {len(files)} of the {int(total)} files of the split {split!r}; "
+                "fetch the others"
             )
     return files
 
@@ -158,7 +160,7 @@ def _make_source(
     label: str | None,
     standard: Constants | None,
 ) -> Source:
-    """Make a source from decoded splits, from the cache or from tables that `load_tables` returns."""
+    """Make a source from decoded splits, from the cache or from the tables of `read`."""
     place = _cache_file(name, files, origin)
     cached = _load_cache(place)
     if cached is None:
@@ -199,7 +201,8 @@ def _find_label_column(
         if candidate in columns:
             return candidate
     raise ConfigError(
-        f"{name} has the integer columns {', '.join(columns) or '(none)'}; say which are the classes: data.label"
+        f"{name} has the integer columns {', '.join(columns) or '(none)'}; say which are the "
+        "classes: data.label"
     )
 
 
@@ -231,7 +234,8 @@ def _decode_table(table: pa.Table, where: str) -> DecodedSplit:
         if pa.types.is_integer(entry.type):
             if table[entry.name].null_count:
                 raise DataError(
-                    f"{where}: column {entry.name} has {table[entry.name].null_count} empty values; fill or drop them"
+                    f"{where}: column {entry.name} has {table[entry.name].null_count} empty "
+                    "values; fill or drop them"
                 )
             columns[entry.name] = torch.from_numpy(table[entry.name].to_numpy().astype(np.int64))
     encoded = [one for chunk in table[images[0]].chunks for one in chunk.field("bytes").to_pylist()]
@@ -246,7 +250,8 @@ def _decode_images(
     for place, one in enumerate(encoded):
         if one is None:
             raise DataError(
-                f"{where}: image {place} is a path, not bytes; embed the images in the parquet files"
+                f"{where}: image {place} is a path, not bytes; embed the images in the parquet "
+                "files"
             )
         try:
             image = Image.open(io.BytesIO(one))
@@ -269,7 +274,7 @@ def _decode_images(
 
 
 def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
-    """Return the cache file of a dataset; its name changes with the size or time of a source file."""
+    """Return the cache file of a dataset, named by the sizes and times of its source files."""
     state = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return (
         cache_folder()

@@ -1,8 +1,7 @@
-"""Inputs: what a trained model takes, made of what its user has, as it was made of the training data.
+"""Prepare new inputs for a trained model as its training data were prepared.
 
-A federation holds inputs as they came out of their preparation; whoever uses a model later has rows
-of a table, images of bytes, several arrays. `InputForm` keeps what was done to inputs of one
-client, and does it again.
+A federation holds prepared inputs. Later users of a model have rows of a table, uint8 images or
+several arrays. `InputForm` records how inputs were prepared, and repeats it.
 """
 
 from collections.abc import Mapping
@@ -76,14 +75,14 @@ class InputForm:
     def prepare_inputs(
         self, x: Any, fitted: FittedPreparation | None = None
     ) -> Shaped[Tensor, "samples *features"]:
-        """Return inputs as a federation holds them, of what a user has.
+        """Convert raw inputs to the form in which a federation holds them.
 
         Args:
             x: for a model of a table, rows of such a table (pandas, polars, arrow, arrays by
                 column, the path of a CSV or parquet file), which are filled and scaled here; arrays
                 as `from_arrays` takes them, which for a model of a table are entries that are
                 filled and scaled already.
-            fitted: what the client does to rows of a table.
+            fitted: the client's preparation of rows of a table.
 
         Raises:
             ConfigError: when a table lacks a column.
@@ -113,7 +112,8 @@ class InputForm:
         if self.images and x.dtype != torch.uint8:
             kind = str(x.dtype).removeprefix("torch.")
             raise DataError(
-                f"x is {kind}; expected uint8 images (0 to 255), as in training: they are normalized here, or give "
+                f"x is {kind}; expected uint8 images (0 to 255), as in training: they are "
+                "normalized here, or give "
                 "normalized ones to the module itself"
             )
         if not self.images and len(x) and is_images(x[0]):
@@ -142,7 +142,7 @@ class InputForm:
 
 
 def _find_columns(x: Any) -> tuple[str, ...]:
-    """The columns of a table; none of anything else. A file is a table."""
+    """Return the columns of a table ("file" for a file); none of anything else."""
     if isinstance(x, Mapping):
         return tuple(map(str, x))
     if isinstance(x, str) or hasattr(x, "__fspath__"):

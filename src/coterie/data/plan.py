@@ -47,7 +47,7 @@ class SampleRecipe:
         relabel: the new label of each label; None to keep them.
         transforms: applied to the images, in this order.
         noise: standard deviation of the noise added after normalization.
-        redrawn: whether that noise is drawn anew at every access, or once, when the federation is
+        redrawn: whether that noise is drawn again at every access, or once, when the federation is
             made.
         targets: makes the targets, instead of the dataset's.
         where: (column, value) that test samples must have.
@@ -81,7 +81,7 @@ class Client:
         reuse: with `counts`: other clients may get the same samples.
         planted: number and name of its cluster in each shift that plants clusters.
         notes: descriptions of other changes.
-        name: how people call it; empty for its number.
+        name: its name; empty for its number.
     """
 
     samples: int | None
@@ -103,7 +103,7 @@ class Client:
         return self.samples
 
     def split_sizes(self) -> tuple[int, int, int]:
-        """Return the numbers of training, validation and test samples; every part with a share gets at least one.
+        """Return the numbers of training, validation and test samples, at least 1 for each share.
 
         Raises:
             DataError: when there are too few samples for that.
@@ -115,8 +115,10 @@ class Client:
         if train < 1:
             who = f"client {self.name!r}" if self.name else "a client"
             raise DataError(
-                f"{who} has {self.num_samples} samples, which leaves none for training after {validation} for validation "
-                f"and {test} for testing: give it more samples, leave it out, or ask for less validation or testing"
+                f"{who} has {self.num_samples} samples, which leaves none for training after "
+                f"{validation} for validation "
+                f"and {test} for testing: give it more samples, leave it out, or ask for less "
+                "validation or testing"
             )
         return train, validation, test
 
@@ -132,7 +134,7 @@ class Client:
 
     @property
     def noise_per_access(self) -> float:
-        """Standard deviation of the noise that is drawn anew at every access."""
+        """Standard deviation of the noise that is drawn again at every access."""
         return self.recipe.noise if self.recipe.redrawn else 0.0
 
     @property
@@ -159,7 +161,7 @@ class Shift(Configurable, ABC):
 
     kind: ClassVar[str]
     chooses_pool: ClassVar[bool] = False
-    """Whether it decides where a client's samples come from; those kinds are applied before all others."""
+    """Whether it decides where a client's samples come from; such kinds are applied first."""
 
     @abstractmethod
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -194,14 +196,16 @@ def apply_shift(
         raise ConfigError(f"{name}: apply returned {found!r:.60}; expected a tuple of clients")
     if len(found) != len(clients):
         raise ConfigError(
-            f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was given"
+            f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was "
+            "given"
         )
     for transform in {
         type(one): one for client in found for one in client.recipe.transforms
     }.values():
         if not callable(transform) or type(transform).__hash__ is None:
             raise ConfigError(
-                f"{name}: its transform {transform!r:.60} cannot be called or hashed; expected a frozen dataclass with "
+                f"{name}: its transform {transform!r:.60} cannot be called or hashed; expected a "
+                "frozen dataclass with "
                 "__call__(self, x)"
             )
     return tuple(found)
@@ -246,7 +250,8 @@ def assign_clusters(
     require(min(sizes) >= 0, "sizes", tuple(sizes), "numbers that are not negative")
     if sum(sizes) != num_clients:
         raise ConfigError(
-            f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, {num_clients}"
+            f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, "
+            f"{num_clients}"
         )
     blocks = [place for place, size in enumerate(sizes) for _ in range(size)]
     if assign == "shuffled":
@@ -258,10 +263,10 @@ def assign_clusters(
 
 
 def spread_evenly(size: int, slots: int, start: int) -> np.ndarray:
-    """Spread samples evenly over slots; the remainder goes to consecutive slots from `start`, wrapping around.
+    """Spread samples evenly over slots; the remainder goes to the slots from `start`, cyclically.
 
     Example:
-        >>> spread(5, slots=3, start=2).tolist()
+        >>> spread_evenly(5, slots=3, start=2).tolist()
         [2, 1, 2]
     """
     out = np.full(slots, size // slots, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""What each client does to the inputs of a table: it fills empty entries and scales numbers by its own training rows.
+"""Each client fills empty entries of a table, and scales numbers, by its own training rows.
 
-A client sees no other client's rows, and not its own validation and test rows, when it decides what
-to fill in.
+A client uses neither other clients' rows nor its own validation and test rows to decide what to
+fill in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ class ColumnPreparation:
     def fit(
         self, x: Float[np.ndarray, "samples entries"]
     ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
-        """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
+        """Return the filler of empty entries, the center and the spread; None without any value."""
         own = x[:, self.start : self.start + self.width]
         known = own[~np.isnan(own[:, 0])]
         if isinstance(self.impute, str):
@@ -92,7 +92,7 @@ class ColumnPreparation:
 
 @dataclass(frozen=True)
 class FittedPreparation:
-    """What one client does to its inputs, training, validation and test alike.
+    """The preparation of one client's inputs, the same for training, validation and test.
 
     Args:
         fill: what each entry is where it is empty.
@@ -119,7 +119,7 @@ class FittedPreparation:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What every client does to its inputs, each with its own numbers.
+    """How every client prepares its inputs, each with its own numbers.
 
     Args:
         columns: those to fill or to scale.
@@ -130,7 +130,7 @@ class Preparation:
     whole: bool = False
 
     def fit(self, x: Float[Tensor, "samples entries"]) -> FittedPreparation:
-        """Return what a client does.
+        """Fit a client's preparation.
 
         Args:
             x: its training rows; NaN where an entry is empty.
@@ -150,11 +150,12 @@ class Preparation:
 
 
 def stack_fitted(fitted: Sequence[FittedPreparation]) -> dict[str, Tensor]:
-    """Return what clients do to their inputs as tensors, a row for each client: "prepared.fill", ...; none of nothing.
+    """Return the preparations of clients as tensors: "prepared.fill", ..., a row for each client.
 
     Example:
-        >>> one = Fitted(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), False, ())
-        >>> stacked([one, one])["prepared.spread"].tolist()
+        >>> fill, center, spread = torch.tensor([[1.0], [0.0], [2.0]])
+        >>> one = FittedPreparation(fill, center, spread, False, ())
+        >>> stack_fitted([one, one])["prepared.spread"].tolist()
         [[2.0], [2.0]]
     """
     if not fitted:
@@ -166,7 +167,7 @@ def stack_fitted(fitted: Sequence[FittedPreparation]) -> dict[str, Tensor]:
 
 
 def unstack_fitted(tensors: Mapping[str, Tensor]) -> tuple[FittedPreparation, ...]:
-    """Return what `stack_fitted` made tensors of; nothing where there are none."""
+    """Return the preparations that `stack_fitted` stacked; none where there are no tensors."""
     if f"{_STORED}.whole" not in tensors:
         return ()
     fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)

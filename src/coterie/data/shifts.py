@@ -5,6 +5,7 @@ a pure function from plan to plan that also writes down what it planted. Shifts 
 given. Labels are those of the client's own dataset.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, final
@@ -126,7 +127,8 @@ class DirichletPerClient(Shift):
         ]
         if len(given) != 1:
             raise ConfigError(
-                f"{self.kind} needs one of concentration_total and concentration_per_class; {len(given)} given"
+                f"{self.kind} needs one of concentration_total and concentration_per_class; "
+                f"{len(given)} given"
             )
 
     @property
@@ -194,7 +196,7 @@ def _draw_even_dirichlet(
 @final
 @dataclass(frozen=True)
 class DirichletPerClass(Shift):
-    """Label and quantity shift: the samples of every class are shared between the clients by a Dirichlet draw.
+    """Label and quantity shift: a Dirichlet draw divides every class between the clients.
 
     Clients end up with different classes and different numbers of samples; together they use as
     many as without the shift, in the class shares of the pool.
@@ -259,7 +261,7 @@ class DirichletPerClass(Shift):
 @final
 @dataclass(frozen=True)
 class KFold(Shift):
-    """Label shift: the classes are cut into blocks, and every client has one block as its main part.
+    """Label shift: classes are cut into blocks, and each client has one block as its main part.
 
     Client k belongs to fold k mod `folds`; the folds are contiguous blocks of classes. The rest of
     its samples comes evenly from all classes. Both parts are spread as evenly as whole samples
@@ -322,7 +324,9 @@ class KFold(Shift):
 @final
 @dataclass(frozen=True)
 class Quantity(Shift):
-    """Quantity shift: clients have different numbers of samples; together they have as many as without the shift.
+    """Quantity shift: clients have different numbers of samples.
+
+    Together they have as many as without the shift.
 
     Args:
         concentration_per_client: the shares are Dirichlet(value, ..., value) over the clients:
@@ -373,7 +377,8 @@ def require_label(label: int, source: Source) -> None:
 def _require_no_class_counts(clients: Clients, kind: str) -> None:
     if any(c.mixture is not None or c.counts is not None for c in clients):
         raise ConfigError(
-            f"{kind} comes after a shift that has set every client's classes; put it first or leave it out"
+            f"{kind} comes after a shift that has set every client's classes; put it first or "
+            "leave it out"
         )
 
 
@@ -392,7 +397,8 @@ def _count_classes(source: Source) -> Int[np.ndarray, " classes"]:
 def _require_classes(source: Source) -> None:
     if not source.classes:
         raise DataError(
-            f"the targets of {source.name} are not one class a sample, which a shift of labels needs: leave that shift "
+            f"the targets of {source.name} are not one class a sample, which a shift of labels "
+            "needs: leave that shift "
             "out (rotation, visual, quantity and natural groups work without classes)"
         )
 
@@ -458,7 +464,8 @@ class Rotation(Shift):
             height, width = source.train.x.shape[-2:]
             if height != width and any(angle % 180 == 90 for angle in self.degrees):
                 raise DataError(
-                    f"{source.name} has images of {height}x{width}; a quarter turn needs square images"
+                    f"{source.name} has images of {height}x{width}; a quarter turn needs square "
+                    "images"
                 )
         place = assign_clusters(
             len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE)
@@ -510,11 +517,13 @@ class Visual(Shift):
     def _apply_domain(self, client: Client, place: int) -> Client:
         domain, recipe = self.domains[place], client.recipe
         if domain == "noise":
-            anew = self.noise == "redrawn"
-            disturbed = client.plant_cluster(place, domain, noise=float(self.sigma), redrawn=anew)
-            return disturbed.add_note(
-                f"sigma {self.sigma:g}" + ", drawn anew at every access" * anew
+            redrawn = self.noise == "redrawn"
+            disturbed = client.plant_cluster(
+                place, domain, noise=float(self.sigma), redrawn=redrawn
             )
+            # Part of the data's fingerprint, so the text stays as it is.
+            note = f"sigma {self.sigma:g}" + ", drawn anew at every access" * redrawn
+            return disturbed.add_note(note)
         if domain == "blur":
             blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
             return client.plant_cluster(
@@ -526,7 +535,9 @@ class Visual(Shift):
 @final
 @dataclass(frozen=True)
 class LabelSwap(Shift):
-    """Concept shift: a cluster has some pairs of labels exchanged, in training, validation and test alike.
+    """Concept shift: a cluster has some pairs of labels exchanged.
+
+    They are exchanged in training, validation and test samples.
 
     Args:
         swaps: for each cluster, the pairs of labels it exchanges; an empty list for none.
@@ -559,23 +570,25 @@ class LabelSwap(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Exchange the labels of each cluster."""
+        pairs = itertools.chain.from_iterable(self.swaps)
+        labels = sorted(set(itertools.chain.from_iterable(pairs)))
         for source in sources:
-            for label in sorted(
-                {label for cluster in self.swaps for pair in cluster for label in pair}
-            ):
+            for label in labels:
                 require_label(label, source)
         place = assign_clusters(
             len(self.swaps), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
         out = []
         for client, p in zip(clients, place, strict=True):
-            pairs = [(pair[0], pair[1]) for pair in self.swaps[p]]
-            new = {a: b for a, b in pairs} | {b: a for a, b in pairs}
-            old = client.recipe.relabel or tuple(range(sources[client.recipe.source].classes))
-            relabel = (
-                tuple(new.get(label, label) for label in old) if pairs else client.recipe.relabel
-            )
-            name = "swap " + " ".join(f"{a}-{b}" for a, b in pairs) if pairs else "no swap"
+            new: dict[int, int] = {}
+            for first, second in self.swaps[p]:
+                new |= {first: second, second: first}
+            if not new:
+                out.append(client.plant_cluster(p, "no swap"))
+                continue
+            old = client.recipe.relabel or range(sources[client.recipe.source].classes)
+            relabel = tuple(new.get(label, label) for label in old)
+            name = "swap " + " ".join(f"{first}-{second}" for first, second in self.swaps[p])
             out.append(client.plant_cluster(p, name, relabel=relabel))
         return tuple(out)
 
@@ -583,7 +596,9 @@ class LabelSwap(Shift):
 @final
 @dataclass(frozen=True)
 class RegressionTargets(Shift):
-    r"""Concept shift: a cluster's targets are a linear function of its own, $y = \langle x, \theta \rangle + e$.
+    r"""Concept shift: each cluster has its own linear targets.
+
+    They are $y = \langle x, \theta \rangle + e$ with the cluster's own $\theta$.
 
     Args:
         clusters: how many, when `sizes` is not given.
@@ -616,7 +631,8 @@ class RegressionTargets(Shift):
                 or source.parts
             ):
                 raise DataError(
-                    f"{source.name} is not a regression problem of one number; {self.kind} needs one with flat features"
+                    f"{source.name} is not a regression problem of one number; {self.kind} needs "
+                    "one with flat features"
                 )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
         place = assign_clusters(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
@@ -695,7 +711,8 @@ class Natural(Shift):
         for name in (self.column, self.cluster):
             if name is not None and name not in sources[0].train.columns:
                 raise ConfigError(
-                    f"{sources[0].name}: {describe_unknown('column', name, sources[0].train.columns)}"
+                    f"{sources[0].name}: "
+                    f"{describe_unknown('column', name, sources[0].train.columns)}"
                 )
         return sources[0].train.columns[self.column].numpy()
 
@@ -709,13 +726,16 @@ class Natural(Shift):
             few = np.flatnonzero(sizes < wanted)
             first = int(groups[few[0]])
             raise DataError(
-                f"client {sources[0].client_name(first) or first!r} has {sizes[few[0]]} samples, and {len(few)} of "
-                f"{len(groups)} clients fewer than the {wanted} that each shall have: lower train, validation or "
+                f"client {sources[0].client_name(first) or first!r} has {sizes[few[0]]} samples, "
+                f"and {len(few)} of "
+                f"{len(groups)} clients fewer than the {wanted} that each shall have: lower train, "
+                "validation or "
                 "test_samples, leave train out to use all samples, or lower num_clients"
             )
         if len(enough) < len(clients):
             raise DataError(
-                f"{len(enough)} of {len(groups)} groups of column {self.column!r} have {wanted} samples or more; "
+                f"{len(enough)} of {len(groups)} groups of column {self.column!r} have {wanted} "
+                "samples or more; "
                 f"{len(clients)} clients ask for that: lower num_clients, train or validation"
             )
         chosen = np.sort(streams(EVERYONE).permutation(enough)[: len(clients)])
@@ -751,7 +771,8 @@ class Natural(Shift):
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])
         if len(clusters) > 1:
             raise DataError(
-                f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected one"
+                f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected "
+                "one"
             )
         cluster = int(clusters[0])
         return client.plant_cluster(
@@ -762,7 +783,7 @@ class Natural(Shift):
 @final
 @dataclass(frozen=True)
 class Partition(Shift):
-    """A partition of yours: a function says which client has each sample of the pool.
+    """A user-defined partition: a function returns the client of each sample of the pool.
 
     Where the study gives `train`, each client draws that many of its samples; else it has all of
     them.
@@ -796,18 +817,21 @@ class Partition(Shift):
         owners = np.asarray(found)
         if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
             raise ConfigError(
-                f"{what} returned {owners.dtype} of shape {owners.shape}; expected {len(samples)} whole numbers, the "
+                f"{what} returned {owners.dtype} of shape {owners.shape}; expected {len(samples)} "
+                "whole numbers, the "
                 "client of each sample"
             )
         if len(owners) and not -1 <= owners.min() <= owners.max() < num_clients:
             raise ConfigError(
-                f"{what} returned clients from {owners.min()} to {owners.max()}; expected 0 to {num_clients - 1}, or "
+                f"{what} returned clients from {owners.min()} to {owners.max()}; expected 0 to "
+                f"{num_clients - 1}, or "
                 "-1 for a sample that nobody gets"
             )
         without = np.flatnonzero(np.bincount(owners[owners >= 0], minlength=num_clients) == 0)
         if len(without):
             raise DataError(
-                f"{what} gives client {without[0]} no sample ({len(without)} of {num_clients} clients); every client "
+                f"{what} gives client {without[0]} no sample ({len(without)} of {num_clients} "
+                "clients); every client "
                 "needs some: lower num_clients, or spread the samples"
             )
         return owners.astype(np.int64)
@@ -826,7 +850,8 @@ class Partition(Shift):
             own = tuple(np.flatnonzero(owners == row).tolist())
             if client.samples is not None and len(own) < client.samples:
                 raise DataError(
-                    f"partition {self.function!r} gives client {row} {len(own)} samples; {client.samples} are asked "
+                    f"partition {self.function!r} gives client {row} {len(own)} samples; "
+                    f"{client.samples} are asked "
                     "for: lower train or validation, or leave them out"
                 )
             new = replace(
@@ -884,7 +909,7 @@ def parse_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
 
 
 def shift_to_table(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
-    """Return a shift as a study keeps it: the table from which `parse_shift` makes it, with every field.
+    """Return the table from which `parse_shift` makes a shift, with every field.
 
     A table that names an import path stays as it is, so that nothing is imported to read a study's
     results.

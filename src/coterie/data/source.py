@@ -17,14 +17,15 @@ from coterie.data.preparation import Preparation, TableColumn
 from coterie.errors import DataError, require
 
 LARGEST = 1 << 24
-"""The largest whole number of an input: inputs travel as float32, which holds all up to here exactly."""
+"""The largest whole number of an input: float32 represents all up to it exactly."""
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
 
 
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
-    """Whether no value is NaN or infinite; checks the extremes, which is much faster than every value."""
+    """Whether no value is NaN or infinite."""
+    # The extremes show it too, much faster than a test of every value.
     return not values.numel() or all(
         bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)
     )
@@ -36,7 +37,7 @@ def normalize_images(
     mean: Float[Tensor, "channels *ones"] | None = None,
     std: Float[Tensor, "channels *ones"] | None = None,
 ) -> Float[Tensor, "samples *features"]:
-    """Return images of bytes as models take them: scaled to [0, 1], less the mean, divided by the deviation.
+    """Normalize uint8 images: scale to [0, 1], subtract the mean, divide by the deviation.
 
     Args:
         x: uint8 images.
@@ -160,7 +161,8 @@ class Source:
             DataError: on data that cannot be used.
 
         Example:
-            >>> source = Source.from_arrays(torch.rand(4, 2), ["yes", "no", "no", "yes"], clients=["ann", "bob", "ann", "bob"])
+            >>> labels, clients = ["yes", "no", "no", "yes"], ["ann", "bob", "ann", "bob"]
+            >>> source = Source.from_arrays(torch.rand(4, 2), labels, clients=clients)
             >>> source.class_names, source.client_names, source.train.y.tolist()
             (('no', 'yes'), ('ann', 'bob'), [1, 0, 0, 1])
         """
@@ -184,7 +186,8 @@ class Source:
             x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
             if parts_held != parts:
                 raise DataError(
-                    f"{name}: test inputs are {describe_parts(parts_held)}; training inputs are {describe_parts(parts)}"
+                    f"{name}: test inputs are {describe_parts(parts_held)}; training inputs are "
+                    f"{describe_parts(parts)}"
                 )
             kept = make_samples(x_held, targets[1], classes)
             pool, kept = _match_dtypes(pool, kept)
@@ -206,9 +209,16 @@ class Source:
         elif not parts and len(column_names(x)) == entries:
             feature_names = column_names(x)
         return Source(
-            name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
-            feature_names=tuple(feature_names), parts=parts,
-        ).check()  # fmt: skip
+            name,
+            pool,
+            kept,
+            classes,
+            names,
+            clients="client" if columns else "",
+            client_names=client_names,
+            feature_names=tuple(feature_names),
+            parts=parts,
+        ).check()
 
     @property
     def is_images(self) -> bool:
@@ -230,7 +240,7 @@ class Source:
         return self.client_names[value] if self.client_names else ""
 
     def channel_constants(self, normalize: str) -> Constants:
-        """Return mean and standard deviation of each channel for images; empty for "none" and for other inputs.
+        """Return mean and deviation of each channel of images; empty for "none" and other inputs.
 
         Args:
             normalize: "half" (0.5 and 0.5), "standard" (the dataset's own) or "none".
@@ -259,7 +269,8 @@ class Source:
         if len(self.test) and self.train.x.shape[1:] != self.test.x.shape[1:]:
             shapes = tuple(self.train.x.shape[1:]), tuple(self.test.x.shape[1:])
             raise DataError(
-                f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; make them equal"
+                f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; "
+                "make them equal"
             )
         forms = [
             (str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:]))
@@ -267,7 +278,8 @@ class Source:
         ]
         if len(self.test) and forms[0] != forms[1]:
             raise DataError(
-                f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them equal"
+                f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them "
+                "equal"
             )
         return self
 
@@ -280,7 +292,8 @@ class Source:
             column = f" in {self.feature_names[entry]!r}" if self.feature_names else ""
             where = self._locate_sample(samples, place)
             raise DataError(
-                f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop them"
+                f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop "
+                "them"
             )
         if not self.classes:
             if not all_finite(samples.y):
@@ -289,7 +302,8 @@ class Source:
                 )
                 where = self._locate_sample(samples, place)
                 raise DataError(
-                    f"{what} have NaN or infinity in the targets (first {where}); drop those samples"
+                    f"{what} have NaN or infinity in the targets (first {where}); drop those "
+                    "samples"
                 )
         elif (
             len(samples.y) and not 0 <= int(samples.y.min()) <= int(samples.y.max()) < self.classes
@@ -297,12 +311,13 @@ class Source:
             low, high = int(samples.y.min()), int(samples.y.max())
             place = int(((samples.y < 0) | (samples.y >= self.classes)).nonzero()[0])
             raise DataError(
-                f"{what} have labels from {low} to {high}; expected 0 to {self.classes - 1}: raise `classes` or map "
+                f"{what} have labels from {low} to {high}; expected 0 to {self.classes - 1}: raise "
+                "`classes` or map "
                 f"the labels (the first other one is {self._locate_sample(samples, place)})"
             )
 
     def _locate_sample(self, samples: Samples, place: int) -> str:
-        """Where a sample is, in words."""
+        """Describe where a sample is."""
         if not self.clients or self.clients not in samples.columns:
             return f"in sample {place}"
         client = int(samples.columns[self.clients][place])
@@ -314,7 +329,8 @@ class Source:
 
 
 def _compute_moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
-    """Mean and standard deviation of each channel of uint8 images scaled to [0, 1], from a histogram."""
+    """Compute mean and deviation of each channel of uint8 images scaled to [0, 1]."""
+    # From a histogram: exact, and without a float copy of all images.
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, std = [], []
     for channel in range(x.shape[1]):
@@ -351,11 +367,12 @@ def make_samples(
 
 
 def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
-    """Both with numbers of one type: whole ones beside floats become floats."""
+    """Give both numbers of one type: integers become floats where the other has floats."""
     images = [one.x.dtype == torch.uint8 and one.x.ndim == 4 for one in (pool, held)]
     if images[0] != images[1]:
         raise DataError(
-            f"training inputs are {pool.x.dtype}, test inputs {held.x.dtype}; make both uint8 images, or both numbers"
+            f"training inputs are {pool.x.dtype}, test inputs {held.x.dtype}; make both uint8 "
+            "images, or both numbers"
         )
     if pool.x.dtype != held.x.dtype:
         pool, held = (replace(one, x=one.x.float()) for one in (pool, held))
@@ -367,7 +384,7 @@ def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
 def _convert_targets(
     y: Shaped[Tensor, "samples *targets"], classes: int | None
 ) -> Shaped[Tensor, "samples *kept"]:
-    """Targets as they are kept: integers as int64, floats as float32."""
+    """Convert targets: integers to int64, floats to float32."""
     if y.is_floating_point():
         if not classes:
             return y.float()
@@ -380,14 +397,15 @@ def _convert_targets(
         return y.float() if classes == 0 else one.long()
     if classes:
         raise DataError(
-            f"y has shape {tuple(y.shape)}; expected one class for each sample: leave classes out where a target is "
+            f"y has shape {tuple(y.shape)}; expected one class for each sample: leave classes out "
+            "where a target is "
             "several integers"
         )
     return y.long()
 
 
 def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
-    """One tensor of inputs as it is kept."""
+    """Convert one tensor of inputs to the type in which it is stored."""
     x = _to_tensor(value, name)
     if x.dtype == torch.bool:
         # numbers, never an image of black and nearly black
@@ -404,7 +422,8 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
     largest = max((abs(int(end)) for end in torch.aminmax(x)), default=0) if x.numel() else 0
     if largest > LARGEST:
         raise DataError(
-            f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond which models do not see "
+            f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond "
+            "which models do not see "
             "them exactly: scale them, or give them as floats"
         )
     return x.to(torch.int32)
@@ -413,7 +432,7 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
 def _convert_inputs(
     x: Any, normalize: str, constants: Mapping[int, Constants] | None = None
 ) -> tuple[Any, tuple[InputPart, ...], Mapping[int, Constants]]:
-    """Inputs as one tensor: several are packed, one after another, as numbers; images among them are normalized.
+    """Convert inputs to one tensor: several are packed as numbers, and their images normalized.
 
     Args:
         x: an array; or a tuple or table of arrays.
@@ -453,7 +472,8 @@ def _convert_inputs(
     lengths = [len(one) for one in tensors]
     if len(set(lengths)) > 1:
         raise DataError(
-            f"the parts of x hold {lengths} samples; expected as many in each: an input is one of each"
+            f"the parts of x hold {lengths} samples; expected as many in each: an input is one of "
+            "each"
         )
     return torch.cat(tensors, 1), tuple(parts), found
 
@@ -487,14 +507,14 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
 
 
 def describe_parts(parts: Sequence[InputPart]) -> str:
-    """Parts of an input in words."""
-    said = []
+    """Describe the parts of an input."""
+    texts = []
     for part in parts:
+        name = f"{part.name}: " if part.name else ""
         shape = " x ".join(map(str, part.shape)) or "1"
-        said.append(
-            f"{f'{part.name}: ' if part.name else ''}{shape} {'whole numbers' if part.whole else 'numbers'}"
-        )
-    return " + ".join(said) or "one tensor"
+        numbers = "whole numbers" if part.whole else "numbers"
+        texts.append(f"{name}{shape} {numbers}")
+    return " + ".join(texts) or "one tensor"
 
 
 def encode_labels(
@@ -511,72 +531,76 @@ def encode_labels(
         DataError: when labels are missing, or not among `names`.
 
     Example:
-        >>> [found], names = named_labels([["b", "a", "b"]])
+        >>> [found], names = encode_labels([["b", "a", "b"]])
         >>> found.tolist(), names
         ([1, 0, 1], ('a', 'b'))
     """
     arrays = [one if isinstance(one, Tensor) else _to_array(one, "y") for one in targets]
-    if not any(
-        isinstance(one, np.ndarray) and one.dtype.kind in "UOT" and one.size for one in arrays
-    ):
+    if not any(_has_text(one) for one in arrays):
         return list(targets), tuple(names)
-    texts = []
-    for array in arrays:
-        flat = np.asarray(array).reshape(-1).tolist()
-        bad = next((place for place, one in enumerate(flat) if not isinstance(one, str)), None)
-        if bad is not None:
-            empty = flat[bad] is None or flat[bad] != flat[bad]
-            what = (
-                "no label" if empty else f"{flat[bad]!r}, which is no text, among labels that are"
-            )
-            raise DataError(
-                f"y has {what} in sample {bad}; expected a label for each sample: fill or drop it"
-            )
-        texts.append(flat)
-    given = [getattr(getattr(one, "dtype", None), "categories", None) for one in targets]
-    known = [list(map(str, one)) for one in given if one is not None]
-    valid = tuple(names) or tuple(
-        known[0] if known else sorted({label for flat in texts for label in flat})
-    )
-    place_of = {label: place for place, label in enumerate(valid)}
+    arrays = [np.asarray(one) for one in arrays]
+    texts = [one.reshape(-1).tolist() for one in arrays]
     for flat in texts:
-        strange = next((label for label in flat if label not in place_of), None)
-        if strange is not None:
+        for place, label in enumerate(flat):
+            if isinstance(label, str):
+                continue
+            what = f"{label!r}, which is no text, among labels that are"
+            if label is None or label != label:
+                what = "no label"
             raise DataError(
-                f"y has the label {strange!r}; expected one of class_names: {', '.join(valid[:20])}"
+                f"y has {what} in sample {place}; expected a label for each sample: fill or drop it"
             )
-    coded = [
-        np.array([place_of[label] for label in flat], np.int64).reshape(np.asarray(array).shape)
-        for flat, array in zip(texts, arrays, strict=True)
-    ]
+    valid = tuple(names) or _find_labels(targets, texts)
+    code_of = {label: code for code, label in enumerate(valid)}
+    coded = []
+    for flat, array in zip(texts, arrays, strict=True):
+        codes = [code_of.get(label, -1) for label in flat]
+        if -1 in codes:
+            raise DataError(
+                f"y has the label {flat[codes.index(-1)]!r}; expected one of class_names: "
+                f"{', '.join(valid[:20])}"
+            )
+        coded.append(np.array(codes, np.int64).reshape(array.shape))
     return coded, valid
+
+
+def _has_text(values: np.ndarray | Tensor) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype.kind in "UOT" and values.size > 0
+
+
+def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the categories of the first categorical targets, or all labels, sorted."""
+    for one in targets:
+        categories = getattr(getattr(one, "dtype", None), "categories", None)
+        if categories is not None:
+            return tuple(map(str, categories))
+    return tuple(sorted(set().union(*texts)))
 
 
 def number_clients(
     clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None = None
 ) -> tuple[dict[str, Int[Tensor, " samples"]], tuple[str, ...]]:
-    """Number the clients in sorted order; return the columns of samples, and the names unless they are 0 to n - 1."""
+    """Number the clients in sorted order; return the columns of samples, and their names.
+
+    Clients whose values are 0 to n - 1 have no names.
+    """
     owners = np.asarray(clients)
     if owners.ndim != 1 or len(owners) != samples:
         raise DataError(
-            f"clients has shape {owners.shape}; expected one value for each of the {samples} samples"
+            f"clients has shape {owners.shape}; expected one value for each of the {samples} "
+            "samples"
         )
     given = clients if isinstance(clients, list | tuple) else owners.tolist()
-    missing = [
-        place
-        for place, one in enumerate(given)
-        if one is None or one != one or not str(one).strip()
-    ]
-    if missing:
-        raise DataError(
-            f"clients has no value for sample {missing[0]}; fill it, or drop the sample"
-        )
+    for place, one in enumerate(given):
+        if one is None or one != one or not str(one).strip():
+            raise DataError(f"clients has no value for sample {place}; fill it, or drop the sample")
     try:
         values, owner = np.unique(owners, return_inverse=True)
     except TypeError:
         kinds = sorted({type(one).__name__ for one in owners.tolist()})
         raise DataError(
-            f"clients mixes {' and '.join(kinds)}; expected values that can be sorted: make all text"
+            f"clients mixes {' and '.join(kinds)}; expected values that can be sorted: make all "
+            "text"
         ) from None
     found = values.tolist()
     names = () if found == list(range(len(found))) else tuple(map(str, found))
@@ -584,17 +608,19 @@ def number_clients(
     if clusters is None:
         return columns, names
     if isinstance(clusters, Mapping):
-        # a study file has text alone
-        keys = [name if name in clusters else str(name) for name in found]
-        without = [name for name, key in zip(found, keys, strict=True) if key not in clusters]
-        if without:
-            raise DataError(
-                f"clusters has nothing for client {without[0]!r}; give the cluster of every client"
-            )
-        clusters = [clusters[key] for key in keys]
+        by_client, clusters = clusters, []
+        for name in found:
+            # The keys of a table in a study file are always text.
+            key = name if name in by_client else str(name)
+            if key not in by_client:
+                raise DataError(
+                    f"clusters has nothing for client {name!r}; give the cluster of every client"
+                )
+            clusters.append(by_client[key])
     if len(clusters) != len(found):
         raise DataError(
-            f"clusters has {len(clusters)} values; expected one for each of the {len(found)} clients"
+            f"clusters has {len(clusters)} values; expected one for each of the {len(found)} "
+            "clients"
         )
     columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
     return columns, names
@@ -607,7 +633,7 @@ def column_names(x: Any) -> tuple[str, ...]:
 
 
 def _to_array(value: Any, name: str) -> np.ndarray:
-    """An array of what a caller gives; whole numbers or floats in place of objects that are."""
+    """Convert a value to an array; objects that are numbers become numbers."""
     try:
         array = np.asarray(value)
         # numpy writes None and NaN as words
@@ -640,12 +666,9 @@ def _to_tensor(value: Any, name: str) -> Tensor:
             f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}"
         )
     kind = array.dtype.newbyteorder("=")
-    kept = (
-        np.int64
-        if kind.kind in "ui" and kind != np.uint8
-        else np.float64
-        if kind.itemsize > 8
-        else kind
-    )
-    array = np.ascontiguousarray(array, dtype=kept)
+    if kind.kind in "ui" and kind != np.uint8:
+        kind = np.dtype(np.int64)
+    elif kind.itemsize > 8:
+        kind = np.dtype(np.float64)  # torch has no longer floats
+    array = np.ascontiguousarray(array, dtype=kind)
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,5 +1,6 @@
-"""Tables as data: columns of numbers, of true and false, and of text or categories, with a client for each row."""
+"""Tables as data: columns of numbers, booleans, text or categories, with a client per row."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,12 @@ Encode = Code | Mapping[str, Code]
 Impute = str | float | Mapping[str, str | float] | None
 
 MOST = 1000
-"""Categories above which a column is no longer spread over entries, and whole numbers are no longer classes."""
+"""The most categories with an entry each, and the most classes of whole numbers."""
 
 
 @dataclass(frozen=True)
 class TableOptions(Configurable):
-    """What is what in a table; see `from_table`.
+    """The roles of the columns of a table; see `from_table`.
 
     Args:
         target: the column to learn, or several of numbers.
@@ -61,7 +62,7 @@ class TableOptions(Configurable):
     clusters: Mapping[Any, Any] | None = None
 
     def check(self) -> None:
-        """Check what is said by column."""
+        """Check the settings that are given by column."""
         for name, code in self.encode.items() if isinstance(self.encode, Mapping) else ():
             if code not in ("one-hot", "codes"):
                 raise ConfigError(f"encode of {name!r} is {code!r}; expected 'one-hot' or 'codes'")
@@ -108,7 +109,8 @@ class TableOptions(Configurable):
         both = [name for name in chosen if name in taken]
         if both:
             raise ConfigError(
-                f"{both[0]!r} is among the features, and is what is learned or the client; leave it out"
+                f"{both[0]!r} is among the features, and is what is learned or the client; leave "
+                "it out"
             )
         if not chosen:
             raise ConfigError(
@@ -136,7 +138,7 @@ def read_table(
     Args:
         table: of pandas, polars or arrow, a table of arrays by column, or the path of a CSV or
             parquet file.
-        columns: what is what in it.
+        columns: the roles of its columns.
         test: a table that is the test set of all clients.
         name: a name for the data.
         shared: whether other machines read tables of their own: classes and categories must then be
@@ -153,58 +155,56 @@ def read_table(
     for other in tables[1:]:
         for needed in (*chosen, *columns.target_names):
             other.get_column(needed)
-    names = () if pool.owners is None else pool.names
     read = [_convert_column(tables, feature, columns) for feature in chosen]
     if shared:
         _require_shared_settings(read, tables, columns)
     read += [_make_indicator(one) for one in read if one.name in columns.indicate]
-    flat, codes = [one for one in read if not one.codes], [one for one in read if one.codes]
-    placed, start = [], 0
-    for one in (*flat, *codes):
+    # Numbers come first, then codes: they are the two tensors of an input that has both.
+    numbers = [one for one in read if not one.codes]
+    codes = [one for one in read if one.codes]
+    fitted, entries = [], []
+    for one in (*numbers, *codes):
         scaled = one.numeric and columns.scale is not None
-        placed.append(
-            ColumnPreparation(
-                one.name, start, one.num_entries, one.impute, scaled, one.name in columns.indicate
+        if scaled or one.impute is not None:
+            indicated = one.name in columns.indicate
+            fitted.append(
+                ColumnPreparation(
+                    one.name, len(entries), one.num_entries, one.impute, scaled, indicated
+                )
             )
-        )
-        start += one.num_entries
-    entries = [entry for one in (*flat, *codes) for entry in one.names]
-    x = [
-        np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1)
-        for place in range(len(tables))
-    ]
-    fitted = tuple(one for one in placed if one.scale or one.impute is not None)
-    whole = bool(codes) and not flat
-    kind = torch.float64 if fitted else torch.int32 if whole else torch.float32
+        entries += one.names
+    whole = bool(codes) and not numbers
+    kind = torch.int32 if whole else torch.float32
+    if fitted:
+        kind = torch.float64  # NaN stands for empty entries until clients have filled them
     y, class_names, classes = _convert_target(tables, columns)
-    samples = [
-        Samples(
-            torch.from_numpy(x[place]).to(kind),
-            y[place],
-            one.owners if one.owners is not None else {},
-        )
-        for place, one in enumerate(tables)
-    ]
-    width = sum(one.num_entries for one in flat)
+    samples = []
+    for place, one in enumerate(tables):
+        x = np.concatenate([column.values[place] for column in (*numbers, *codes)], axis=1)
+        samples.append(Samples(torch.from_numpy(x).to(kind), y[place], one.owners or {}))
+    if held is None:
+        samples.append(Samples(samples[0].x[:0], samples[0].y[:0]))
+    parts = ()
+    if numbers and codes:
+        width = sum(one.num_entries for one in numbers)
+        parts = (InputPart("", (width,)), InputPart("", (len(codes),), whole=True))
     return Source(
         name,
         samples[0],
-        samples[1] if held is not None else Samples(samples[0].x[:0], samples[0].y[:0]),
+        samples[1],
         classes,
         class_names,
         clients="" if columns.client is None else "client",
-        client_names=names,
+        client_names=pool.names,
         feature_names=tuple(entries),
-        parts=(InputPart("", (width,)), InputPart("", (len(codes),), whole=True))
-        if flat and codes
-        else (),
-        preparation=Preparation(fitted, whole) if fitted else None,
-        table=tuple(one.table_column for one in (*flat, *codes)),
+        parts=parts,
+        preparation=Preparation(tuple(fitted), whole) if fitted else None,
+        table=tuple(one.table_column for one in (*numbers, *codes)),
     ).check()
 
 
 def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray, "samples entries"]:
-    """Read rows as those of another table were read, whose categories keep their places; NaN where an entry is empty.
+    """Read rows with the encoding of a training table; NaN where an entry is empty.
 
     Args:
         table: as `read_table` takes it; columns that are not asked for are left.
@@ -234,7 +234,8 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         empty = np.flatnonzero(np.isnan(values[:, 0]))
         if len(empty) and not column.filled:
             raise DataError(
-                f"column {column.name!r} is empty {found.locate_row(int(empty[0]))}; it was full in training, so nothing "
+                f"column {column.name!r} is empty {found.locate_row(int(empty[0]))}; it was full "
+                "in training, so nothing "
                 "says what fills it: fill or drop it"
             )
         entries.append(values)
@@ -242,7 +243,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
 
 
 def _to_arrow(table: Any, client: str | None = None) -> pa.Table:
-    """Any table as one of arrow; in a file the column of clients may be text that looks like numbers."""
+    """Convert a table to arrow; ids of clients such as 007 stay text when read from a CSV."""
     if isinstance(table, str | Path):
         return _load_file(Path(table).expanduser(), client)
     try:
@@ -256,7 +257,8 @@ def _to_arrow(table: Any, client: str | None = None) -> pa.Table:
         raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or arrow, or the path of "
+            f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or "
+            "arrow, or the path of "
             "a CSV or parquet file"
         ) from None
 
@@ -274,7 +276,8 @@ def _load_file(path: Path, client: str | None) -> pa.Table:
                 header = file.readline()
             if b";" in header and b"," not in header:
                 raise DataError(
-                    f"{path} is separated by semicolons; write it with commas, and points in numbers"
+                    f"{path} is separated by semicolons; write it with commas, and points in "
+                    "numbers"
                 )
             found = arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
             if client not in found.column_names or not pa.types.is_integer(found[client].type):
@@ -329,7 +332,7 @@ class _ArrowTable:
         return self.arrow[name]
 
     def locate_row(self, row: int) -> str:
-        """Say where a row is."""
+        """Describe where a row is."""
         if self.owners is None:
             return f"in row {row}"
         client = int(self.owners["client"][row])
@@ -358,7 +361,7 @@ class _ArrowTable:
 
 @dataclass(frozen=True)
 class _InputColumn:
-    """A column of inputs, read from each table: the entries that it takes, and what fills empty ones."""
+    """A column of inputs, read from each table: its entries, and what fills empty ones."""
 
     name: str
     values: Sequence[Float[np.ndarray, "samples width"]]
@@ -385,34 +388,32 @@ class _InputColumn:
 def _convert_column(
     tables: Sequence[_ArrowTable], name: str, columns: TableOptions
 ) -> _InputColumn:
-    by_column = columns.encode if isinstance(columns.encode, Mapping) else {}
-    encode = (
-        by_column.get(name, "one-hot") if isinstance(columns.encode, Mapping) else columns.encode
-    )
-    impute = columns.impute.get(name) if isinstance(columns.impute, Mapping) else columns.impute
+    encode, impute, is_named = columns.encode, columns.impute, name in columns.categories
+    if isinstance(encode, Mapping):
+        is_named = is_named or name in encode
+        encode = encode.get(name, "one-hot")
+    if isinstance(impute, Mapping):
+        impute = impute.get(name)
     kinds = [table.get_column(name).type for table in tables]
-    if (
-        not any(_is_text(kind) for kind in kinds)
-        and name not in by_column
-        and name not in columns.categories
-    ):
+    if not is_named and not any(_is_text(kind) for kind in kinds):
         for kind in kinds:
             _require_numbers(kind, name)
         values = [table.get_numbers(name)[:, None] for table in tables]
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
         return _InputColumn(name, values, (name,), _choose_fill(tables, name, values, impute))
-    if name not in by_column and name not in columns.categories:
+    if not is_named:
         _reject_numbers_as_text(tables, name)
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
-        if impute in [str(one) for one in known]:
-            filled = float([str(one) for one in known].index(str(impute)))
+        words = [str(one) for one in known]
+        if impute in words:
+            filled = float(words.index(str(impute)))
         elif impute not in (None, "most-frequent"):
             raise ConfigError(
-                f"impute of {name!r} is {impute!r}; expected 'most-frequent' or one of its categories: "
-                f"{', '.join(map(str, known[:20]))}"
+                f"impute of {name!r} is {impute!r}; expected 'most-frequent' or one of its "
+                f"categories: {', '.join(words[:20])}"
             )
     elif isinstance(impute, str):
         filled = "most-frequent"
@@ -426,8 +427,8 @@ def _convert_column(
         )
     if len(known) > MOST:
         raise DataError(
-            f"column {name!r} has {len(known):,} different values, too many for an entry each; leave it out of "
-            f"features, or encode = {{ {name} = 'codes' }}"
+            f"column {name!r} has {len(known):,} different values, too many for an entry each; "
+            f"leave it out of features, or encode = {{ {name} = 'codes' }}"
         )
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
     entries = tuple(f"{name}={one}" for one in known)
@@ -435,15 +436,17 @@ def _convert_column(
 
 
 def _make_indicator(read: _InputColumn) -> _InputColumn:
-    """An entry that is 1 where a column of numbers is empty.
+    """Make an entry that is 1 where a column of numbers is empty.
 
     Raises:
         ConfigError: when it is none of numbers.
     """
     if not read.numeric:
         raise ConfigError(
-            f"indicate: {read.name!r} is a column of categories; give its empty entries one of their own, as in "
-            f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = 'unknown' }}"
+            f"indicate: {read.name!r} is a column of categories; give its empty entries one of "
+            "their own, as in "
+            f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = "
+            "'unknown' }"
         )
     values = [np.isnan(own).astype(np.float64) for own in read.values]
     return _InputColumn(
@@ -462,7 +465,7 @@ def _choose_fill(
     values: Sequence[Float[np.ndarray, "samples 1"]],
     impute: str | float | None,
 ) -> str | float | None:
-    """What fills the empty entries of a column: nothing where there are none.
+    """Return what fills the empty entries of a column; None where there are none.
 
     Raises:
         DataError: when there are some, and nothing was chosen.
@@ -476,7 +479,8 @@ def _choose_fill(
                 else '"mean", "median" or a number'
             )
             raise DataError(
-                f"column {name!r} has {len(empty)} empty entries (the first {table.locate_row(int(empty[0]))}); "
+                f"column {name!r} has {len(empty)} empty entries (the first "
+                f"{table.locate_row(int(empty[0]))}); "
                 f"fill or drop them, or choose what fills them: impute = {kinds}"
             )
         if len(empty):
@@ -487,7 +491,7 @@ def _choose_fill(
 def _encode_categories(
     tables: Sequence[_ArrowTable], name: str, given: Sequence[Any] | None
 ) -> tuple[list[Any], list[Float[np.ndarray, " samples"]]]:
-    """The values of a column in order, and the number of each row's; NaN where it is empty."""
+    """Return the values of a column in order, and the code of each row; NaN where empty."""
     arrays, values, ordered = [], [], []
     for table in tables:
         column = table.get_column(name)
@@ -519,7 +523,8 @@ def _encode_categories(
         if len(strange):
             found = encoded[int(strange[0])].as_py()
             raise DataError(
-                f"column {name!r} is {found!r} {table.locate_row(int(strange[0]))}; expected one of its categories: "
+                f"column {name!r} is {found!r} {table.locate_row(int(strange[0]))}; expected one "
+                "of its categories: "
                 f"{', '.join(map(str, known[:20]))}"
             )
         codes.append(code)
@@ -529,7 +534,7 @@ def _encode_categories(
 def _convert_target(
     tables: Sequence[_ArrowTable], columns: TableOptions
 ) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
-    """The targets of each table, the names of the classes, and their number."""
+    """Return the targets of each table, the names of the classes, and their number."""
     names = columns.target_names
     kinds = {name: [table.get_column(name).type for table in tables] for name in names}
     if len(names) == 1 and any(_is_text(kind) for kind in kinds[names[0]]):
@@ -553,11 +558,8 @@ def _convert_target(
         for name, values in zip(names, found, strict=True):
             _require_not_empty(table, name, np.isnan(values))
         made.append(torch.from_numpy(np.stack(found, axis=1)))
-    whole = all(
-        pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-        for each in kinds.values()
-        for kind in each
-    )
+    all_kinds = itertools.chain.from_iterable(kinds.values())
+    whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in all_kinds)
     if len(names) > 1:
         return [one.long() if whole else one.float() for one in made], (), 0
     flat = [one[:, 0] for one in made]
@@ -566,15 +568,16 @@ def _convert_target(
         highest = max((int(one.max()) for one in flat if len(one)), default=0)
         if whole and highest >= MOST:
             raise DataError(
-                f"target {names[0]!r} has whole numbers up to {highest:,}: as classes these are too many; classes = 0 "
-                f"makes it a regression, classes = {highest + 1} keeps them"
+                f"target {names[0]!r} has whole numbers up to {highest:,}: as classes these are "
+                f"too many; classes = 0 makes it a regression, classes = {highest + 1} keeps them"
             )
         classes = max(highest + 1, len(columns.class_names)) if whole else 0
     if not classes:
         return [one.float() for one in flat], (), 0
     if len(columns.class_names) not in (0, classes):
         raise ConfigError(
-            f"class_names has {len(columns.class_names)} names; expected {classes}, one for each class"
+            f"class_names has {len(columns.class_names)} names; expected {classes}, one for each "
+            "class"
         )
     if not whole and any(bool((one != one.round()).any()) for one in flat):
         raise DataError(
@@ -586,7 +589,7 @@ def _convert_target(
 def _require_shared_settings(
     read: Sequence[_InputColumn], tables: Sequence[_ArrowTable], columns: TableOptions
 ) -> None:
-    """What text means must not depend on the rows that one machine has."""
+    """Require settings without which the encoding depends on one machine's rows."""
     open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
     if open_ones:
         raise ConfigError(
@@ -597,11 +600,13 @@ def _require_shared_settings(
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
         raise ConfigError(
-            f"the classes of {columns.target_names[0]!r} are missing; every machine must name the same: class_names = [...]"
+            f"the classes of {columns.target_names[0]!r} are missing; every machine must name the "
+            "same: class_names = [...]"
         )
     if not text and whole and len(kinds) == 1 and columns.classes is None:
         raise ConfigError(
-            f"classes is missing; every machine must say how many {columns.target_names[0]!r} has (0 for regression)"
+            f"classes is missing; every machine must say how many {columns.target_names[0]!r} has "
+            "(0 for regression)"
         )
 
 
@@ -609,12 +614,13 @@ def _require_not_empty(table: _ArrowTable, name: str, empty: np.ndarray) -> None
     rows = np.flatnonzero(empty)
     if len(rows):
         raise DataError(
-            f"target {name!r} is empty in {len(rows)} rows (the first {table.locate_row(int(rows[0]))}); drop those rows"
+            f"target {name!r} is empty in {len(rows)} rows (the first "
+            f"{table.locate_row(int(rows[0]))}); drop those rows"
         )
 
 
 def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
-    """Refuse a column of text that was meant as numbers: most of its many values are, written as no number is."""
+    """Refuse a column of text of which most values are numbers: it was meant as numbers."""
     for table in tables:
         column = table.get_column(name)
         if pa.types.is_dictionary(column.type):
@@ -628,7 +634,8 @@ def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
         if other is not None and numbers > max(_FEW, len(values) / 2):
             place = column.to_pylist().index(other)
             raise DataError(
-                f"column {name!r} is text, though most of it are numbers: it has {other!r} {table.locate_row(place)}; "
+                f"column {name!r} is text, though most of it are numbers: it has {other!r} "
+                f"{table.locate_row(place)}; "
                 "correct that, leave it empty, or give the column's categories"
             )
 
@@ -642,11 +649,13 @@ def _is_text(kind: pa.DataType) -> bool:
 def _require_numbers(kind: pa.DataType, name: str) -> None:
     if pa.types.is_temporal(kind):
         raise DataError(
-            f"column {name!r} holds dates or times ({kind}); turn it into numbers first, such as the days since the "
+            f"column {name!r} holds dates or times ({kind}); turn it into numbers first, such as "
+            "the days since the "
             "first, or leave it out of features"
         )
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if not (numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
         raise DataError(
-            f"column {name!r} holds {kind}; expected numbers, text or categories: leave it out of features"
+            f"column {name!r} holds {kind}; expected numbers, text or categories: leave it out of "
+            "features"
         )

@@ -30,7 +30,7 @@ def rotate_images(
             normalized already.
 
     Example:
-        >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
+        >>> rotate_images(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
         tensor([[[[2, 4],
                   [1, 3]]]])
     """
@@ -117,7 +117,7 @@ class Blur:
 
 
 Transform = Callable[[Tensor], Tensor]
-"""A pure function of a batch of inputs, which keeps their shape and type: a frozen dataclass that can be called.
+"""A pure function of a batch of inputs that keeps their shape and type.
 
-Clients whose transforms are equal share a test set.
+It is a frozen dataclass that can be called. Clients whose transforms are equal share a test set.
 """

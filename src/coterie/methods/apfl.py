@@ -1,6 +1,6 @@
 """APFL: a personal model for each client, mixed with the shared one that all clients train by FedAvg."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
@@ -80,12 +80,11 @@ class Apfl(PersonalModels):
         model = task.initial_models(rng).clone()
         return ApflMemory(model, torch.full_like(model[:, 0], self.alpha))
 
-    def local_update(
-        self, rnd: Round, memory: ApflMemory, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Float[Tensor, "clients params"], ApflMemory, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train both parts on the same batches."""
+        memory: ApflMemory = state.memory
         steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
-        shared, model, alpha = start.clone(), memory.model.clone(), memory.alpha.clone()
+        shared, model, alpha = state.params.clone(), memory.model.clone(), memory.alpha.clone()
         for step in range(steps.num_steps):
             slope = steps.compute_gradient(shared, step)
             mixture = mix_models(model, shared, alpha, trainable)
@@ -103,7 +102,8 @@ class Apfl(PersonalModels):
             steps.apply_gradient(shared, slope, step)
             steps.apply_gradient(model, personal * share, step, track=1)
         report = steps.finish(shared, model)
-        return shared, ApflMemory(model, alpha), {**report, "alpha": alpha}
+        new = replace(state, params=shared, memory=ApflMemory(model, alpha))
+        return new, {**report, "alpha": alpha}
 
     def serving_model(
         self, rnd: Round, state: State

@@ -27,7 +27,7 @@ from coterie.exchange.accepting import AcceptingExchange, Reputation
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
-from coterie.methods.cost import Cost, CostSetting
+from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.models.layout import Layout, ModelFactory
 from coterie.rng import Rng
 
@@ -163,6 +163,39 @@ class Round:
     extra_metrics: frozenset[str] = frozenset()
     record_similarities: bool = False
 
+    def train(
+        self,
+        state: State,
+        *,
+        local: LocalTraining | None = None,
+        anchor: Float[Tensor, "clients params"] | None = None,
+        prox: float = 0.0,
+        inputs: Mapping[str, Tensor] | None = None,
+        purpose: str = "batches",
+        track: int = 0,
+        in_place: bool = False,
+    ) -> tuple[State, Info]:
+        """Train the models of a state with the clients' data; the options are those of `Task.train`.
+
+        Args:
+            state: `state.params` are the models to start from.
+            local: how to train; as the run says when None.
+            anchor: models that a proximal term pulls to.
+            prox: weight of the proximal term.
+            inputs: values of the model's input buffers, a row for each step.
+            purpose: names the random stream of the batches.
+            track: which of a client's optimizers to use, for methods that train several models.
+            in_place: whether `state.params` may be overwritten.
+
+        Returns:
+            The state with the trained models, and the report of the training.
+        """
+        params, info = self.task.train(
+            state.params, self.rng, local or self.local, anchor=anchor, prox=prox, inputs=inputs,
+            purpose=purpose, track=track, in_place=in_place,
+        )  # fmt: skip
+        return replace(state, params=params), info
+
     @property
     def ids(self) -> Int[Tensor, " clients"]:
         """The ids of the clients that take part and are hosted here."""
@@ -296,32 +329,25 @@ class Method(Configurable, ABC):
         """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
         return self.serving_model(rnd, state)[0]
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
-        """Predict what a round costs a client that takes part, when everybody answers.
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
+        """Predict what a phase of a run costs a client that takes part, when everybody answers.
 
-        Where it depends on chance (who asks whom) it is the expected one under uniform draws; where
-        it depends on what was found (PANM's bag, PENS's neighbors) that is taken to be the own
-        cluster.
+        Where a cost depends on chance (who asks whom), predict the expected one under uniform
+        draws. Where it depends on what was found (PANM's bag, PENS's neighbors), assume that a
+        client has found its own cluster.
 
         Args:
             setting: population, model and data.
-            round: the number of the round, from 0.
+            phase: the number of a round, from 0; "enroll" for `enroll`; "evaluate" for one
+                measurement of the newest model, in addition to the rounds.
 
         Raises:
-            ConfigError: when the settings do not determine it.
+            ConfigError: when the settings do not determine the cost.
         """
-        if self.exchanges:
+        if self.exchanges and not isinstance(phase, str):
             raise ConfigError(
                 f"no prediction of what {self.kind} costs; count what a run of it cost"
             )
-        return Cost()
-
-    def measuring(self, setting: CostSetting) -> Cost:
-        """Predict what measuring the newest model costs a client beside the rounds: nothing where it has its own."""
-        return Cost()
-
-    def enrolling(self, setting: CostSetting) -> Cost:
-        """Predict what `enroll` costs a client, once, before the first round: nothing where nobody sends anything."""
         return Cost()
 
 
@@ -329,46 +355,52 @@ class Method(Configurable, ABC):
 class PeerMethod(Method):
     """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
 
-    Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score,
-    remember, mix), and `memory` and `trained` where they remember something. `fit` is written anew
-    where the local training is not the run's own, and `messages` where a round has several
-    exchanges.
+    A subclass defines `exchange` (sample peers, pull, score, update the memory, mix). It overrides
+    `publish` if clients send more than a model, or if a round has several exchanges; `init_memory`
+    and `remember_update` if clients remember something; `local_update` if the local training is not
+    the run's own.
     """
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return the memory of the hosted clients before the first round."""
         return None
 
-    def publish(self, task: Task, state: State) -> Message:
-        """Return what the hosted clients publish, from their state before the exchange."""
-        return Message(state.params, {"samples": task.num_samples})
+    def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
+        """Return what the hosted clients publish in an exchange of a round, from their state before the round.
 
-    def messages(self, task: Task, state: State) -> Sequence[Message]:
-        """Return what the hosted clients publish in each exchange of a round, from their state before it.
+        Schedules in which clients act one after another ask for every exchange: what a client
+        published stands until it acts.
 
-        Schedules in which clients act one after another ask for it: what a client published stands
-        until it acts. Methods with one exchange need not write it.
+        Args:
+            task: of the clients.
+            state: theirs.
+            exchange: its number in the round, from 0.
 
         Raises:
-            ConfigError: where it is not known before the round, since it answers what others ask in
+            ConfigError: when it is not known before the round, since it answers what others ask in
                 the round.
         """
-        if self.exchanges > 1:
+        if exchange:
             raise ConfigError(
-                f"{self.kind} makes {self.exchanges} exchanges a round, and its `messages` does not say what clients "
-                "publish in each"
+                f"{self.kind} makes {self.exchanges} exchanges a round, and its `publish` does not say what clients "
+                f"publish in exchange {exchange}"
             )
-        return [self.publish(task, state)]
+        return Message(state.params, {"samples": task.num_samples})
+
+    @final
+    def publish_all(self, task: Task, state: State) -> list[Message]:
+        """Return what the hosted clients publish in each exchange of a round; see `publish`."""
+        return [self.publish(task, state, number) for number in range(max(1, self.exchanges))]
 
     @abstractmethod
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Sample peers, pull, score, update the memory, mix."""
 
     def local_update(
-        self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
-    ) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Return the hosted clients' models after local training, and its report; `in_place` as for `Task.train`."""
-        return rnd.task.train(params, rnd.rng, rnd.local, in_place=in_place)
+        self, rnd: Round, state: State, *, in_place: bool = False
+    ) -> tuple[State, Info]:
+        """Train the hosted clients once, from `state.params`; `in_place` as for `Task.train`."""
+        return rnd.train(state, in_place=in_place)
 
     def remember_update(self, state: State, before: Float[Tensor, "clients params"]) -> State:
         """Remember something of the local training that led from `before` to `state.params`."""
@@ -408,10 +440,10 @@ class PeerMethod(Method):
     def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
         judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
-        params, info = self.local_update(rnd, state.params, in_place and judge is None)
+        new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
         if judge is not None:
-            judge.note_training(state.params, params)
-        return self.remember_update(replace(state, params=params), state.params), info
+            judge.note_training(state.params, new.params)
+        return self.remember_update(new, state.params), info
 
     @final
     def exchange_with_retries(self, rnd: Round, state: State) -> tuple[State, Info]:

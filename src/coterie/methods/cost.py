@@ -6,8 +6,12 @@ round averages with but did not score, and PANMGrad reads an update beside every
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from coterie.engine.task import Task
+
+Phase = int | Literal["enroll", "evaluate"]
+"""What is predicted: the number of a round, from 0; the enrollment before them; a measurement of the newest model."""
 
 
 @dataclass(frozen=True)

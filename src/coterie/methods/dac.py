@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -29,7 +28,7 @@ from coterie.methods.base import (
     mixing_report,
     similarity_report,
 )  # fmt: skip
-from coterie.methods.cost import Cost, CostSetting, cost_of_reading
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
@@ -442,33 +441,26 @@ class Dac(PeerMethod):
             memory.similarity, memory.status, memory.count, memory.origin, last
         )
 
-    def publish(self, task: Task, state: State) -> Message:
-        """Publish the model and, with two-hop estimates, the similarities to share."""
+    def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
+        """Publish the model with the similarities to share, or these alone when the peers of all rounds are asked.
+
+        Raises:
+            ConfigError: with loss_direction = "push": peers measure and answer what they are asked
+                in the same round.
+        """
+        if exchange and self.loss_direction == "push":
+            raise ConfigError(
+                f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
+                "peers that act one after another have not published an answer when they are asked"
+            )
+        if exchange:
+            return Message(state.params[:, :0], self.scores_to_share(state))
         fields = {"samples": task.num_samples}
         if state.memory.origin.shape[1]:
             fields["origin"] = task.sharing.compared.select_from(state.memory.origin)
         if self.two_hop and self.two_hop_scope == "current":
             fields |= self.scores_to_share(state)
         return Message(state.params, fields)
-
-    def messages(self, task: Task, state: State) -> Sequence[Message]:
-        """Publish the model, and with two_hop_scope = "history" the similarities apart from it.
-
-        Raises:
-            ConfigError: with loss_direction = "push": peers measure and answer what they are asked
-                in the same round.
-        """
-        if self.loss_direction == "push":
-            raise ConfigError(
-                f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
-                "peers that act one after another have not published an answer when they are asked"
-            )
-        own = self.publish(task, state)
-        return [own] if self.exchanges == 1 else [own, self._scores_message(state)]
-
-    def _scores_message(self, state: State) -> Message:
-        """Publish the similarities to share with peers, without the model."""
-        return Message(state.params[:, :0], self.scores_to_share(state))
 
     def scores_to_share(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
@@ -573,15 +565,19 @@ class Dac(PeerMethod):
         zero = torch.zeros_like(rnd.ids)
         if self.two_hop_scope == "history":
             relays = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
-            inbox = rnd.exchange.pull(self._scores_message(state), relays)
+            inbox = rnd.exchange.pull(
+                Message(state.params[:, :0], self.scores_to_share(state)), relays
+            )
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = (
             cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
         )
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read the peers' models, and what they say of others; a push lets them read one's own too."""
+        if isinstance(phase, str):
+            return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes
         cost = cost_of_reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
         if self.similarity == "cos_grad" and setting.start_apart:
@@ -592,7 +588,7 @@ class Dac(PeerMethod):
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
         elif self.two_hop:
             known = setting.num_others * (
-                1 - (1 - peers / max(1, setting.num_others)) ** (round + 1)
+                1 - (1 - peers / max(1, setting.num_others)) ** (phase + 1)
             )
             cost += Cost(
                 extra_floats=known * setting.population, messages=known, bytes=known * scores

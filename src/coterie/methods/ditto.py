@@ -10,7 +10,7 @@ from coterie._util.settings import CustomFunction, NonNegativeFloat, NonNegative
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, CostSetting, cost_of_moving
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
@@ -37,13 +37,9 @@ class PersonalModels(OneModel):
         """Fetch the server's model."""
         return super().serving_model(rnd, state)[0]
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
-        """Fetch the server's model, and send one."""
-        return cost_of_moving(setting, 2)
-
-    def measuring(self, setting: CostSetting) -> Cost:
-        """Measure the personal model, which is here."""
-        return Cost()
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
+        """Fetch the server's model and send one; nothing is fetched to measure the client's own model."""
+        return Cost() if isinstance(phase, str) else cost_of_moving(setting, 2)
 
 
 @final
@@ -93,31 +89,25 @@ class Ditto(PersonalModels):
         """Everybody starts at the first model."""
         return PersonalMemory(task.initial_models(rng).clone())
 
-    def remember(
-        self,
-        rnd: Round,
-        memory: PersonalMemory,
-        start: Float[Tensor, "clients params"],
-        offer: Inbox,
-    ) -> tuple[PersonalMemory, Info]:
-        """Train the personal models, near the global one that was received."""
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
+        """Train the global model, then the personal one near the global model that was received."""
+        trained, info = super().local_update(rnd, state, reply)
         purpose = "batches" if self.interleaved else "batches.personal"
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        model, info = rnd.task.train(
-            memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose, track=1
-        )
-        return PersonalMemory(model), {"personal_train_samples": info["train_samples"]}
+        personal, more = rnd.train(
+            replace(trained, params=state.memory.model),
+            local=local, anchor=state.params, prox=self.lam, purpose=purpose, track=1,
+        )  # fmt: skip
+        new = replace(personal, params=trained.params, memory=PersonalMemory(personal.params))
+        return new, {**info, "train_samples": info["train_samples"] + more["train_samples"]}
 
     def adapt_newcomer(
-        self,
-        rnd: Round,
-        params: Float[Tensor, "clients params"],
-        received: Float[Tensor, "clients params"],
-    ) -> Float[Tensor, "clients params"]:
+        self, rnd: Round, state: State, received: Float[Tensor, "clients params"]
+    ) -> State:
         """Train the personal models, near the global one."""
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        return rnd.task.train(
-            params, rnd.rng, local, anchor=received, prox=self.lam, purpose="batches.personal"
+        return rnd.train(
+            state, local=local, anchor=received, prox=self.lam, purpose="batches.personal"
         )[0]
 
 

@@ -24,7 +24,7 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
-from coterie.methods.base import Info, Round, draw_cohort_noise
+from coterie.methods.base import Info, Round, State, draw_cohort_noise
 from coterie.methods.server import (
     Averaging,
     Clusters,
@@ -197,21 +197,19 @@ class FedGwc(WithPresets, ServerMethod):
             begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1]
         )
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train, with FedProx's penalty where that is the aggregator."""
         if self.aggregator == "fedprox":
-            return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
-        return rnd.task.train(start, rnd.rng, rnd.local)
+            return rnd.train(state, anchor=state.params, prox=self.mu)
+        return rnd.train(state)
 
-    def report(self, rnd: Round, info: Info) -> dict[str, Tensor]:
+    def publish(self, rnd: Round, state: State, info: Info) -> Message:
         """Send the losses of the first steps, padded with NaN to a length that all clients share."""
         losses = info["losses"]
         width = self.trace if rnd.local.steps is None else rnd.local.steps
         padded = losses.new_full((len(losses), width), torch.nan)
         padded[:, : losses.shape[1]] = losses[:, :width]
-        return {"samples": rnd.task.num_samples, "losses": padded}
+        return Message(state.params, {"samples": rnd.task.num_samples, "losses": padded})
 
     def compute_extra_metrics(
         self,

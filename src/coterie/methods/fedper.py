@@ -4,15 +4,12 @@ DFedAlt is FedRep between peers, without a server.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
-
-from jaxtyping import Float
-from torch import Tensor
 
 from coterie._util.settings import CustomFunction, NonNegativeInt
 from coterie.exchange.base import Inbox
-from coterie.methods.base import Info, Round
+from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
 from coterie.methods.random_gossip import Gossip
@@ -28,21 +25,21 @@ def head_tensors(layout: Layout, layers: int) -> tuple[str, ...]:
 
 
 def train_alternately(
-    rnd: Round, start: Float[Tensor, "clients params"], own: Sequence[str], head_epochs: int | None
-) -> tuple[Float[Tensor, "clients params"], Info]:
+    rnd: Round, state: State, own: Sequence[str], head_epochs: int | None
+) -> tuple[State, Info]:
     """Train each client's head with the body fixed, then the body with the head fixed.
 
     Args:
         rnd: the round; its local training is the body's.
-        start: the models; not changed.
+        state: `state.params` are the models to start from; not changed.
         own: names of the head's tensors. Where there are none, all is trained together.
         head_epochs: epochs of the head; as long as the body when None.
     """
     layout = rnd.task.layout
     if not own:
-        return rnd.task.train(start, rnd.rng, rnd.local)
+        return rnd.train(state)
     last = match_patterns(layout, own, "the head")[: layout.trainable]
-    params, longer = start.clone(), personal_training(rnd.local, head_epochs, None)
+    params, longer = state.params.clone(), personal_training(rnd.local, head_epochs, None)
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []
     for track, (local, only, purpose) in enumerate(parts):
@@ -52,7 +49,7 @@ def train_alternately(
         reports.append(steps.finish(params))
     fitted, info = reports
     lost = fitted["diverged"] | info["diverged"]
-    return params, {
+    return replace(state, params=params), {
         **info,
         "train_samples": fitted["train_samples"] + info["train_samples"],
         "diverged": lost,
@@ -139,12 +136,10 @@ class FedRep(OneModel):
         """Keep the head."""
         return head_tensors(layout, self.personal_layers)
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the head, then the body."""
         return train_alternately(
-            rnd, start, self.personal_tensors(rnd.task.layout), self.head_epochs
+            rnd, state, self.personal_tensors(rnd.task.layout), self.head_epochs
         )
 
 
@@ -187,11 +182,11 @@ class DFedAlt(Gossip):
         return head_tensors(layout, self.personal_layers)
 
     def local_update(
-        self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
-    ) -> tuple[Float[Tensor, "clients params"], Info]:
+        self, rnd: Round, state: State, *, in_place: bool = False
+    ) -> tuple[State, Info]:
         """Train the head, then the body."""
         return train_alternately(
-            rnd, params, self.personal_tensors(rnd.task.layout), self.head_epochs
+            rnd, state, self.personal_tensors(rnd.task.layout), self.head_epochs
         )
 
 

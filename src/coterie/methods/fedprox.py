@@ -96,11 +96,9 @@ class FedProx(OneModel):
             draw_cohort_noise(rng, population), count, log_weights=shared.samples.log()
         )
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train with the penalty."""
-        return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
+        return rnd.train(state, anchor=state.params, prox=self.mu)
 
     def add_members(
         self, shared: FedProxClusters, models: Float[Tensor, "newcomers params"]
@@ -119,13 +117,10 @@ class FedProx(OneModel):
         )
 
     def adapt_newcomer(
-        self,
-        rnd: Round,
-        params: Float[Tensor, "clients params"],
-        received: Float[Tensor, "clients params"],
-    ) -> Float[Tensor, "clients params"]:
+        self, rnd: Round, state: State, received: Float[Tensor, "clients params"]
+    ) -> State:
         """Train with the penalty, near the model that was received."""
-        return rnd.task.train(params, rnd.rng, rnd.local, anchor=received, prox=self.mu)[0]
+        return rnd.train(state, anchor=received, prox=self.mu)[0]
 
 
 def _register_samples(

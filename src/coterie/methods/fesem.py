@@ -84,14 +84,14 @@ class FeSem(ServerMethod):
         """One model."""
         return ReplyForm(1)
 
-    def deliver(
+    def reply(
         self, context: ServerContext, shared: FeSemClusters, message: Message
     ) -> tuple[FeSemClusters, Reply]:
-        """Answer with the client's center, or the largest cluster's when the client is not known yet."""
+        """Answer with the client's center; a client that never took part is served the largest cluster's."""
         assert message.ids is not None
         known = shared.label[shared.seen]
         label = shared.label
-        if len(known):
+        if context.evaluating and len(known):
             label = torch.where(
                 shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax()
             )

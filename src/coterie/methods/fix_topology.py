@@ -10,7 +10,7 @@ from coterie._util.settings import CustomFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.functional import selection
 from coterie.methods.base import Info, PeerMethod, Round, State, average_models
-from coterie.methods.cost import Cost, CostSetting, cost_of_reading
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -57,6 +57,8 @@ class FixTopology(PeerMethod):
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read the peers' models."""
+        if isinstance(phase, str):
+            return Cost()
         return cost_of_reading(setting, min(self.num_peers, setting.num_others))

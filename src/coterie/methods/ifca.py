@@ -15,12 +15,13 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, CostSetting, cost_of_moving
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.methods.server import (
     NO_MODEL,
     ServerContext,
     ServerMethod,
     empty_reply,
+    model_request,
     traffic_report,
 )
 from coterie.models.simplex_layers import last_layer_mask
@@ -107,7 +108,7 @@ class Ifca(ServerMethod):
             return state
         every = ReplyForm(self.candidates * self.clusters)
         shared, offer = self.ask_server(
-            rnd, _reply_with_all_models, self.request(rnd, state), state.shared, every
+            rnd, _reply_with_all_models, model_request(state), state.shared, every
         )
         scores = replace_nan_losses(rnd.task.score(offer)).reshape(
             len(rnd.task), self.candidates, self.clusters
@@ -124,23 +125,17 @@ class Ifca(ServerMethod):
         """All models."""
         return ReplyForm(self.clusters)
 
-    def offer(
+    def reply(
         self, context: ServerContext, shared: IfcaModels, message: Message
     ) -> tuple[IfcaModels, Reply]:
-        """Answer with all models; while groups are random, with the group's."""
-        if self.start != "random_groups" or context.index >= self.group_rounds:
+        """Answer with all models; while groups are random, with the model of the client's group to train."""
+        grouped = self.start == "random_groups" and context.index < self.group_rounds
+        if context.evaluating or not grouped:
             return _reply_with_all_models(context, shared, message)
         assert message.ids is not None
         order = context.rng.at_round(-1).generator("ifca.groups").permutation(context.population)
-        return shared, Reply(
-            shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters
-        )
-
-    def deliver(
-        self, context: ServerContext, shared: IfcaModels, message: Message
-    ) -> tuple[IfcaModels, Reply]:
-        """Answer with all models: whoever asks chooses."""
-        return _reply_with_all_models(context, shared, message)
+        group = torch.from_numpy(order)[message.ids][:, None] % self.clusters
+        return shared, Reply(shared.models, group)
 
     def aggregate(self, context: ServerContext, shared: IfcaModels, message: Message) -> IfcaModels:
         """Average cluster by cluster."""
@@ -169,30 +164,32 @@ class Ifca(ServerMethod):
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Receive the models, take the best, train it, send it with the choice."""
-        request = self.request(rnd, state)
+        request = model_request(state)
         grouped = self.start == "random_groups" and rnd.index < self.group_rounds
         shared, offer = self.ask_server(
-            rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters)
+            rnd, self.reply, request, state.shared, ReplyForm(1 if grouped else self.clusters)
         )
         label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
-        params, info = rnd.task.train(start, rnd.rng, rnd.local)
-        message = Message(params, {"samples": rnd.task.num_samples, "label": label})
+        new, info = self.local_update(rnd, replace(state, params=start), offer)
+        message = Message(new.params, {"samples": rnd.task.num_samples, "label": label})
         shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
         passes = offer.mask.sum(1) * rnd.task.count_samples("train")
-        return State(params, None, shared), {
+        return replace(new, shared=shared), {
             **info,
             "label": label,
             "passes": passes,
             **traffic_report(rnd.task.sharing, offer, request, message),
-            **self.compute_extra_metrics(rnd, start, params, shared),
+            **self.compute_extra_metrics(rnd, start, new.params, shared),
         }
 
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch all models and take the best on the training data."""
-        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(
+            rnd, self.reply, model_request(state), state.shared, evaluating=True
+        )
         label, model = choose_cluster(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 
@@ -202,14 +199,15 @@ class Ifca(ServerMethod):
         """The server remembers nothing of its clients."""
         return shared
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
-        """Score all models, and send one."""
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
+        """Fetch all models; in a round, score them and send one."""
+        if phase == "enroll":
+            return Cost()
+        fetched = cost_of_moving(setting, self.clusters)
+        if phase == "evaluate":
+            return fetched
         scored = self.clusters if self.clusters > 1 else 0
-        return super().cost(setting, round) + Cost(passes=scored * setting.samples)
-
-    def measuring(self, setting: CostSetting) -> Cost:
-        """Fetch all models."""
-        return cost_of_moving(setting, self.clusters)
+        return fetched + cost_of_moving(setting, 1) + Cost(passes=scored * setting.samples)
 
 
 def replace_nan_losses(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:

@@ -20,7 +20,7 @@ from coterie.methods.base import (
     average_models,
     draw_peers_uniformly,
 )
-from coterie.methods.cost import Cost, CostSetting, cost_of_reading
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
 _SLOTS = 256  # members asked for their cluster at once
@@ -86,14 +86,11 @@ class Oracle(PeerMethod):
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
-        """Read the peers' models."""
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
+        """Read the peers' models; once before, the cluster of every other client: eight bytes, without a model."""
+        others = setting.num_others
+        if phase == "enroll":
+            return Cost(messages=others, extra_floats=others, bytes=8 * others)
+        if phase == "evaluate":
+            return Cost()
         return cost_of_reading(setting, min(self.num_peers, setting.num_cluster_peers))
-
-    def enrolling(self, setting: CostSetting) -> Cost:
-        """Learn every other client's cluster: a whole number of eight bytes each, in messages without a model."""
-        return Cost(
-            messages=setting.num_others,
-            extra_floats=setting.num_others,
-            bytes=8 * setting.num_others,
-        )

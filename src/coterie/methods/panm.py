@@ -2,7 +2,6 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -25,7 +24,7 @@ from coterie.methods.base import (
     mixing_report,
     similarity_report,
 )  # fmt: skip
-from coterie.methods.cost import Cost, CostSetting, cost_of_reading
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -104,25 +103,20 @@ class Panm(PeerMethod):
             none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
         )
 
-    def publish(self, task: Task, state: State) -> Message:
-        """Publish the model and the extras that the score needs."""
+    def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
+        """Publish the model, and in the first exchange what the score needs beside it."""
+        fields = {"samples": task.num_samples}
         extras = {"update": state.memory.update, "origin": state.memory.origin}
-        sent = {
-            name: task.sharing.compared.select_from(value)
-            for name, value in extras.items()
-            if value.shape[1]
-        }
-        return Message(state.params, {"samples": task.num_samples, **sent})
-
-    def messages(self, task: Task, state: State) -> Sequence[Message]:
-        """Publish what the score needs, then the model alone, for those that average with it without a score."""
-        return self.publish(task, state), Message(state.params, {"samples": task.num_samples})
+        for name, value in extras.items() if exchange == 0 else ():
+            if value.shape[1]:
+                fields[name] = task.sharing.compared.select_from(value)
+        return Message(state.params, fields)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
         memory, number = state.memory, rnd.index + 1
         before = memory.bag
-        to_score, to_average = self.messages(rnd.task, state)
+        to_score, to_average = self.publish_all(rnd.task, state)
         early = number <= self.stage_one_rounds
         believed, candidates = self.choose_peers_to_score(
             rnd, memory, early, number % self.interval == 0
@@ -265,9 +259,11 @@ class PanmGrad(Panm):
         copies = int(self.alpha > 0) + int(state.memory.origin.shape[1] > 0)
         return total, {"extra_models": inbox.mask.sum(1) * copies}
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read models, and an update or a first model beside those that are scored."""
-        scored, rest = self.count_reads(setting, round)
+        if isinstance(phase, str):
+            return Cost()
+        scored, rest = self.count_reads(setting, phase)
         beside = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
         extra = Cost(
             extra_models=beside, bytes=beside * setting.num_compared * setting.number_bytes
@@ -306,7 +302,9 @@ class PanmLoss(Panm):
         value = similarity.invert_cost(loss, self.eps) if self.transform == "inverse" else -loss
         return value, {"passes": inbox.mask.sum(1) * rnd.task.count_samples("train")}
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read models, and score some by their loss."""
-        scored, rest = self.count_reads(setting, round)
+        if isinstance(phase, str):
+            return Cost()
+        scored, rest = self.count_reads(setting, phase)
         return cost_of_reading(setting, scored + rest, scored=scored)

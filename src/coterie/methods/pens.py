@@ -12,7 +12,7 @@ from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import selection
 from coterie.methods.base import Info, PeerMethod, Round, State, average_models
-from coterie.methods.cost import Cost, CostSetting, cost_of_reading
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
 
@@ -113,9 +113,11 @@ class Pens(PeerMethod):
         )
         return state, {**report, **cost}
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read and score in stage one, read those found in stage two."""
-        if round >= self.stage_one_rounds:
+        if isinstance(phase, str):
+            return Cost()
+        if phase >= self.stage_one_rounds:
             return cost_of_reading(setting, min(self.num_peers, setting.num_cluster_peers))
         peers = min(self.num_sampled, setting.num_others)
         return cost_of_reading(setting, peers, scored=peers)

@@ -1,6 +1,6 @@
 """Per-FedAvg: a shared model that is good after a step on a client's own data, as in meta-learning (MAML)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 from jaxtyping import Float
@@ -59,9 +59,7 @@ class PerFedAvg(OneModel):
         """Uniform, by samples, or by a rule of the user's."""
         return Averaging(self.weights, rule=self.aggregation)
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Go down the gradient of the loss after adaptation."""
         task, free = rnd.task, self.hessian == "free"
         first, second = (
@@ -69,7 +67,7 @@ class PerFedAvg(OneModel):
             for name in ("batches", "batches.adapted")
         )
         third = task.train_stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
-        params = start.clone()
+        params = state.params.clone()
         for step in range(first.num_steps):
             adapted = self._move_along(params, first.compute_gradient(params, step), -self.alpha)
             slope = second.compute_gradient(adapted, step)
@@ -90,7 +88,7 @@ class PerFedAvg(OneModel):
                 info["train_samples"] = (
                     info["train_samples"] + other.finish(params)["train_samples"]
                 )
-        return params, info
+        return replace(state, params=params), info
 
     def _move_along(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
         """Return models that went along a direction; the others are not changed."""

@@ -1,15 +1,12 @@
 """pFedMe: personal models near a shared one, which is trained on the Moreau envelopes of the clients' losses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
-
-from jaxtyping import Float
-from torch import Tensor
 
 from coterie._util.settings import CustomFunction, PositiveFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
-from coterie.methods.base import Info, Round
+from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import PersonalMemory, PersonalModels
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
@@ -66,16 +63,10 @@ class PFedMe(PersonalModels):
         """Everybody starts at the first model."""
         return PersonalMemory(task.initial_models(rng).clone())
 
-    def local_update(
-        self,
-        rnd: Round,
-        memory: PersonalMemory,
-        start: Float[Tensor, "clients params"],
-        offer: Inbox,
-    ) -> tuple[Float[Tensor, "clients params"], PersonalMemory, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Approach the envelope's minimum on each batch, and follow it."""
         steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
-        shared, model = start.clone(), start.clone()
+        shared, model = state.params.clone(), state.params.clone()
         w, theta = shared[:, :trainable], model[:, :trainable]  # views
         for step in range(steps.num_steps):
             for _ in range(self.inner_steps):
@@ -84,4 +75,5 @@ class PFedMe(PersonalModels):
             away = (w - theta).mul_(self.eta * self.lam)
             w.sub_(away.masked_fill_(~steps.active_clients(step).to(away.device)[:, None], 0))
         shared[:, trainable:] = model[:, trainable:]
-        return shared, PersonalMemory(model), steps.finish(shared, model)
+        new = replace(state, params=shared, memory=PersonalMemory(model))
+        return new, steps.finish(shared, model)

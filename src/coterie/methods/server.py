@@ -25,7 +25,7 @@ from coterie.exchange.narrowed import narrow_message
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, Round, State, map_tensors
-from coterie.methods.cost import Cost, CostSetting, cost_of_moving
+from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.models.simplex_layers import compose_last_layer, last_layer_mask
@@ -50,6 +50,7 @@ class ServerContext:
         cohort: how many of them take part in the round; all when None.
         part: which columns are shared and compared; models are 0 in those that stay at home. All
             when not given.
+        evaluating: whether clients ask for models to measure them; otherwise to train them.
     """
 
     index: int
@@ -58,6 +59,7 @@ class ServerContext:
     population: int
     cohort: int | None = None
     part: ParameterSharing = None  # type: ignore[assignment]
+    evaluating: bool = False
 
     def __post_init__(self) -> None:
         if self.part is None:
@@ -193,21 +195,30 @@ class ServerMethod(Method):
 
     # ---------------------------------------------------------------- where the server role is
 
-    def offer(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
-        """Answer each client of the cohort with the model it shall train: that of its cluster."""
+    def reply(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
+        """Answer each client that asks with a model: that of its cluster.
+
+        A client of the cohort trains the model. While `context.evaluating`, any client may ask for
+        the model that serves it, and the state must not change.
+
+        Args:
+            context: what the server knows of the round.
+            shared: the server's state.
+            message: the questions of the clients.
+
+        Returns:
+            The server's new state, and the answer.
+        """
         assert message.ids is not None
         return shared, Reply(shared.models, shared.label[message.ids][:, None])
-
-    def deliver(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
-        """Answer any client with the model that serves it; changes nothing."""
-        return self.offer(context, shared, message)
 
     def newcomer_candidates(
         self, context: ServerContext, shared: Any
     ) -> Float[Tensor, "models params"]:
         """Return the models that serve clients now, each once: what a client that joins late chooses among."""
         ids = torch.arange(context.population)
-        _, reply = self.deliver(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
+        context = replace(context, evaluating=True)
+        _, reply = self.reply(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
         return reply.table[reply.index.unique().to(reply.table.device)].unique(dim=0)
 
     def add_members(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
@@ -247,15 +258,12 @@ class ServerMethod(Method):
     # ---------------------------------------------------------------- where the clients are
 
     def reply_form(self) -> ReplyForm | None:
-        """Return what `offer` and `deliver` show each client: one model, where they are not written anew.
+        """Return what `reply` shows each client: one model, unless a subclass overrides it.
 
-        Between machines an answer of another form is refused. None: nothing is known of it but that
-        its parts fit.
+        Between machines an answer of another form is refused. None: nothing is known of the form,
+        and a node checks only that the parts of an answer fit each other.
         """
-        plain = (
-            type(self).offer is ServerMethod.offer and type(self).deliver is ServerMethod.deliver
-        )
-        return ReplyForm(1) if plain else None
+        return ReplyForm(1) if type(self).reply is ServerMethod.reply else None
 
     def ask_server(
         self,
@@ -264,6 +272,7 @@ class ServerMethod(Method):
         message: Message,
         shared: Any,
         expects: ReplyForm | None = None,
+        evaluating: bool = False,
     ) -> tuple[Any, Inbox]:
         """Send a message to the server and return its new state (where it is) and its answer.
 
@@ -272,20 +281,17 @@ class ServerMethod(Method):
             rule: what the server does with the messages.
             message: this one.
             shared: the server's state, where it is.
-            expects: what the answer shows each client; that of `offered` for `offer` and `deliver`.
+            expects: what the answer shows each client; for `reply`, `reply_form` when None.
+            evaluating: whether clients ask for models to measure, not to train.
         """
-        if expects is None and rule in (self.offer, self.deliver):
+        if expects is None and rule == self.reply:
             expects = self.reply_form()
         message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(
-            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing
+            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating
         )
         return rnd.exchange.ask_server(message, partial(rule, context), shared)
-
-    def request(self, rnd: Round, state: State) -> Message:
-        """Return the message that asks for a model."""
-        return Message(state.params[:, :0])
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return what clients remember before the first round."""
@@ -303,33 +309,22 @@ class ServerMethod(Method):
             clear_home_columns(task, self.init_server_state(task, rng)),
         )
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
-        """Train the clients on from the models they were offered."""
-        return rnd.task.train(start, rnd.rng, rnd.local)
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
+        """Do the local work of a round.
 
-    def report(self, rnd: Round, info: Info) -> dict[str, Tensor]:
-        """Return what clients send beside their models."""
-        return {"samples": rnd.task.num_samples}
-
-    def remember(
-        self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Any, Info]:
-        """Return what clients remember of a round, from the models they were offered."""
-        return memory, {}
-
-    def local_update(
-        self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Float[Tensor, "clients params"], Any, Info]:
-        """Do the local work of a round: `train`, then `remember`; written anew where they cannot be told apart.
+        Args:
+            rnd: the round.
+            state: before it; `state.params` are the models that the clients received.
+            reply: the server's answer, with all that it shows each client.
 
         Returns:
-            The models that clients send, what they remember, and the report.
+            The state with the models that the clients send and with their new memory; the report.
         """
-        params, info = self.train(rnd, start, offer)
-        memory, more = self.remember(rnd, memory, start, offer)
-        return params, memory, {**info, **more}
+        return rnd.train(state)
+
+    def publish(self, rnd: Round, state: State, info: Info) -> Message:
+        """Return what the clients send to the server, from their state and report after the local work."""
+        return Message(state.params, {"samples": rnd.task.num_samples})
 
     def compute_extra_metrics(
         self,
@@ -342,54 +337,47 @@ class ServerMethod(Method):
         return gradient_variance_report(rnd, start, params) if sees_whole_cohort(rnd) else {}
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Ask, train, send."""
-        request = self.request(rnd, state)
-        shared, offer = self.ask_server(rnd, self.offer, request, state.shared)
-        start = rnd.task.apply_buffer_policy(state.params, first_models(offer))
-        params, memory, info = self.local_update(rnd, state.memory, start, offer)
-        message = Message(params, self.report(rnd, info))
+        """Ask for a model, train it, send it."""
+        request = model_request(state)
+        shared, reply = self.ask_server(rnd, self.reply, request, state.shared)
+        received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
+        new, info = self.local_update(rnd, replace(state, params=received), reply)
+        message = self.publish(rnd, new, info)
         shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
-        info = {
+        return replace(new, shared=shared), {
             **info,
-            **traffic_report(rnd.task.sharing, offer, request, message),
-            **self.compute_extra_metrics(rnd, start, params, shared),
+            **traffic_report(rnd.task.sharing, reply, request, message),
+            **self.compute_extra_metrics(rnd, received, new.params, shared),
         }
-        if "personal_train_samples" in info:
-            info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
-        return State(params, memory, shared), info
 
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
-        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
-        return rnd.task.apply_buffer_policy(state.params, first_models(offer)), {
-            "label": offer.peers[:, 0]
-        }
+        _, reply = self.ask_server(
+            rnd, self.reply, model_request(state), state.shared, evaluating=True
+        )
+        received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
+        return received, {"label": reply.peers[:, 0]}
 
     def adapt_newcomer(
-        self,
-        rnd: Round,
-        params: Float[Tensor, "clients params"],
-        received: Float[Tensor, "clients params"],
-    ) -> Float[Tensor, "clients params"]:
-        """Return the models of clients that joined late after one more round, while the server's models stay.
+        self, rnd: Round, state: State, received: Float[Tensor, "clients params"]
+    ) -> State:
+        """Train clients that joined late for one round, while the server's models stay as they are.
 
         Args:
             rnd: the round, with these clients alone.
-            params: their models.
+            state: their models, and what their optimizers keep.
             received: the models that they began with: each the server's that has the least loss on
                 its data.
         """
-        return rnd.task.train(params, rnd.rng, rnd.local)[0]
+        return rnd.train(state)[0]
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
-        """Fetch what a measurement needs, and send a model."""
-        return self.measuring(setting) + cost_of_moving(setting, 1)
-
-    def measuring(self, setting: CostSetting) -> Cost:
-        """Fetch the newest model."""
-        return cost_of_moving(setting, 1)
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
+        """Fetch the newest model, to train or to measure it; in a round, send a model too."""
+        if phase == "enroll":
+            return Cost()
+        return cost_of_moving(setting, 1 if phase == "evaluate" else 2)
 
 
 def extend_labels(
@@ -414,6 +402,11 @@ def clear_home_columns(task: Task, shared: Any) -> Any:
         )
 
     return map_tensors(shared, clear_columns)
+
+
+def model_request(state: State) -> Message:
+    """Return the message that asks the server for a model; it carries nothing itself."""
+    return Message(state.params[:, :0])
 
 
 def empty_reply(message: Message) -> Reply:

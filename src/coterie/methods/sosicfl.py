@@ -20,7 +20,7 @@ from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import simplex
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, CostSetting
+from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import (
@@ -30,6 +30,7 @@ from coterie.methods.server import (
     ServerContext,
     empty_reply,
     first_models,
+    model_request,
 )
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
@@ -185,19 +186,14 @@ class SimplexMethod(WithPresets, OneModel):
             return torch.arange(population)
         return super().select_cohort(shared, rng, population, participation)
 
-    def offer(
+    def reply(
         self, context: ServerContext, shared: SimplexClusters, message: Message
     ) -> tuple[SimplexClusters, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
-        if self.assignment == "labels" and context.index == self.warmup_rounds > 0:
-            shared = self._group_by_labels(context, shared)
-        return self.deliver(context, shared, message)
-
-    def deliver(
-        self, context: ServerContext, shared: SimplexClusters, message: Message
-    ) -> tuple[SimplexClusters, Reply]:
-        """Answer with the model and the client's region."""
         assert message.ids is not None
+        due = context.index == self.warmup_rounds > 0 and not context.evaluating
+        if due and self.assignment == "labels":
+            shared = self._group_by_labels(context, shared)
         table = shared.models.expand(len(shared.centers), -1)
         fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
@@ -325,12 +321,10 @@ class SimplexMethod(WithPresets, OneModel):
             rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
         )
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the simplex, each step at another of its points."""
-        inputs = self.draw_alpha_inputs(rnd, offer, "alpha", rnd.task.count_steps(rnd.local))
-        return rnd.task.train(start, rnd.rng, rnd.local, inputs=inputs)
+        inputs = self.draw_alpha_inputs(rnd, reply, "alpha", rnd.task.count_steps(rnd.local))
+        return rnd.train(state, inputs=inputs)
 
     def compose_models(
         self, rnd: Round, rows: Float[Tensor, "clients params"], offer: Inbox
@@ -347,7 +341,9 @@ class SimplexMethod(WithPresets, OneModel):
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and stand at one's center."""
-        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(
+            rnd, self.reply, model_request(state), state.shared, evaluating=True
+        )
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         return self.compose_models(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
@@ -360,12 +356,14 @@ class SimplexMethod(WithPresets, OneModel):
 
     def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
-        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(
+            rnd, self.reply, model_request(state), state.shared, evaluating=True
+        )
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, middle)
 
-    def cost(self, setting: CostSetting, round: int) -> Cost:
+    def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Say that it depends on the model and the stage."""
         raise ConfigError(
             f"what {self.kind} sends depends on the model and the stage; count what a run of it cost"
@@ -464,14 +462,6 @@ class SosicFlPlus(SimplexMethod):
         first_model = self.draw_first_model(task, rng).expand(len(task), -1).clone()
         return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
 
-    def train(
-        self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox
-    ) -> tuple[Tensor, Info]:
-        """Train the global simplex, unless its time is over."""
-        if self._is_posthoc(rnd.index):
-            rnd = replace(rnd, local=replace(rnd.local, steps=0))
-        return super().train(rnd, start, offer)
-
     def aggregate(
         self, context: ServerContext, shared: SimplexClusters, message: Message
     ) -> SimplexClusters:
@@ -482,34 +472,34 @@ class SosicFlPlus(SimplexMethod):
             else super().aggregate(context, shared, message)
         )
 
-    def remember(
-        self,
-        rnd: Round,
-        memory: PersonalSimplex,
-        start: Float[Tensor, "clients params"],
-        offer: Inbox,
-    ) -> tuple[PersonalSimplex, Info]:
-        """Train the personal simplexes."""
-        if self.global_rounds is not None and not self._is_posthoc(rnd.index):
-            return memory, {}
+    def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
+        """Train the global simplex unless its time is over, then the personal ones."""
+        posthoc = self._is_posthoc(rnd.index)
+        rest = replace(rnd, local=replace(rnd.local, steps=0))
+        trained, info = super().local_update(rest if posthoc else rnd, state, reply)
+        if self.global_rounds is not None and not posthoc:
+            return trained, info
+        memory: PersonalSimplex = state.memory
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         inputs = self.draw_alpha_inputs(
-            rnd, self._personal_offer(offer), "alpha.personal", rnd.task.count_steps(local)
+            rnd, self._personal_offer(reply), "alpha.personal", rnd.task.count_steps(local)
         )
-        own = _own_or_received(memory, start)
-        model, info = rnd.task.train(
-            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1,
-            in_place=own is not memory.model,
+        own = _own_or_received(memory, state.params)
+        personal, more = rnd.train(
+            replace(trained, params=own), local=local, anchor=state.params, prox=self.lam, inputs=inputs,
+            purpose="batches.personal", track=1, in_place=own is not memory.model,
         )  # fmt: skip
-        return PersonalSimplex(model, torch.ones_like(memory.started)), {
-            "personal_train_samples": info["train_samples"]
-        }
+        memory = PersonalSimplex(personal.params, torch.ones_like(memory.started))
+        new = replace(personal, params=trained.params, memory=memory)
+        return new, {**info, "train_samples": info["train_samples"] + more["train_samples"]}
 
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
-        _, offer = self.ask_server(rnd, self.deliver, self.request(rnd, state), state.shared)
+        _, offer = self.ask_server(
+            rnd, self.reply, model_request(state), state.shared, evaluating=True
+        )
         received = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         own = _own_or_received(state.memory, received)
         return self.compose_models(rnd, own, self._personal_offer(offer)), {

@@ -21,7 +21,7 @@ from coterie._util.settings import (
 )
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
-from coterie.data.build import DataConfig, build_federation, build_from_sources
+from coterie.data.build import DataConfig, Split, build_federation, build_from_sources
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
 from coterie.methods.base import Method
@@ -291,10 +291,18 @@ def load_own_rows(
             "data.classes is missing; every node must name the same number of classes (0: regression)"
         )
     x, y = pair
+    split = Split(
+        validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0]
+    )
     federation = from_arrays(
-        x, y, clients=["own"] * len(y), test=test, classes=source.classes,
-        validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
-    )  # fmt: skip
+        x,
+        y,
+        clients=["own"] * len(y),
+        test=test,
+        classes=source.classes,
+        split=split,
+        name="own data",
+    )
     # the roster says how the node is called
     return _place_rows(replace(federation, client_names=()), clients, population)
 

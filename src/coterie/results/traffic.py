@@ -40,8 +40,8 @@ def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> 
         9054.0
     """
     cost, once = (
-        predict_run_cost(method, setting, rounds) + method.enrolling(setting),
-        method.measuring(setting),
+        predict_run_cost(method, setting, rounds) + method.cost(setting, "enroll"),
+        method.cost(setting, "evaluate"),
     )
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)

@@ -296,13 +296,13 @@ def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"
     method, own = now.method, now.newcomer_task
     assert isinstance(method, ServerMethod)
     received, _ = _choose_received_models(now, table)
-    params, moments = received, now.fresh_moments()
-    yield params, params
+    state = State(received, moments=now.fresh_moments())
+    yield received, received
     for index in range(now.settings.new_client_rounds):
-        rnd = now.make_round(index, own.carrying(moments), params)
-        params = method.adapt_newcomer(rnd, params, received)
-        moments = rnd.task.moments
-        yield params, params
+        rnd = now.make_round(index, own.carrying(state.moments), state.params)
+        new = method.adapt_newcomer(rnd, state, received)
+        state = replace(new, moments=rnd.task.moments)
+        yield state.params, state.params
 
 
 def _choose_received_models(

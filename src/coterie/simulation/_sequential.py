@@ -3,7 +3,7 @@
 The published code of two papers works this way. It is reproduced in simulation over live tables,
 one for each exchange of a round: what a client published stands there until it acts, and then what
 it would publish with its new state. So a method must be able to say what it publishes in each
-exchange before the round (`PeerMethod.messages`). Clients that do not depend on each other act
+exchange before the round (`PeerMethod.publish`). Clients that do not depend on each other act
 together. Real machines have no such order.
 """
 
@@ -65,7 +65,7 @@ class SequentialLoop(Loop):
         last = self.settings.stopped_broadcast == "last"
         models = self.state.params if last else self.tracker.best
         state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
-        messages = method.messages(self.task.select_clients(stopped), state)
+        messages = method.publish_all(self.task.select_clients(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
 
@@ -111,7 +111,7 @@ class LiveExchange:
         """
         if self._number >= len(self.boards):
             raise ConfigError(
-                f"a method pulled more often in a round than the {len(self.boards)} times of its `messages`"
+                f"a method pulled more often in a round than the {len(self.boards)} exchanges that it declares"
             )
         board = self.boards[self._number]
         self._number += 1
@@ -120,7 +120,7 @@ class LiveExchange:
             or message.params.shape[1] != board.params.shape[1]
         ):
             raise ConfigError(
-                f"exchange {self._number - 1} of a round publishes {_describe_message(message)}; by `messages` it is {_describe_message(board)}"
+                f"exchange {self._number - 1} of a round publishes {_describe_message(message)}; by `publish` it is {_describe_message(board)}"
             )
         return make_inbox(board, self._reader, peers, self.population)
 
@@ -158,7 +158,7 @@ def run_sequential_round(
     Clients that do not depend on each other act together, which changes only the speed.
 
     Args:
-        method: a peer-to-peer method that says in `messages` what it publishes.
+        method: a peer-to-peer method that says in `publish` what it publishes.
         rnd: the round, with all clients that take part.
         state: their state; not changed.
         schedule: "sequential_exchange" (all exchange one after another, then all train; with the
@@ -229,13 +229,9 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
     """
     one = torch.zeros(1, dtype=torch.int64)
     try:
-        number = len(method.messages(task.select_clients(one), state.select_rows(one)))
+        method.publish_all(task.select_clients(one), state.select_rows(one))
     except ConfigError as error:
         raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
-    if number != max(1, method.exchanges):
-        raise ConfigError(
-            f"{method.kind} makes {method.exchanges} exchanges a round, and its `messages` returns {number} messages"
-        )
 
 
 def _make_published_messages(
@@ -244,7 +240,7 @@ def _make_published_messages(
     """Return what leaves clients in each exchange; models that several exchanges carry are cut once."""
     models: dict[int, Tensor] = {}
     out = []
-    for message in method.messages(task, state):
+    for message in method.publish_all(task, state):
         key = id(message.params)
         models[key] = models[key] if key in models else narrow_message(shares, message).params
         out.append(dataclasses.replace(message, params=models[key]))

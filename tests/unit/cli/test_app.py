@@ -467,7 +467,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
         _catalog.load_methods(),
         {kind: _catalog.describe_method(kind, cls) for kind, cls in METHODS.items()},
     )
-    assert listed == entries, "python scripts/reference.py writes cli/catalog.json"
+    assert listed == entries, "run make docs"
     sizes = {
         name: (len(one.methods), len(one.seeds), one.settings.rounds)
         for name, one in loaded().items()
@@ -475,7 +475,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
     assert _catalog.load_studies() == {
         name: (f"{methods} methods x {seeds} seeds, {rounds} rounds", loaded()[name].description)
         for name, (methods, seeds, rounds) in sizes.items()
-    }, "python scripts/reference.py writes cli/catalog.json"
+    }, "run make docs"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from coterie import Federation, from_arrays, from_dataset, from_datasets
+from coterie import Federation, Split, from_arrays, from_dataset, from_datasets
 from coterie.data.source import InputPart
 from coterie.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ def test_a_shift_can_be_planted_in_ones_own_images():
         x,
         np.arange(40) % 2,
         num_clients=4,
-        shift=[{"kind": "rotation", "degrees": [0, 90]}],
+        split=Split(shift=[{"kind": "rotation", "degrees": [0, 90]}]),
         normalize="standard",
     )
     assert federation.truth is not None
@@ -162,7 +162,7 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
         ({"num_clients": 41}, DataError, "41 clients; the pool has 40 samples: lower num_clients"),
         ({"num_clients": 20}, DataError, "leaves none for training"),
         (
-            {"num_clients": 4, "train": 20},
+            {"num_clients": 4, "split": {"train": 20}},
             DataError,
             r"4 clients x \d+ samples = \d+; the pool has 40",
         ),
@@ -177,12 +177,12 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
             "the test data have labels from 0 to 12",
         ),
         (
-            {"num_clients": 4, "validation_fraction": 1.0},
+            {"num_clients": 4, "split": {"validation_fraction": 1.0}},
             ConfigError,
             "expected a number, 0 or more and below 1",
         ),
         (
-            {"num_clients": 4, "test_fraction": 0.0},
+            {"num_clients": 4, "split": {"test_fraction": 0.0}},
             DataError,
             "no samples are held out for testing",
         ),
@@ -190,8 +190,20 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
 )
 def test_arguments_that_do_not_fit_are_refused(change, error, message):
     with pytest.raises(error, match=message) as caught:
-        from_arrays(*arrays(), **change)
+        from_arrays(*arrays(), **{**change, "split": Split(**change.get("split", {}))})
     assert "\n" not in str(caught.value)
+
+
+def test_each_fold_of_a_split_is_tested_once():
+    """The seed chooses the fold, as it does with `folds` in a study file."""
+    x, y = arrays()
+    owners = np.repeat(["a", "b"], 20)
+    tested = []
+    for seed in range(5):
+        federation = from_arrays(x, y, clients=owners, split=Split(folds=5, seed=seed))
+        assert [len(test.x) for test in federation.tests] == [4, 4]
+        tested += [value for test in federation.tests for value in test.x[:, 0].tolist()]
+    assert sorted(tested) == list(range(40))
 
 
 def test_nan_in_the_data_is_found():
@@ -351,7 +363,7 @@ def test_three_rows_are_one_for_each_set_and_two_are_too_few():
 def test_shifts_that_need_images_or_classes_refuse_other_data_in_one_line(shift, message):
     x = (np.zeros((40, 1)), np.zeros((40, 1), int))
     with pytest.raises(DataError, match=message) as caught:
-        from_arrays(x, np.zeros((40, 3), int), num_clients=6, shift=[shift])
+        from_arrays(x, np.zeros((40, 3), int), num_clients=6, split=Split(shift=[shift]))
     assert "\n" not in str(caught.value)
 
 
@@ -362,7 +374,7 @@ def test_a_client_with_too_few_samples_is_named():
         DataError,
         match="client 'tiny' has 3 samples, and 1 of 2 clients fewer than the 15 that each",
     ):
-        from_arrays(x, y, clients=owners, train=10)
+        from_arrays(x, y, clients=owners, split=Split(train=10))
     with pytest.raises(
         DataError, match="client 'large': labels 0, 1: 40 samples are asked for; the pool has 8 of"
     ):
@@ -370,7 +382,7 @@ def test_a_client_with_too_few_samples_is_named():
             x,
             y,
             clients=owners,
-            shift=[{"kind": "labels", "groups": [[0, 1], [5]], "sizes": [1, 1]}],
+            split=Split(shift=[{"kind": "labels", "groups": [[0, 1], [5]], "sizes": [1, 1]}]),
         )
 
 

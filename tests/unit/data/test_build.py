@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie._util.settings import parse_settings
-from coterie.data.build import DataConfig, build_federation, build_from_sources
+from coterie.data.build import DataConfig, Split, build_federation, build_from_sources
 from coterie.data.shifts import Rotation
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
@@ -60,7 +60,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
     }
     code = (
         "from coterie.data.build import DataConfig, build_federation;"
-        f"print(build_federation(DataConfig(**{table!r}), 3).fingerprint())"
+        f"print(build_federation(DataConfig(**{table!r}), 3).compute_fingerprint())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (
@@ -154,7 +154,7 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
     ):
         from_arrays(
             np.zeros((20, 2)), np.arange(20) % 2, num_clients=2, test=(np.zeros((3, 2)), np.zeros(3, int)),
-            shift=[{"kind": "labels", "groups": [[0], [1]]}],
+            split=Split(shift=[{"kind": "labels", "groups": [[0], [1]]}]),
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from coterie import from_table
+from coterie import Split, from_table
 from coterie.data import heart_disease
 from coterie.data.build import DataConfig, build_federation
 from coterie.data.datasets import load_dataset
@@ -63,7 +63,7 @@ def test_a_cholesterol_or_pressure_of_zero_was_not_measured():
 def test_the_dataset_is_a_table_like_ones_own():
     """`from_table` with the same options makes the same federation; clients are called by their hospitals."""
     bundled = build_federation(DataConfig("heart-disease"), 3)
-    own = from_table(heart_disease.load_table(), **heart_disease.OPTIONS, seed=3)
+    own = from_table(heart_disease.load_table(), **heart_disease.OPTIONS, split=Split(seed=3))
     assert torch.equal(bundled.x, own.x)
     assert bundled.client_names == HOSPITALS
     assert bundled.class_names == ("no", "yes")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from coterie import from_table
+from coterie import Split, from_table
 from coterie._util.settings import parse_settings
 from coterie.data.federation import parse_columns
 from coterie.data.source import InputPart
@@ -369,7 +369,11 @@ def test_known_clusters_of_clients_become_the_truth():
 
 def test_without_clients_a_table_is_divided():
     made = from_table(
-        patients(), target="ill", num_clients=3, features=["age"], shift=[{"kind": "iid"}]
+        patients(),
+        target="ill",
+        num_clients=3,
+        features=["age"],
+        split=Split(shift=[{"kind": "iid"}]),
     )
     assert (len(made), made.client_names) == (3, ())
 

@@ -59,7 +59,7 @@ def test_the_first_models_are_drawn_or_chosen_by_the_clients(loss_table):
         assert fair[0] > 0, "otherwise both would be one"
         assert torch.equal(loop.state.shared.models, models.reshape(sets, 2, -1)[chosen])
         context = ServerContext(0, Rng(3).at_round(0), loop.task.layout, 6)
-        _, offer = method.offer(
+        _, offer = method.reply(
             context, loop.state.shared, Message(torch.zeros(6, 0), {}, torch.arange(6))
         )
         assert offer.index.tolist() == [[0, 1]] * 6

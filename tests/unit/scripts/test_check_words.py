@@ -26,6 +26,11 @@ def test_names_keys_and_code_are_not_prose(tmp_path):
     assert found_in(tmp_path, "page.md", "`told`\n\n```python\ntold = 1\n```\n") == []
 
 
+def test_phrases_of_stored_data_are_not_checked(tmp_path):
+    assert found_in(tmp_path, "page.md", "Noise is drawn anew at every access.\n") == []
+    assert found_in(tmp_path, "page.md", "Noise is drawn anew.\n") == [(1, "anew")]
+
+
 def test_a_phrase_is_found_across_the_end_of_a_line(tmp_path):
     assert found_in(tmp_path, "page.md", "All\nthose\nthat finished.\n") == [(2, "those that")]
 

@@ -16,9 +16,7 @@ def made():
 
 
 def test_the_page_is_up_to_date(made):
-    assert (ROOT / "docs/reference/performance.md").read_text() == made["page"](), (
-        "make docs writes it"
-    )
+    assert (ROOT / "docs/reference/performance.md").read_text() == made["page"](), "run make docs"
 
 
 def test_a_measurement_is_a_section_with_a_column_for_each_key(made, tmp_path):

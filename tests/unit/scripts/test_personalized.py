@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs/reference/personalized.md").read_text() == personalized.page(), (
-        "make docs writes it"
+        "run make docs"
     )
 
 

@@ -16,7 +16,7 @@ def made():
 
 def test_the_page_is_that_of_the_stored_runs(made):
     assert (ROOT / "docs/reference/poisoning.md").read_text("utf-8") == made["page"](), (
-        "scripts/poisoning.py"
+        "run make docs"
     )
 
 

@@ -16,7 +16,7 @@ def made():
 
 def test_the_page_is_up_to_date(made):
     assert (ROOT / "docs/reference/reliability.md").read_text("utf-8") == made["page"](), (
-        "scripts/reliability.py"
+        "run make docs"
     )
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), (
-        "make docs writes it"
+        "run make docs"
     )
 
 

@@ -48,7 +48,7 @@ def test_the_page_and_the_ages_are_those_of_the_history(history):
     at = json.loads(stored.AGES.read_text())["counted_at"]
     assert stored.in_history(at)
     for path, text in stored.render(at).items():
-        assert path.read_text() == text, "make docs writes it"
+        assert path.read_text() == text, "run make docs"
 
 
 def test_results_that_have_grown_old_since_they_were_counted_are_told_again(history):
@@ -60,9 +60,7 @@ def test_results_that_have_grown_old_since_they_were_counted_are_told_again(hist
         (name, part): number - told[name]["commits"].get(part, 0)
         for name, age in now.items() for part, number in age["commits"].items()
     }  # fmt: skip
-    assert {key: number for key, number in lag.items() if number > 50} == {}, (
-        "make docs counts anew"
-    )
+    assert {key: number for key, number in lag.items() if number > 50} == {}, "run make docs"
     assert {name: age["golden"] for name, age in now.items()} == {
         name: age["golden"] for name, age in told.items()
     }

@@ -388,18 +388,8 @@ class Wrong(Silent):
 
     kind: ClassVar[str] = "wrong"
 
-    def messages(self, task, state):
-        return [self.publish(task, state)] * 2
-
-
-@dataclass(frozen=True)
-class Short(Silent):
-    """A third one, that leaves an exchange out."""
-
-    kind: ClassVar[str] = "short"
-
-    def messages(self, task, state):
-        return [self.publish(task, state)]
+    def publish(self, task, state, exchange=0):
+        return super().publish(task, state)
 
 
 @dataclass(frozen=True)
@@ -408,18 +398,17 @@ class Told(Silent):
 
     kind: ClassVar[str] = "told"
 
-    def messages(self, task, state):
-        return [Message(state.params[:, :0]), self.publish(task, state)]
+    def publish(self, task, state, exchange=1):
+        return super().publish(task, state) if exchange else Message(state.params[:, :0])
 
 
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        (Silent(2), "silent makes 2 exchanges a round, and its `messages` does not say"),
-        (Short(2), "short makes 2 exchanges a round, and its `messages` returns 1"),
+        (Silent(2), "silent makes 2 exchanges a round, and its `publish` does not say"),
         (
             Wrong(2),
-            r"exchange 0 of a round publishes models of 0 numbers with nothing; by `messages` it is models of",
+            r"exchange 0 of a round publishes models of 0 numbers with nothing; by `publish` it is models of",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.data.arrays import from_arrays
-from coterie.data.build import build_federation
+from coterie.data.build import Split, build_federation
 from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -130,7 +130,7 @@ def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
     ("name", "reached"), [("local", {"Alone", "Local"}), ("Local", {"Local"}), ("LOCAL", {"Local"})]
 )
 def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
-    alone = study.entry("Alone")
+    alone = study.find_method("Alone")
     two = replace(study, methods=(alone, replace(alone, label="Local")))
     tuned = tune.tune_study(two, {f"methods.{name}.lr": [0.001, 0.003]}, widenings=0)
     assert {trial.label for trial in tuned.trials if trial.point} == reached
@@ -239,7 +239,7 @@ def test_data_and_modules_of_ones_own_can_be_tuned(study):
 def made(seed: int):
     """A federation by import path, with clients that have names."""
     x = torch.arange(120.0).reshape(60, 2) / 60
-    return from_arrays(x, x.sum(1), clients=["é", "b", "c"] * 20, seed=seed)
+    return from_arrays(x, x.sum(1), clients=["é", "b", "c"] * 20, split=Split(seed=seed))
 
 
 def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
@@ -267,7 +267,10 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
 
 def test_the_client_without_validation_data_is_named(study):
     bare = from_arrays(
-        torch.zeros(20, 3), torch.zeros(20), clients=["é", "b"] * 10, validation_fraction=0
+        torch.zeros(20, 3),
+        torch.zeros(20),
+        clients=["é", "b"] * 10,
+        split=Split(validation_fraction=0),
     )
     with pytest.raises(
         ConfigError, match=r"validation data of every client, and b has none; .*validation="
