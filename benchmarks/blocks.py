@@ -1,12 +1,13 @@
-"""What a round costs in blocks: against one process, with the bytes moved and the memory of each process.
+"""Measure what a round costs when a run is hosted in blocks: time, bytes moved, and memory.
 
-    python benchmarks/blocks.py --out blocks.json                       1, 2 and 4 blocks of 40
-    clients over Ray python benchmarks/blocks.py --large 100000 --out blocks-large.json  Random over
-    clients of a linear model
+    python benchmarks/blocks.py --out blocks.json
+        1, 2 and 4 blocks of 40 clients over Ray
+    python benchmarks/blocks.py --large 100000 --out blocks-large.json
+        Random over clients of a linear model
 
-Blocks are actors of a Ray that is started on this machine. All of them share its processors, which
-one process uses with as many threads; so what is seen is what blocks cost, not what several
-machines gain.
+Each number is compared with one process. Blocks are actors of a Ray that is started on this
+machine. All of them share its processors, which the one process uses with as many threads, so the
+figures show what blocks cost, not what several machines gain.
 """
 
 import argparse

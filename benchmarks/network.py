@@ -1,22 +1,21 @@
-"""Measure the network on this machine; the results that are kept make docs/reference/network.md.
+"""Measure the network on this machine; the stored results make docs/reference/network.md.
 
-    python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
-    python benchmarks/network.py floods         connections that are held, and floods, by strangers
-    and by a member python benchmarks/network.py renewals       a member gets a new key and one is
-    removed while all exchange python benchmarks/network.py parity         six nodes and the
-    simulation, method by method python benchmarks/network.py replay         a run with a killed
-    node, replayed in the simulator python benchmarks/network.py churn          twelve nodes: four
-    killed, two restarted, one cut off for 20 s python benchmarks/network.py churn-pens     the same
-    with PENS instead of DAC python benchmarks/network.py partition      six nodes: the cable
-    between two halves is pulled for 20 s python benchmarks/network.py soak           three nodes,
-    800 rounds: memory, threads and open files python benchmarks/network.py slow           a model
-    of 20 MB over a link of 20 Mbit/s python benchmarks/network.py fuzz           20,000 damaged
-    messages to and from a running node python benchmarks/network.py members        a member that
-    attacks two honest nodes, attack by attack python benchmarks/network.py efficiency     against
-    the same bytes over raw TCP with mutual TLS python benchmarks/network.py bytes          what the
-    cost ledger predicts, and what nodes count
+    python benchmarks/network.py alarms       32 honest nodes as processes: none is turned away
+    python benchmarks/network.py floods       held connections and floods, by strangers, by a member
+    python benchmarks/network.py renewals     a new key and a removal while all members exchange
+    python benchmarks/network.py parity       six nodes and the simulation, method by method
+    python benchmarks/network.py replay       a run with a killed node, replayed in the simulator
+    python benchmarks/network.py churn        twelve nodes: four killed, two restarted, one cut off
+    python benchmarks/network.py churn-pens   the same with PENS instead of DAC
+    python benchmarks/network.py partition    six nodes: the link between two halves fails for 20 s
+    python benchmarks/network.py soak         three nodes, 800 rounds: memory, threads, open files
+    python benchmarks/network.py slow         a model of 20 MB over a link of 20 Mbit/s
+    python benchmarks/network.py fuzz         20,000 damaged messages to and from a running node
+    python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
+    python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
+    python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
-Results are JSON in docs/reference/runs. Churn, partition and slow need root and iproute2, for
+Results are JSON in docs/reference/runs. `churn`, `partition` and `slow` need root and iproute2, for
 network namespaces.
 """
 

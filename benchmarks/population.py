@@ -1,14 +1,14 @@
-"""What a client-round costs, how much memory a run takes, and what it leaves, as the population grows.
+r"""Measure the cost of a client-round, the memory and the files of a run, by population size.
 
-    python benchmarks/population.py --out docs/reference/runs/performance/population.json python
-    benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 --model linear
-    --side 8
+    python benchmarks/population.py --out docs/reference/runs/performance/population.json
+    python benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 \
+        --model linear --side 8
 
 Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a
-client, in this one process with as many threads as there are cores. Its time is the mean of the
-rounds after the first; its memory the process's largest resident set before the report is made,
-data and interpreter included; then come the last checkpoint, the tables of results, and the report:
-seconds, and size. Clients train, exchange and validate in every round.
+client, with as many threads as there are cores. Its time is the mean of the rounds after the first.
+Its memory is the largest resident set of the process before the report is made, data and
+interpreter included. The last checkpoint, the tables of results and the report are measured after
+that, in seconds and in size. Clients train, exchange and validate in every round.
 """
 
 import argparse

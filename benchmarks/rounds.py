@@ -1,13 +1,13 @@
-"""What a full-size round of two papers' studies takes, with several engines or commits in turn: before and after.
+r"""Measure a full-size round of two papers' studies with several engines or commits in turn.
 
-    python benchmarks/rounds.py --engines auto@f5a5d31 auto --out
-    docs/reference/runs/performance/rounds.json
+    python benchmarks/rounds.py --engines auto@f5a5d31 auto \
+        --out docs/reference/runs/performance/rounds.json
 
-A round is that of the built-in study, settings and all, on random images of the same shapes: FedGWC
-with CNN-100 on CIFAR-100 (100 clients with 500 images) and SosicFL with SimpleCNN on CIFAR-10 (100
-clients with 400). ENGINE is "auto" or an engine's name, of this code; ENGINE@COMMIT is that of an
-earlier commit of this repository. Each run is a process of its own with one thread, as one of
-several seeds has; the ratio is taken within a turn.
+A round has the settings of the built-in study, on random images of the same shapes: FedGWC with
+CNN-100 on CIFAR-100 (100 clients with 500 images) and SosicFL with SimpleCNN on CIFAR-10 (100
+clients with 400). ENGINE is "auto" or the name of an engine of this code; ENGINE@COMMIT is an
+engine of an earlier commit of this repository. Each run is a process of its own with one thread,
+as one of several seeds has. Ratios are taken within a turn, since the machine's speed drifts.
 """
 
 import argparse

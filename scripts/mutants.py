@@ -1,23 +1,24 @@
-"""Put faults into the code, one at a time, and see whether the tests next to them notice.
+"""Put faults into the code, one at a time, and check that the tests next to them fail.
 
-    python scripts/mutants.py                        all faults of tests/mutants; writes the stored
-    results python scripts/mutants.py --package methods      those of tests/mutants/methods.toml
-    python scripts/mutants.py --only DAC --dry       those whose name has DAC in it; nothing is
-    written python scripts/mutants.py --new                  those without a stored result of their
-    present text
+    python scripts/mutants.py                      all faults; writes the stored results
+    python scripts/mutants.py --package methods    the faults of tests/mutants/methods.toml
+    python scripts/mutants.py --only DAC --dry     the faults with DAC in their name; writes nothing
+    python scripts/mutants.py --new                the faults without a result of their present text
 
 A fault is an entry of a TOML file in tests/mutants:
 
-    [[fault]] name = "DAC ignores two_hop_relay"               # what would be wrong file =
-    "src/coterie/methods/dac.py" old = '''text that is found exactly once in the file''' new =
-    '''the faulty text''' tests = ["tests/unit/methods/test_dac.py"]       # the tests next to it:
-    files, folders or node ids survives = "why no test can notice it"           # only of a fault
-    that is known to survive
+    [[fault]]
+    name = "DAC ignores two_hop_relay"             # what would be wrong
+    file = "src/coterie/methods/dac.py"
+    old = '''text that is found exactly once in the file'''
+    new = '''the faulty text'''
+    tests = ["tests/unit/methods/test_dac.py"]     # files, folders or node ids of tests next to it
+    survives = "why no test can notice it"         # only for a fault that is known to survive
 
-Each worker has a copy of the project in which one file at a time is changed and put back. A fault
+Each worker has a copy of the project in which one file at a time is changed and restored. A fault
 is noticed when a test fails, or does not end within the time limit. The exit status is 0 when at
-least 95 % are noticed and every other one says why, 1 when not, 2 when a fault or its tests cannot
-be used.
+least 95 % of the faults are noticed and each other fault has a reason, 1 when not, 2 when a fault
+or its tests cannot be used.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Write docs/reference/network.md: measurements of the network, from the results that benchmarks/network.py stores.
+"""Write docs/reference/network.md: measurements of the network that benchmarks/network.py stores.
 
-    python benchmarks/network.py parity      (or another; each writes its JSON into
-    docs/reference/runs) python scripts/network.py                (`--check` only says whether the
-    page is up to date)
+    python benchmarks/network.py parity       (or another measurement; each writes its JSON into
+                                              docs/reference/runs)
+    python scripts/network.py                 (`--check` only compares the page)
 
 No number of the page is typed.
 """

@@ -1,13 +1,13 @@
-"""Write docs/reference/personalized.md: personalized methods side by side, and what that establishes.
+r"""Write docs/reference/personalized.md: personalized methods compared, and what is established.
 
     coterie tune personalized/feature-shift --widenings 0 --out tuned        (and label-shift)
-    coterie run personalized/feature-shift && python scripts/stored.py keep
-    runs/personalized/feature-shift cp tuned/personalized/feature-shift-tuned.json
-    docs/reference/runs/personalized/feature-shift/trials.json python scripts/personalized.py
-    (`--check` only says whether the page is up to date)
+    coterie run personalized/feature-shift
+    python scripts/stored.py keep runs/personalized/feature-shift
+    cp tuned/personalized/feature-shift-tuned.json \
+        docs/reference/runs/personalized/feature-shift/trials.json
+    python scripts/personalized.py            (`--check` only compares the page)
 
-No number of the tables is typed: they are those of the stored studies and of the trials of their
-tuning.
+No number of the tables is typed: each comes from the stored studies or the trials of their tuning.
 """
 
 import json

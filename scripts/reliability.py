@@ -1,8 +1,8 @@
-"""Write docs/reference/reliability.md: what was damaged, killed and starved, and what was lost.
+"""Write docs/reference/reliability.md: which failures were caused on purpose, and what was lost.
 
-    python benchmarks/reliability.py kills   (or another; each writes its JSON into
-    docs/reference/runs/reliability) python scripts/reliability.py            (`--check` only says
-    whether the page is up to date)
+    python benchmarks/reliability.py kills    (or another measurement; each writes its JSON into
+                                              docs/reference/runs/reliability)
+    python scripts/reliability.py             (`--check` only compares the page)
 
 No number of the page is typed.
 """

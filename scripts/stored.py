@@ -1,17 +1,19 @@
-"""Stored results: what each says about where it comes from, and how old it is.
+"""Keep results of studies and benchmarks in the repository, and say how old each is.
 
-    coterie run similarity/synthetic python scripts/stored.py keep runs/similarity/synthetic
-    [--in-parts | --join] python scripts/stored.py                  (`--check` only says whether
-    what it writes is up to date)
+    coterie run similarity/synthetic
+    python scripts/stored.py keep runs/similarity/synthetic [--in-parts | --join]
+    python scripts/stored.py                  (`--check` only compares what it writes)
 
 A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head
 as "origin", or a folder with a study's summary.json, config.toml, runs.json (the values of each
 run) and origin.json: the head, and what the runs took. A sweep is stored as one study, with its
-points in the labels. `--join` adds runs to those that are stored: other methods with the same
-seeds, or other seeds of the same methods. The head is written by the program that made the result,
-and names the parts of the package whose result it is (`coterie._util.origin.make_origin`). Without
-arguments the script counts the commits to these parts since the result's own commit, and writes
-ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
+points in the labels. `--join` adds runs to the stored ones: other methods with the same seeds, or
+other seeds of the same methods.
+
+The program that made the result writes the head, which names the parts of the package that the
+result depends on (`coterie._util.origin.head`). Without arguments the script counts the commits to
+these parts since the result's own commit. It writes ages.json, which all pages with stored results
+show, and docs/reference/stored-results.md.
 """
 
 import json

@@ -36,29 +36,29 @@ def bench(
         Path | None, typer.Option("--json", metavar="FILE", help="Keep the results as JSON.")
     ] = None,
 ) -> None:
-    """Measure the engines on this machine beside the usual loop of research code.
+    """Measure the engines on this machine, compared with the usual loop of research code.
 
-    A cell is one piece of a round: a network (cnn-a, cnn-b, mlp), a population (100, 1000, or any
-    number) and a work:
+    A cell is one piece of a round: a network (cnn-a, cnn-b, mlp), a population (100, 1000,
+    or any number) and a work:
 
       train          one epoch of every client's local training, batches of 8, Adam
       inverse-loss   every client measures 5 peers' models on its training data
       mix            every client averages its model with 5 peers'
       dac-round      all of it: draw, read, measure, average, train
 
-    The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both sides do
-    the same work on the same inputs, in turn; where their results differ, nothing is reported. The
-    ratio is a median, with the smallest and the largest; the share of peak is what the work's
-    matrix products reach of the fused multiply-adds of the cores. With several threads the usual
-    loop runs in its best form: one process, so many threads, or so many processes.
+    The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both
+    sides do the same work on the same inputs, in turn; where their results differ, nothing
+    is reported. The ratio is a median, with the smallest and the largest. The share of peak
+    compares the work's matrix products with the fused multiply-adds that the cores can do.
+    With several threads the usual loop runs in its best form: one process, many threads, or
+    many processes.
 
     [bold]Examples[/bold]
 
-      python -m benchmarks.engines --quick                                   is everything well?
-      half a minute python -m benchmarks.engines --cells cnn-a/100/train                   one cell,
-      all engines python -m benchmarks.engines --cells '*/100/*' --engines compiled      a minute or
-      two python -m benchmarks.engines --json results.json                       everything: a
-      quarter of an hour
+      python -m benchmarks.engines --quick                      half a minute
+      python -m benchmarks.engines --cells cnn-a/100/train      one cell, all engines
+      python -m benchmarks.engines --cells '*/100/*' --engines compiled
+      python -m benchmarks.engines --json results.json          a quarter of an hour
     """
     import torch
 

@@ -287,8 +287,8 @@ def tune_study(
 
     [bold]Examples[/bold]
 
-      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003 coterie tune similarity/synthetic
-      --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 100,101,102
+      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
+      coterie tune similarity/synthetic --grid methods.L2.tau=10,20,40 --seeds 3
     """
     from coterie.studies import config
     from coterie.studies import tune as tuning
