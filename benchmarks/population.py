@@ -32,7 +32,7 @@ from coterie._util.origin import describe_machine, write_results
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
 from coterie.report.page import write_report
-from coterie.results.summary import CONFIG
+from coterie.results.stored_runs import CONFIG
 from coterie.runtime import checkpoint
 from coterie.runtime.record import EDGES, METRICS
 from coterie.runtime.settings import Settings

@@ -33,7 +33,7 @@ from coterie._util.origin import write_results
 from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
-from coterie.results import summary
+from coterie.results import stored_runs
 from coterie.runtime import checkpoint, models
 from coterie.runtime.settings import Settings
 from coterie.studies.definition import make_study
@@ -175,7 +175,7 @@ def damage(out: Path, kind: str, stream: random.Random) -> str:
 def read(out: Path) -> tuple[Any, bool]:
     """Return the results of a study as `coterie show` reads them, and whether runs are named that could not be read."""
     found = load_study_results(out / NAME)
-    return found.summary["rows"], bool(summary.load_runs([out / NAME])[1])
+    return found.summary["rows"], bool(stored_runs.load_runs([out / NAME])[1])
 
 
 def corruptions(number: int, seed: int) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from coterie._util.files import write_atomically
 from coterie.errors import CoterieError
 from coterie.methods import METHODS
 from coterie.report.plots import strip_settings
-from coterie.results import summary
+from coterie.results import stored_runs, summary
 from coterie.runtime import final_metrics
 from coterie.studies import config, sweep
 
@@ -319,7 +319,7 @@ def keep(
         CoterieError: when a run has no provenance, there is a run that has not finished, or runs
             cannot be joined.
     """
-    runs, unread = summary.load_runs([run])
+    runs, unread = stored_runs.load_runs([run])
     open_ = [str(problem.folder) for problem in unread] + [
         str(one.folder) for one in runs if not one.is_finished
     ]
@@ -327,7 +327,7 @@ def keep(
         raise CoterieError(
             f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end"
         )
-    swept = "sweep" in tomllib.loads(summary.load_study_text(run, summary.CONFIG))
+    swept = "sweep" in tomllib.loads(stored_runs.load_study_text(run, stored_runs.CONFIG))
     content = (
         sweep.join_summaries(sweep.load_sweep_results(run))
         if swept
@@ -340,18 +340,18 @@ def keep(
         {"label": one.label + point, "seed": one.seed, "values": values(one), **by_client(one)}
         for one, point in zip(runs, points, strict=True)
     ]
-    settings = summary.load_study_text(run, summary.CONFIG)
+    settings = stored_runs.load_study_text(run, stored_runs.CONFIG)
     told_ = _origin(runs, content, settings)
     if in_one_go and not join:
         # a sweep's own is written at its end
-        started = min(path.stat().st_mtime for path in run.rglob(summary.CONFIG))
+        started = min(path.stat().st_mtime for path in run.rglob(stored_runs.CONFIG))
         told_["elapsed_s"] = round((run / "summary.json").stat().st_mtime - started, 1)
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary.replace_nonfinite(content), indent=1, ensure_ascii=False) + "\n"
     write_atomically(target / "summary.json", text.encode())
-    write_atomically(target / summary.CONFIG, settings.encode())
+    write_atomically(target / stored_runs.CONFIG, settings.encode())
     write_atomically(target / "runs.json", _lines(summary.replace_nonfinite(each)))
     write_atomically(target / "origin.json", (json.dumps(told_, indent=1) + "\n").encode())
     return target
@@ -389,7 +389,7 @@ def joined(
     runs = _stored_runs(target, before, head)
     first, second = (
         config.parse_study_text(text, content["study"], to_run=False)
-        for text in ((target / summary.CONFIG).read_text(), settings)
+        for text in ((target / stored_runs.CONFIG).read_text(), settings)
     )
     ours, theirs = ({entry.label: entry for entry in study.methods} for study in (first, second))
     same = ours.keys() & theirs.keys()
@@ -521,7 +521,7 @@ def _lines(rows: Sequence[Any]) -> bytes:
 
 
 def _origin(
-    runs: Sequence[summary.StoredRun], content: Mapping[str, Any], settings: str
+    runs: Sequence[stored_runs.StoredRun], content: Mapping[str, Any], settings: str
 ) -> dict[str, Any]:
     """Return the head of a study from what its own runs say, and what they took."""
     told_ = [run.provenance for run in runs]
@@ -540,9 +540,9 @@ def _origin(
         **_of_commits(commits),
         "dirty": any(one["dirty"] for one in told_),
         "version": first["packages"]["coterie"],
-        "made": max(_day(run.folder / summary.PROVENANCE) for run in runs),
+        "made": max(_day(run.folder / stored_runs.PROVENANCE) for run in runs),
         "command": command,
-        "config": summary.CONFIG,
+        "config": stored_runs.CONFIG,
         "seeds": sorted({run.seed for run in runs}),
         "machine": {
             **first["hardware"], "python": first["python"],
@@ -552,7 +552,7 @@ def _origin(
         "engines": sorted({one["engine"]["name"] for one in told_}),
         "runs": len(runs),
         "rounds": max(run.num_rounds for run in runs),
-        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.group_by_label(runs).items()},
+        "rounds_trained": {label: round(_trained(group), 1) for label, group in stored_runs.group_by_label(runs).items()},
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }  # fmt: skip
@@ -566,7 +566,7 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
         study: its name, for a study file and for when every command resumed: then it runs the
             settings that are stored.
     """
-    settings = (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()
+    settings = (STORED / study / stored_runs.CONFIG).relative_to(ROOT).as_posix()
     begun = next(filter(_begins, commands), f"coterie run {settings}")
     words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
     if any(word.endswith(".toml") for word in words):
@@ -597,9 +597,9 @@ def _day(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
 
 
-def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
+def values(run: stored_runs.StoredRun) -> dict[str, dict[str, float]]:
     """Return the final values of a run by metric: of each cluster by its name, and over clients and clusters."""
-    names = summary.load_cluster_names(
+    names = stored_runs.load_cluster_names(
         run.folder.parent.parent, (int(c) for c in run.client_clusters.unique() if c >= 0)
     )
     found: dict[str, dict[str, float]] = {
@@ -613,7 +613,7 @@ def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
     return found
 
 
-def by_client(run: summary.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
+def by_client(run: stored_runs.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
     """Return the final values of clients that have names, by metric, as `clients`; nothing where they are numbers."""
     if not run.client_names:
         return {}
@@ -626,11 +626,11 @@ def by_client(run: summary.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict]:
+def _left_out(runs: Iterable[stored_runs.StoredRun], known: list[dict]) -> list[dict]:
     """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
     there = {(row["label"], row["metric"]) for row in known}
     rows = []
-    for label, group in summary.group_by_label(runs).items():
+    for label, group in stored_runs.group_by_label(runs).items():
         found: dict[str, list[float]] = {}
         for run in group:
             for name, value in _outcome(run).items():
@@ -645,7 +645,7 @@ def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict
     return rows
 
 
-def _outcome(run: summary.StoredRun) -> dict[str, float]:
+def _outcome(run: stored_runs.StoredRun) -> dict[str, float]:
     """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
     table = run.metrics
     values = {
@@ -665,7 +665,7 @@ def _outcome(run: summary.StoredRun) -> dict[str, float]:
     return values
 
 
-def _trained(runs: list[summary.StoredRun]) -> float:
+def _trained(runs: list[stored_runs.StoredRun]) -> float:
     """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
     total = sum(summary.count_client_rounds(run.metrics) for run in runs)
     return total / sum(len(run.client_clusters) for run in runs)

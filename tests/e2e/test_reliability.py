@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reliability
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 from coterie.studies import config
 from coterie.studies.run import run_study
 

@@ -16,7 +16,7 @@ import typer
 
 from coterie.cli import app
 from coterie.net import fleet
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 from coterie.studies import config
 
 pytestmark = pytest.mark.e2e

@@ -157,7 +157,8 @@ def track_runs(
     """
     from coterie.report.trackers import export_runs, make_opener
     from coterie.results.coverage import describe_incomplete_runs
-    from coterie.results.summary import group_by_study, load_runs
+    from coterie.results.selection import group_by_study
+    from coterie.results.stored_runs import load_runs
 
     found, problems = load_runs(runs)
     for _, _, content in group_by_study(runs, found, problems):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder, find_owner
-from coterie.results.summary import CONFIG, EDGES, METRICS, PROVENANCE
+from coterie.results.stored_runs import CONFIG, EDGES, METRICS, PROVENANCE
 from coterie.runtime import checkpoint
 
 _TEMPORARY = "coterie-worker-"

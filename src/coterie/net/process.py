@@ -23,7 +23,7 @@ from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
-from coterie.results import summary
+from coterie.results import stored_runs, summary
 from coterie.runtime import checkpoint
 from coterie.studies import config
 from coterie.studies.describe import describe_federation
@@ -161,9 +161,9 @@ def defer_signals() -> Iterator[None]:
 
 def _write_study_files(folder: Path, study: str, described: str) -> None:
     """Write the files of a study that precede a run, for report, watch, compare and show."""
-    manifest.replace_files(folder, {summary.CONFIG: study.encode()})
+    manifest.replace_files(folder, {stored_runs.CONFIG: study.encode()})
     summary.write_study_files(
-        folder.parent.parent, {summary.CONFIG: study, summary.FEDERATION: described}
+        folder.parent.parent, {stored_runs.CONFIG: study, stored_runs.FEDERATION: described}
     )
 
 

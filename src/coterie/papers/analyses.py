@@ -37,7 +37,7 @@ from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.models import simplex_layers
 from coterie.results.coverage import IncompleteStudyWarning, format_statuses
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 from coterie.runtime import final_metrics
 from coterie.runtime.loop import Loop
 from coterie.studies.run import reopen_run

@@ -20,7 +20,7 @@ from coterie.functional.metrics import REGISTRY, Metric, Metrics
 from coterie.methods.cost import CostSetting
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
-from coterie.results import conditions, coverage, pairs, summary
+from coterie.results import conditions, coverage, pairs, stored_runs, summary
 from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
@@ -216,16 +216,18 @@ def load_result(folder: str | Path) -> StudyResult:
     path = Path(folder)
     if path.name.startswith("seed-"):
         path = path.parent.parent
-    if not (path / summary.CONFIG).is_file():
+    if not (path / stored_runs.CONFIG).is_file():
         raise DataError(
-            f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made"
+            f"{folder} holds no study: no {stored_runs.CONFIG}; give a folder that `coterie run` made"
         )
     study = config.parse_study_text(
-        summary.load_study_text(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False
+        stored_runs.load_study_text(path, stored_runs.CONFIG),
+        str(path / stored_runs.CONFIG),
+        to_run=False,
     )
-    archived = not summary.has_runs(path) and (path / SUMMARY).is_file()
+    archived = not stored_runs.has_runs(path) and (path / SUMMARY).is_file()
     if archived:
-        content = json.loads(summary.load_study_text(path, SUMMARY))
+        content = json.loads(stored_runs.load_study_text(path, SUMMARY))
     elif study.sweep:
         content = join_summaries(load_sweep_results(path))
     else:

@@ -50,7 +50,7 @@ from coterie.report.plots import (
     set_log_scale,
 )  # fmt: skip
 from coterie.results import graph
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 
 __all__ = [
     "plot",

@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
-from coterie.results.summary import StoredRun, group_by_study, load_runs, select_charted_runs
+from coterie.results.selection import group_by_study, select_charted_runs
+from coterie.results.stored_runs import StoredRun, load_runs
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {

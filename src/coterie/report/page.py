@@ -21,15 +21,14 @@ from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
 from coterie.results import pairs
-from coterie.results.summary import (
-    MEANS,
+from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
     collect_metrics,
-    describe_new_clients,
     group_by_label,
     load_runs,
 )
+from coterie.results.summary import MEANS, describe_new_clients
 from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)

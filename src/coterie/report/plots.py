@@ -21,16 +21,16 @@ from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import LABEL, Metric
 from coterie.report.data.packing import align_seeds, build_dense_table, nan_mean_std
 from coterie.results import graph, summary
-from coterie.results.summary import (
+from coterie.results.stored_runs import (
     FEDERATION,
     StoredRun,
     collect_metrics,
-    compute_cluster_means,
     load_cluster_names,
     load_federation_description,
     main_metric,
     merge_client_names,
 )
+from coterie.results.summary import compute_cluster_means
 
 NamedRuns = Sequence[tuple[str, StoredRun]]
 DrawnFigure = tuple[Figure, pd.DataFrame]

@@ -15,7 +15,7 @@ from coterie._util.files import write_atomically
 from coterie.errors import DataError
 from coterie.functional.metrics import Metric
 from coterie.report.page import fill_template, load_asset, render_cell, render_notes
-from coterie.results import coverage, pairs, summary
+from coterie.results import coverage, pairs, stored_runs, summary
 from coterie.results.tables import STAR
 
 PAGE = "studies.html"
@@ -47,10 +47,12 @@ def write_studies(
     )
     told = []
     for folder, report in zip(folders, reports, strict=True):
-        runs, problems = summary.load_runs([folder])
+        runs, problems = stored_runs.load_runs([folder])
         content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
         metric = (
-            summary.collect_metrics(runs)[summary.main_metric(runs)] if runs else Metric("loss")
+            stored_runs.collect_metrics(runs)[stored_runs.main_metric(runs)]
+            if runs
+            else Metric("loss")
         )
         link = Path(os.path.relpath(Path(report).resolve(), path.resolve().parent)).as_posix()
         told.append(_StudySection(folder, content, metric, quote(link)))

@@ -15,7 +15,7 @@ from coterie._util import extras
 from coterie._util.names import format_clients
 from coterie.errors import ConfigError
 from coterie.functional.metrics import LOSS, Metric, metrics_to_store
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 from coterie.simulation.run import Observer, Progress
 
 PROJECT = "coterie"

@@ -21,7 +21,7 @@ from coterie._util.loopback import HOST, is_local_request
 from coterie.errors import ConfigError, DataError
 from coterie.report.data import build_empty_payload, build_payload
 from coterie.report.page import encode_for_script, format_subtitle, render_overview, render_page
-from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, load_runs
+from coterie.results.stored_runs import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, load_runs
 
 WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
 

@@ -11,8 +11,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from coterie.functional import metrics
-from coterie.results import coverage, summary
-from coterie.results.summary import StoredRun, UnreadableRun
+from coterie.results import coverage, selection, stored_runs, summary
+from coterie.results.stored_runs import StoredRun, UnreadableRun
 from coterie.results.traffic import count_traffic
 
 Split = Literal["test", "validation"]
@@ -116,7 +116,7 @@ def rank_at_equal_bytes(folder: str | Path, budget: float | None = None) -> Equa
     Raises:
         DataError: when there is no run, or several studies.
     """
-    runs, problems = summary.load_runs([folder])
+    runs, problems = stored_runs.load_runs([folder])
     return rank_runs(runs, problems, folder, budget)
 
 
@@ -137,11 +137,11 @@ def rank_runs(
         whole: the summary of these runs, where there is one already.
     """
     whole = whole or summary.summarize_runs(runs, folder, problems)
-    chosen = summary.select_compared_runs(runs, problems)
-    metric = summary.main_metric(chosen)
+    chosen = selection.select_compared_runs(runs, problems)
+    metric = stored_runs.main_metric(chosen)
     tested = bool(chosen) and all(_has_round_tests(run, metric) for run in chosen)
     best = {tested and _uses_best_models(run) for run in chosen}
-    groups = summary.group_by_label(chosen)
+    groups = stored_runs.group_by_label(chosen)
     spent = [
         np.mean([compute_bytes_per_client(run)[-1] for run in group]) for group in groups.values()
     ]

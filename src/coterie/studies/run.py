@@ -41,7 +41,7 @@ from coterie.errors import (
 )
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
-from coterie.results import summary
+from coterie.results import gains, selection, stored_runs, summary
 from coterie.results.coverage import RunStatus
 from coterie.runtime import checkpoint, models
 from coterie.runtime.loop import Loop
@@ -119,7 +119,7 @@ class Study(Described):
 
     def gains(self) -> dict[str, Any]:
         """Return what collaboration was worth to each client; see `summary.compute_study_gains`."""
-        return summary.compute_study_gains(self.folder)
+        return gains.compute_study_gains(self.folder)
 
 
 @dataclass(frozen=True)
@@ -459,15 +459,15 @@ def find_studies(out: str | Path) -> list[Path]:
     """Return the folders of the studies under a folder."""
     return [
         path.parent
-        for path in sorted(Path(out).rglob(summary.FEDERATION))
+        for path in sorted(Path(out).rglob(stored_runs.FEDERATION))
         if (path.parent / CONFIG).exists()
     ]
 
 
 def list_standings(folder: Path) -> list[RunStatus]:
     """Say how each run of the study in a folder stands; every file of them is read."""
-    runs, problems = summary.load_runs([folder]) if summary.has_runs(folder) else ([], [])
-    return summary.list_run_statuses(runs, problems, folder)
+    runs, problems = stored_runs.load_runs([folder]) if stored_runs.has_runs(folder) else ([], [])
+    return selection.list_run_statuses(runs, problems, folder)
 
 
 def list_jobs(study: StudyConfig) -> list[Job]:
@@ -498,7 +498,7 @@ def load_failure(folder: Path) -> str:
 
 def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
     """Return what a study came to."""
-    runs, problems = summary.load_runs([folder])
+    runs, problems = stored_runs.load_runs([folder])
     content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
     diverged = {}
     for run in runs:
@@ -507,8 +507,10 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
         ].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    server = any(summary.find_declared_value(run, "server") for run in runs)
-    return Study(folder, study, content, diverged, server, names=summary.merge_client_names(runs))
+    server = any(stored_runs.find_declared_value(run, "server") for run in runs)
+    return Study(
+        folder, study, content, diverged, server, names=stored_runs.merge_client_names(runs)
+    )
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
@@ -557,7 +559,7 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
 
 def _describes_data(study: StudyConfig, folder: Path) -> bool:
     """Whether a folder has the description of the data of a study's first seed, whole."""
-    if any(manifest.describe_fault(folder, name) for name in (CONFIG, summary.FEDERATION)):
+    if any(manifest.describe_fault(folder, name) for name in (CONFIG, stored_runs.FEDERATION)):
         return False
     return load_stored_study(folder)[0].seeds[0] == study.seeds[0]
 
@@ -566,7 +568,9 @@ def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
     """The data must be those that the study began with: the settings cannot tell, where data come from a file."""
     if not _describes_data(study, folder):
         return
-    described = json.loads((folder / summary.FEDERATION).read_text(encoding="utf-8"))["fingerprint"]
+    described = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))[
+        "fingerprint"
+    ]
     if described != first.compute_fingerprint():
         raise CheckpointError(
             f"{folder} was run with other data (their fingerprint is {described} there and {first.compute_fingerprint()} "
@@ -597,12 +601,14 @@ def _prepare_folder(
     # the seeds that are there are read and written as one
     with claim_folder(folder, wait=summary.STUDY_WAIT):
         other = (
-            resume and (folder / summary.FEDERATION).exists() and not _describes_data(study, folder)
+            resume
+            and (folder / stored_runs.FEDERATION).exists()
+            and not _describes_data(study, folder)
         )
         kept = (
             {}
-            if other and not manifest.describe_fault(folder, summary.FEDERATION)
-            else {summary.FEDERATION: described}
+            if other and not manifest.describe_fault(folder, stored_runs.FEDERATION)
+            else {stored_runs.FEDERATION: described}
         )
         content = config.format_study(_with_stored_seeds(study, folder) if resume else study)
         summary.write_study_files(folder, {CONFIG: content, **kept})

@@ -20,13 +20,8 @@ from typing import Any
 from coterie.errors import ConfigError, RunExistsError, describe_unknown
 from coterie.models.layout import ModelSource
 from coterie.results.coverage import RunStatus, find_common_seeds, statuses_to_json
-from coterie.results.summary import (
-    SUMMARY,
-    has_runs,
-    replace_nonfinite,
-    summarize_study,
-    write_study_files,
-)
+from coterie.results.stored_runs import has_runs
+from coterie.results.summary import SUMMARY, replace_nonfinite, summarize_study, write_study_files
 from coterie.simulation.run import Note, Observer
 from coterie.simulation.workers import FanOut
 from coterie.studies import config

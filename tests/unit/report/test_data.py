@@ -17,7 +17,7 @@ from coterie.report.data.packing import (
 )
 from coterie.report.data.reads import assign_cells
 from coterie.results.equal_bytes import rank_at_equal_bytes
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 
 
 def unpack(packed):

@@ -12,7 +12,7 @@ from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.papers import figures as _published  # noqa: F401 (adds those of the papers)
 from coterie.report import figures, plots
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 
 
 def numbers(path):

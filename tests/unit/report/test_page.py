@@ -8,7 +8,9 @@ import pytest
 from coterie.errors import DataError
 from coterie.functional.metrics import ACCURACY
 from coterie.report import page
-from coterie.results.summary import StoredRun, compute_study_gains, load_runs, summarize_study
+from coterie.results.gains import compute_study_gains
+from coterie.results.stored_runs import StoredRun, load_runs
+from coterie.results.summary import summarize_study
 
 HOSTILE = '</script><script>alert("x")</script><b>&'
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from coterie.cli.app import app
 from coterie.errors import ConfigError
 from coterie.report import trackers
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 from coterie.simulation.run import Progress
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from coterie.cli import _display
 from coterie.methods import METHODS
 from coterie.results import summary
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 from coterie.runtime.record import EDGE_COLUMNS, METRIC_COLUMNS
 from coterie.studies.definition import make_study
 from coterie.studies.run import Study

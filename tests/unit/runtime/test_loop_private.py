@@ -17,7 +17,7 @@ from coterie.functional.losses import Cox
 from coterie.functional.metrics import EPSILON
 from coterie.methods.registry import METHODS
 from coterie.report.page import write_report
-from coterie.results.summary import load_runs
+from coterie.results.stored_runs import load_runs
 from coterie.runtime.loop import Unprotected
 from coterie.simulation.run import simulate
 from coterie.studies.definition import make_study

@@ -19,7 +19,7 @@ from coterie.methods.local import Local
 from coterie.report import trackers
 from coterie.report.data import build_payload
 from coterie.report.page import write_report
-from coterie.results import summary
+from coterie.results import gains, stored_runs, summary
 from coterie.runtime.loop import Undeclared
 from coterie.simulation.run import Progress, simulate
 from coterie.studies.definition import make_study
@@ -105,8 +105,8 @@ def test_its_result_is_what_clients_reported_last(study):
     rows = {row["label"]: row["mean"] for row in summary.summarize_study(folder)["rows"] if row["metric"] == "trust"
             if row["cluster"] == "all"}  # fmt: skip
     assert rows == pytest.approx({"Careful": 0.0225, "Careless": 0.045})
-    runs, _ = summary.load_runs([folder])
-    (gain,) = summary.compute_client_gains(runs, "Careful", "trust")["Careless"].values()
+    runs, _ = stored_runs.load_runs([folder])
+    (gain,) = gains.compute_client_gains(runs, "Careful", "trust")["Careless"].values()
     assert gain.mean() == pytest.approx(0.0225)
 
 
@@ -126,7 +126,7 @@ def test_it_is_shown_compared_and_reported_where_nobody_knows_it(study):
     best = [row.split('"')[0] for row in table.split('data-label="')[1:] if "'best'" in row]
     assert best == []
     assert "One seed settles nothing" in page
-    runs, problems = summary.load_runs([folder])
+    runs, problems = stored_runs.load_runs([folder])
     data = build_payload(runs, problems, folder)
     assert data["metrics"]["trust"]["heading"] == "trust in peers in %"
     assert "trust" in {curve["metric"] for curve in data["curves"]}
@@ -153,7 +153,7 @@ def test_trackers_are_told_what_it_is(study):
         settings[name] = dict(given)
         return Kept(name)
 
-    runs, _ = summary.load_runs([folder])
+    runs, _ = stored_runs.load_runs([folder])
     trackers.export_runs(runs, opener)
     (name,) = (one for one in settings if "Careless" in one)
     assert settings[name]["metrics.trust"] == "trust in peers, times 100 in %, higher is better"
@@ -189,6 +189,6 @@ def test_a_damaged_description_is_a_problem_of_that_run(small, listed):
     damaged = {"trust": {"name": "trust", "better": "up"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": damaged}))
     listed(path.parent)
-    runs, (problem,) = summary.load_runs([small])
+    runs, (problem,) = stored_runs.load_runs([small])
     assert len(runs) == 3
     assert "trust: better is 'up'" in problem.reason

@@ -15,7 +15,7 @@ import stored
 from coterie._util import manifest, origin
 from coterie.errors import CoterieError
 from coterie.papers import compare
-from coterie.results import summary
+from coterie.results import stored_runs
 from coterie.studies import config, sweep
 from coterie.studies.run import run_study
 
@@ -116,7 +116,7 @@ def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
         for name, value in origin.describe_machine().items()
         if name != "cores"
     )
-    found = {run.label: stored.values(run) for run in summary.load_runs([runs])[0]}
+    found = {run.label: stored.values(run) for run in stored_runs.load_runs([runs])[0]}
     assert found.keys() == expected.keys() == {"DAC", "Random", "Local", "Oracle"}
     for label, values in found.items():
         if same:

@@ -13,8 +13,8 @@ import pytest
 
 from coterie._util.claims import claim_folder
 from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError
-from coterie.results import summary
-from coterie.results.summary import load_runs
+from coterie.results import stored_runs
+from coterie.results.stored_runs import load_runs
 from coterie.runtime import checkpoint
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
@@ -479,7 +479,7 @@ def test_a_study_knows_the_names_of_its_clients(tmp_path, named):
     done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=named)
     assert done.names[1] == "مستشفى الملك"
     assert load_study_results(done.folder).names == done.names == named().names
-    assert summary.load_federation_description(done.folder)["client_names"] == list(
+    assert stored_runs.load_federation_description(done.folder)["client_names"] == list(
         named().client_names
     )
 

@@ -22,22 +22,20 @@ from coterie.report.data.reads import build_labels, build_reads
 from coterie.results import pairs, tables
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.equal_bytes import rank_runs
-from coterie.results.summary import (
+from coterie.results.gains import compute_gains
+from coterie.results.selection import select_charted_runs
+from coterie.results.stored_runs import (
     CONFIG,
     FEDERATION,
-    MEANS,
     StoredRun,
     UnreadableRun,
     collect_metrics,
-    compute_gains,
     group_by_label,
     load_cluster_names,
     main_metric,
     merge_client_names,
-    replace_nonfinite,
-    select_charted_runs,
-    summarize_runs,
 )
+from coterie.results.summary import MEANS, replace_nonfinite, summarize_runs
 
 
 def build_payload(

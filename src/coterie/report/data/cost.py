@@ -9,7 +9,7 @@ from coterie.functional.metrics import COSTS
 from coterie.report.data.curves import compute_mean_curve
 from coterie.report.data.packing import thin_indices
 from coterie.results.equal_bytes import compute_bytes_per_client
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 from coterie.results.traffic import count_traffic
 
 MOST_POINTS = 150  # rounds of a curve

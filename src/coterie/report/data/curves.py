@@ -14,7 +14,9 @@ from coterie.report.data.packing import (
     sample_clients,
     thin_indices,
 )
-from coterie.results.summary import StoredRun, compute_client_gains, select_compared_runs
+from coterie.results.gains import compute_client_gains
+from coterie.results.selection import select_compared_runs
+from coterie.results.stored_runs import StoredRun
 
 MOST_POINTS = 300  # rounds of a curve over clients
 CLIENT_POINTS = 80  # rounds of the curve of one client

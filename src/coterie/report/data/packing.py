@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
 
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 
 
 def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:

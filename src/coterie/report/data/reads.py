@@ -17,7 +17,7 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.results import graph
-from coterie.results.summary import StoredRun
+from coterie.results.stored_runs import StoredRun
 
 MOST_POINTS = 300  # rounds of a curve
 MOST_CELLS = 240  # side of a heatmap
