@@ -94,7 +94,7 @@ def run(name: str, engine: str, rounds: int) -> Timing:
         engine=engine,
         eval_every=0,
         validate_every=rounds,
-        extra_metrics=(),
+        metrics=(),
     )
     ends, losses = [time.perf_counter()], []
 

@@ -23,7 +23,7 @@ import coterie
 from coterie.engine import ENGINES
 from coterie.errors import CoterieError
 from coterie.functional.losses import LOSSES
-from coterie.functional.metrics import MEASURES, REGISTRY
+from coterie.functional.metrics import REGISTRY
 from coterie.runtime.task import make_task
 
 MADE = "<!-- made by scripts/tasks.py; do not edit -->\n"
@@ -214,7 +214,8 @@ def page() -> str:
         "lines",
     )
     losses = [(f"`{name}`", one.summary) for name, one in LOSSES.items()]
-    metrics = [(f"`{name}`", one.title, one.text) for name, one in MEASURES.items()]
+    of_outputs = [one for one in REGISTRY.values() if one.function is not None]
+    metrics = [(f"`{one.name}`", one.title, one.text) for one in of_outputs]
     return "\n".join(
         [
             "# What can be trained",

@@ -76,10 +76,15 @@ def options() -> dict[Option, list[Any]]:
     from coterie._util.settings import settable_fields
     from coterie.engine import ENGINES
     from coterie.engine.optim import OPTIMIZERS
+    from coterie.functional.metrics import GROUPS, REGISTRY
 
     known: dict[Option, list[Any]] = {  # declared as texts
         ("Settings", "engine"): ["auto", *ENGINES],
         ("LocalTraining", "optimizer"): ["adam", *(name for name in OPTIMIZERS if name != "adam")],
+        ("Settings", "metrics"): [
+            *(one.name for one in REGISTRY.values() if one.on_request),
+            *GROUPS,
+        ],
     }
     for name, cls in configured().items():
         above: dict[str, Any] = {}

@@ -118,17 +118,9 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
         ("random", {"shared": ["0.*"], "patience": 1, "stopped_broadcast": "last"}),
         (
             "pens",
-            {
-                "order": "train_first",
-                "evaluate": "final",
-                "extra_metrics": ["maxima"],
-                "eval_every": 1,
-            },
+            {"order": "train_first", "evaluate": "final", "metrics": ["maxima"], "eval_every": 1},
         ),
-        (
-            "ifca",
-            {"extra_metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]},
-        ),
+        ("ifca", {"metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]}),
         ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
         (
             "random",
@@ -136,19 +128,16 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
         ),
         (
             "sosicfl",
-            {
-                "extra_metrics": ["gradient_variance", "composed_gradient_variance"],
-                "participation": 0.5,
-            },
+            {"metrics": ["gradient_variance", "composed_gradient_variance"], "participation": 0.5},
         ),
         (
             "fedgwc",
             {
-                "extra_metrics": ["interaction_change", "gradient_variance", "clusters"],
+                "metrics": ["interaction_change", "gradient_variance", "clusters"],
                 "participation": 0.5,
             },
         ),
-        ("ifca", {"extra_metrics": ["gradient_variance"], "participation": 0.3}),
+        ("ifca", {"metrics": ["gradient_variance"], "participation": 0.3}),
         (
             "panm-loss",
             {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5},

@@ -152,7 +152,7 @@ def compared(
 @pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), also=["cfl"]))
 def test_every_method_runs_on_a_device_as_on_a_cpu(cuda: Cuda, kind: str, tmp_path: Path):
     """With a cohort of half the clients, every metric, and a resume that ends with the same bits."""
-    settings = tiny_settings(rounds=2, participation=0.5, eval_every=1, extra_metrics=ALL_METRICS)
+    settings = tiny_settings(rounds=2, participation=0.5, eval_every=1, metrics=ALL_METRICS)
     compared(cuda, METHODS[kind](**SETTINGS.get(kind, {})), settings, folder=tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_every_engine_runs_on_a_device(cuda: Cuda, kind: str, engine: str):
         batch_size=4, lr=0.01, augment="crop-flip", padding=1, persistent_client_optimizer=True
     )
     settings = tiny_settings(
-        rounds=2, local=local, engine=engine, eval_every=1, extra_metrics=["balanced_accuracy"]
+        rounds=2, local=local, engine=engine, eval_every=1, metrics=["balanced_accuracy"]
     )
     compared(cuda, METHODS[kind](**SETTINGS.get(kind, {})), settings, images(), model=Net)
 
@@ -221,7 +221,7 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
         (SosicFl(endpoints=3, regions=2, topics="classes", test_samples=3), {}),
         (
             SosicFl(preset="released", endpoints=3, warmup_rounds=1),
-            {"extra_metrics": ALL_METRICS, "eval_every": 1},
+            {"metrics": ALL_METRICS, "eval_every": 1},
         ),
         (SosicFlPlus(endpoints=3, regions=2, global_rounds=2, per_sample=True), {}),
     ],

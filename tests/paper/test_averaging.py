@@ -306,7 +306,7 @@ def test_models_that_diverged_do_not_count_in_the_variance_of_updates():
     loop = follow(FedAvg(), rounds=0)
     everybody = torch.arange(6)
     rnd = dataclasses.replace(
-        loop._make_round(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"})
+        loop._make_round(0, everybody, everybody), metrics=frozenset({"gradient_variance"})
     )
     start = torch.zeros(6, 15, dtype=torch.float64)
     params = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None].expand(6, 15).clone()

@@ -542,7 +542,7 @@ def iterate_block_specs(plan: RunPlan, rows: Sequence[Int[Tensor, " _"]]) -> Ite
     for number, mine in enumerate(rows):
         owner[federation.ids[mine]] = number
     pool = federation.pool_clients() if "pool" in plan.method.needs else None
-    every_test = metrics.GLOBAL_ACCURACY.name in plan.settings.extra_metrics
+    every_test = metrics.GLOBAL_ACCURACY.name in plan.settings.metrics
     for number, mine in enumerate(rows):
         part = federation.host(federation.ids[mine])
         if not every_test:

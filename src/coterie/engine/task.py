@@ -43,7 +43,7 @@ from coterie.errors import ConfigError, ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss, cast_targets, default_loss
-from coterie.functional.metrics import SampleMetric, Undefined
+from coterie.functional.metrics import Metric, Undefined
 from coterie.models.layout import (
     BUFFER_POLICIES,
     FunctionalBatchNorm,
@@ -208,7 +208,7 @@ class Task:
         precision: str = "full",
         cuda_graphs: bool = False,
         loss: Loss | None = None,
-        metrics: Sequence[SampleMetric] = (),
+        metrics: Sequence[Metric] = (),
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
@@ -990,7 +990,7 @@ class Task:
     def evaluate_metrics(
         self,
         params: Float[Tensor, "clients params"],
-        wanted: Sequence[SampleMetric],
+        wanted: Sequence[Metric],
         inputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return metrics of each client's outputs for all samples of the test set that serves it.
@@ -1023,7 +1023,7 @@ class Task:
                 out[name][rows] = value[which]
         return out
 
-    def _judge(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> float:
+    def _judge(self, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
         """Return a metric of one model's outputs."""
         seen = self.objective.metric_inputs(metric, outputs, targets)
         with warnings.catch_warnings():

@@ -29,11 +29,11 @@ from coterie.functional.metrics import (
     ACCURACY,
     LABEL_ACCURACY,
     MAE,
-    MEASURES,
     MSE,
     PIXEL_ACCURACY,
+    REGISTRY,
     TOKEN_ACCURACY,
-    SampleMetric,
+    Metric,
 )
 from coterie.functional.scores import UNCOUNTED, Form
 
@@ -81,7 +81,7 @@ class Loss(Configurable):
         """Return the value of `metric` for each sample; the metric is their mean."""
         if self.metric is None:
             raise NotImplementedError(f"loss {self.kind!r} names no metric")
-        return MEASURES[self.metric].measure_samples(*self.to_metric_form(outputs, targets))
+        return REGISTRY[self.metric].measure_samples(*self.to_metric_form(outputs, targets))
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets in the form that metrics take.
@@ -94,7 +94,7 @@ class Loss(Configurable):
         return (outputs.reshape(targets.shape) if alike else outputs), targets
 
     def metric_inputs(
-        self, metric: SampleMetric, outputs: Tensor, targets: Tensor
+        self, metric: Metric, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as a metric takes them: in this loss's form, or unchanged."""
         return self.to_metric_form(outputs, targets) if metric.takes else (outputs, targets)
@@ -108,7 +108,7 @@ class Loss(Configurable):
         return ("class",) if targets.dim() == 1 else ("positions", "labels")
 
     def check_metric_fits(
-        self, metric: SampleMetric, targets: Shaped[Tensor, "samples *targets"]
+        self, metric: Metric, targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
         """Refuse a metric that cannot be computed from the outputs that this loss trains.
 
@@ -121,7 +121,7 @@ class Loss(Configurable):
         """
         forms = self.possible_forms(targets)
         if metric.takes and not set(metric.takes) & set(forms):
-            fitting = [one.name for one in MEASURES.values() if set(one.takes) & set(forms)]
+            fitting = [one.name for one in REGISTRY.values() if set(one.takes) & set(forms)]
             raise ConfigError(
                 f"metric {metric.name!r} is of {_describe_forms(metric.takes)}; "
                 f"loss {self.kind!r} trains outputs for {_describe_forms(forms)}: "

@@ -1,18 +1,18 @@
-"""Metrics: the registry of what is measured and how it is shown, and the formulas of clients, clusters and runs.
+"""Metrics: the registry of what is measured, and formulas over clients, clusters and runs.
 
-Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module
-(`metrics.ACCURACY`) or finds it by the name that a table holds (`REGISTRY[name]`). A method adds
-its own in `Method.reports`. One that is computed from outputs and targets is a `SampleMetric` too,
-found by its name or import path (`find_metric`). A value that is not defined for its arguments is
-NaN, never 0, and a warning of class `Undefined` names the reason.
+A metric is one `Metric`: its name, unit and direction, where it is shown, and how it is computed if
+it is computed from outputs and targets. The code refers to it as an attribute of this module
+(`metrics.ACCURACY`) or finds it by the name in a table (`REGISTRY[name]`). A method adds its own
+metrics in `Method.reports`; a custom metric of outputs and targets is found by its import path
+(`find_metric`). A value that is not defined for its arguments is NaN, never 0, and a warning of
+class `Undefined` names the reason.
 """
 
-import dataclasses
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util.importing import import_object, parse_kind
-from coterie._util.settings import Configurable, parse_settings, to_plain
+from coterie._util.settings import Configurable, parse_settings
 from coterie.errors import ConfigError, require
 from coterie.functional import scores
 from coterie.functional.scores import Form, warn_undefined
@@ -29,30 +29,41 @@ from coterie.functional.scores import Undefined as Undefined
 Better = Literal["higher", "lower"]
 Over = Literal["client", "run"]
 Shown = Literal["result", "further", "curve", "cost", "not"]
-Needs = Literal["classes", "regression", "server"]
 
 
 @dataclass(frozen=True)
 class Metric(Configurable):
-    """What the values of one name are, and how they are shown.
+    """What the values of one name are, how they are shown, and how outputs give them.
 
     Args:
         name: in tables and study files: small letters, digits and underscores.
-        text: what it is, in a line.
+        text: a description in one line.
         title: in headings and on axes; the name with spaces when empty.
         short: heading of a narrow column; the title when empty.
         better: which values are better; None where neither is.
-        unit: what a shown value is in, such as "%"; empty for a plain number.
-        scale: what a value is multiplied with to be shown in its unit.
+        unit: the unit of a shown value, such as "%"; empty for a plain number.
+        scale: the factor from a value to its unit.
         digits: decimals of a shown value; None for four significant digits.
         over: "client": a value of each client, averaged over clients and over clusters; "run": one
             value of the whole run (or round), the same at every client.
-        shown: "result": the tables that compare methods; "further": tables beside them; "curve":
-            over rounds only; "cost": what a run cost; "not".
+        shown: "result": in the tables that compare methods; "further": in tables next to them;
+            "curve": over rounds only; "cost": as a cost of the run; "not".
         on_samples: whether it is measured on the samples of a split, which headings then name
-            ("test accuracy").
-        needs: what it is defined for; None for every run.
+            ("test accuracy"). Every metric with a `function` is.
         undefined: why a client may have no value.
+        on_request: whether a run measures it only if `Settings.metrics` names it. Every metric with
+            a `function` can be named too.
+        function: (outputs, targets) -> one number for all samples of a set or, with `each`, one a
+            sample; NaN with a warning of class `Undefined` where there is none. None for a metric
+            that is not computed from outputs.
+        each: whether `function` gives a value of each sample, whose mean over samples is the
+            metric. It is then computed in batches, on the device of the model; otherwise it gets
+            all outputs of a set, on the CPU.
+        takes: the forms of outputs and targets that `function` takes, see `functional.scores`;
+            empty for a function that takes those of the module and of the data as they are.
+        least: the smallest possible value; None where there is no limit.
+        most: the largest.
+        path: the import path under which it was found, if it is not built in.
     """
 
     name: str
@@ -66,15 +77,22 @@ class Metric(Configurable):
     over: Over = "client"
     shown: Shown = "further"
     on_samples: bool = False
-    needs: Needs | None = None
     undefined: str = ""
+    on_request: bool = False
+    function: Callable[..., Any] | None = None
+    each: bool = False
+    takes: Sequence[Form] = ()
+    least: float | None = None
+    most: float | None = None
+    path: str = ""
 
     def check(self) -> None:
-        """A name can be a key; what is not said follows from it."""
+        """Check that the name can be a key, and fill in what follows from other fields."""
         fits = re.fullmatch("[a-z][a-z0-9_]*", self.name) is not None
         require(fits, "name of a metric", self.name, "small letters, digits and underscores")
         object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
         object.__setattr__(self, "short", self.short or self.title)
+        object.__setattr__(self, "on_samples", self.on_samples or self.function is not None)
 
     @property
     def sign(self) -> int:
@@ -94,7 +112,7 @@ class Metric(Configurable):
     def format_value(
         self, value: float | None, *, brief: bool = False, signed: bool = False
     ) -> str:
-        """Write a value in its unit, without it; a dash for None, NaN and infinity.
+        """Format a value in its unit, without the unit; a dash for None, NaN and infinity.
 
         Args:
             value: as it is stored.
@@ -102,53 +120,21 @@ class Metric(Configurable):
             signed: with a plus where it is above 0.
 
         Example:
-            >>> ACCURACY.show(0.63754), ACCURACY.show(0.1, brief=True, signed=True), LOSS.show(12.3456)
-            ('63.75', '+10.0', '12.35')
+            >>> ACCURACY.format_value(0.63754), LOSS.format_value(12.3456)
+            ('63.75', '12.35')
+            >>> ACCURACY.format_value(0.1, brief=True, signed=True)
+            '+10.0'
         """
         if value is None or not math.isfinite(value):
             return "–"
-        digits = (
-            ".4g" if self.digits is None else f".{min(self.digits, 1) if brief else self.digits}f"
-        )
+        digits = ".4g"
+        if self.digits is not None:
+            digits = f".{min(self.digits, 1) if brief else self.digits}f"
         return f"{self.scale * value:{'+' if signed else ''}{digits}}"
 
-
-@dataclass(frozen=True)
-class SampleMetric(Metric):
-    """A metric that is computed from the outputs of a model and the targets.
-
-    Args:
-        function: (outputs, targets) -> one number for all samples of a set, or, with `each`, one a
-            sample. NaN with a warning of class `Undefined` where there is none.
-        each: whether it is a value of each sample, whose mean over samples is the metric; it is
-            then computed in batches, where the model is. Else it gets all outputs of a set, on the
-            CPU.
-        takes: the forms of outputs and targets that it takes, see `functional.scores`; nothing for
-            a function that takes those of the module and of the data as they are.
-        least: the smallest value that there can be; None where there is no limit.
-        most: the largest.
-        path: the import path under which it was found, if it is not bundled.
-    """
-
-    on_samples: bool = True
-    function: Callable[..., Any] | None = None
-    each: bool = False
-    takes: Sequence[Form] = ()
-    least: float | None = None
-    most: float | None = None
-    path: str = ""
-
-    def check(self) -> None:
-        """There is a function."""
-        super().check()
-        require(callable(self.function), "function", self.function, "a function (outputs, targets)")
-
-    @property
-    def entry(self) -> Metric:
-        """What is stored and shown of it: the same without its function."""
-        return Metric(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Metric)}
-        )
+    def to_record(self) -> dict[str, Any]:
+        """Return the fields that say how values are shown: what can be stored and sent."""
+        return {name: getattr(self, name) for name in _SHOWN_FIELDS}
 
     def measure_samples(
         self,
@@ -164,8 +150,9 @@ class SampleMetric(Metric):
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.shape != (len(outputs),):
             raise ConfigError(
-                f"metric {self.path or self.name!r} returned {_describe_value(found)} for {len(outputs)} samples; "
-                "expected one value a sample, as a tensor: take the mean over all other axes, and return it"
+                f"metric {self.path or self.name!r} returned {_describe_value(found)} "
+                f"for {len(outputs)} samples; expected one value a sample, as a tensor: "
+                "take the mean over all other axes, and return it"
             )
         return found
 
@@ -174,15 +161,15 @@ class SampleMetric(Metric):
         outputs: Shaped[Tensor, "samples *outputs"],
         targets: Shaped[Tensor, "samples *targets"],
     ) -> float:
-        """Return the metric of a set.
+        """Return the metric of a set, by its `function`.
 
         Args:
-            outputs: of the module for all samples of the set, in the form that `takes` says.
+            outputs: of the module for all samples of the set, in a form of `takes`.
             targets: in that form.
 
         Returns:
             NaN, with a warning of class `Undefined`, for a set without samples or where the
-            function says so.
+            function warns so.
 
         Raises:
             ConfigError: when the function returns no number.
@@ -197,9 +184,19 @@ class SampleMetric(Metric):
             return float(found)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"metric {self.path or self.name!r} returned {_describe_value(found)}; expected one number for all samples "
-                "together: return it (a value of each sample needs SampleMetric(..., each=True))"
+                f"metric {self.path or self.name!r} returned {_describe_value(found)}; "
+                "expected one number for all samples together: return it "
+                "(a value of each sample needs Metric(..., each=True))"
             ) from None
+
+
+# Stored records and reports hold these fields. The others say how a run computes values, which a
+# reader of its results has no use for, and a function cannot be stored.
+_SHOWN_FIELDS = tuple(
+    one.name
+    for one in fields(Metric)
+    if one.name not in ("on_request", "function", "each", "takes", "least", "most", "path")
+)
 
 
 def _describe_value(found: Any) -> str:
@@ -207,59 +204,76 @@ def _describe_value(found: Any) -> str:
 
 
 class Metrics(dict[str, Metric]):
-    """Metrics by name; a name that nobody declared is a plain number that is in no table of results."""
+    """Metrics by name; an undeclared name is a plain number that is in no table of results."""
 
     def __missing__(self, name: str) -> Metric:
         return Metric(name)
 
     def choose_main(self, names: Iterable[str]) -> str:
-        """Return the name by which methods are compared, of those that a run has; the first where none is meant so."""
+        """Return the name by which methods are compared: the first of `MAIN` that a run has.
+
+        The first of all its names where it has none of `MAIN`.
+        """
         names = list(names)
         return next((one.name for one in MAIN if one.name in names), names[0])
 
     def add_stored(self, stored: Mapping[str, Mapping[str, Any]]) -> "Metrics":
-        """Return these metrics and those that a run stored, from what `metrics_to_store` returned.
+        """Return these metrics and the stored ones of a run, see `metrics_to_store`.
 
         Raises:
             ConfigError: when an entry is no metric.
         """
-        # a later version may store more
-        known = {field.name for field in dataclasses.fields(Metric)}
-        tables = {
-            name: {key: value for key, value in entry.items() if key in known}
-            for name, entry in stored.items()
-        }
-        found = [parse_settings(Metric, table, name) for name, table in tables.items()]
-        return Metrics({**{one.name: one for one in found}, **self})
+        found = {}
+        for name, entry in stored.items():
+            # a later version may store further fields, an earlier one stored `needs`
+            known = {key: value for key, value in entry.items() if key in _SHOWN_FIELDS}
+            metric = parse_settings(Metric, known, name)
+            found[metric.name] = metric
+        return Metrics({**found, **self})
 
 
 def metrics_to_store(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
-    """Return, as plain values, what a run must store of metrics to be shown where nobody knows them."""
-    entries = [one.entry if isinstance(one, SampleMetric) else one for one in metrics]
-    return {one.name: to_plain(one) for one in entries if one.name not in REGISTRY}
+    """Return the records of metrics that are not built in, as plain values.
+
+    A run stores them, so that its results can be shown where the metrics are not installed.
+    """
+    records = {one.name: one.to_record() for one in metrics if one.name not in REGISTRY}
+    for name, record in records.items():
+        records[name] = {key: value for key, value in record.items() if value is not None}
+    return records
+
+
+_SHARE = {"least": 0.0, "most": 1.0}
 
 
 def _share_metric(name: str, text: str, **more: Any) -> Metric:
     """Return a metric that is a share of samples, shown in per cent."""
-    return Metric(
-        name,
-        text,
-        **{
-            "better": "higher",
-            "unit": "%",
-            "scale": 100.0,
-            "digits": 2,
-            "on_samples": True,
-            **more,
-        },
-    )
+    shown = {"better": "higher", "unit": "%", "scale": 100.0, "digits": 2, "on_samples": True}
+    return Metric(name, text, **{**shown, **more})
+
+
+def _number_metric(
+    name: str, text: str, better: Better, undefined: str = "", **more: Any
+) -> Metric:
+    """Return a metric of outputs that is shown as a plain number."""
+    return Metric(name, text, better=better, undefined=undefined, **more)
+
+
+def _cost_metric(name: str, text: str, title: str, unit: str = "") -> Metric:
+    return Metric(name, text, title, unit=unit, better="lower", shown="cost")
+
+
+def _derive(base: Metric, **changes: Any) -> Metric:
+    """Return a metric that is shown as another one, and is not computed from outputs itself."""
+    computed = {"function": None, "each": False, "takes": (), "least": None, "most": None}
+    return replace(base, **{**computed, "on_request": False, **changes})
 
 
 def _maximum_of(base: Metric, short: str) -> Metric:
     text = (
         f"{base.text}, in the round with the largest mean over clients; on test data, so optimistic"
     )
-    return replace(
+    return _derive(
         base,
         name=f"{base.name}_max",
         text=text,
@@ -270,33 +284,26 @@ def _maximum_of(base: Metric, short: str) -> Metric:
 
 
 def _reduction_of_accuracy(how: str, words: str, short: str) -> Metric:
-    text = f"final accuracy of the whole federation, clients weighed {words}"
-    title = f"accuracy weighed {words}"
-    return replace(
+    return _derive(
         ACCURACY,
         name=f"{ACCURACY.name}_{how}",
-        text=text,
-        title=title,
+        text=f"final accuracy of the whole federation, clients weighed {words}",
+        title=f"accuracy weighed {words}",
         short=short,
         over="run",
         shown="further",
     )
 
 
-def _number_metric(
-    name: str, text: str, better: Better, undefined: str = "", **more: Any
-) -> Metric:
-    """Return a metric of samples that is a plain number."""
-    return Metric(name, text, better=better, on_samples=True, undefined=undefined, **more)
-
-
-def _cost_metric(name: str, text: str, title: str, unit: str = "") -> Metric:
-    return Metric(name, text, title, unit=unit, better="lower", shown="cost")
-
-
-# Measured on samples, by `Task`.
+# Of the samples of a split.
 ACCURACY = _share_metric(
-    "accuracy", "share of samples whose class is predicted", shown="result", needs="classes"
+    "accuracy",
+    "share of samples whose class is predicted",
+    shown="result",
+    function=scores.accuracy,
+    each=True,
+    takes=("class",),
+    **_SHARE,
 )
 MSE = Metric(
     "mse",
@@ -305,17 +312,34 @@ MSE = Metric(
     "MSE",
     "lower",
     shown="result",
-    on_samples=True,
-    needs="regression",
+    function=scores.squared_error,
+    each=True,
+    takes=("numbers",),
+    least=0.0,
 )
 LABEL_ACCURACY = _share_metric(
-    "label_accuracy", "share of right answers, yes or no, over samples and labels"
+    "label_accuracy",
+    "share of right answers, yes or no, over samples and labels",
+    function=scores.label_accuracy,
+    each=True,
+    takes=("labels",),
+    **_SHARE,
 )
 TOKEN_ACCURACY = _share_metric(
-    "token_accuracy", "share of positions whose class is predicted, sample by sample"
+    "token_accuracy",
+    "share of positions whose class is predicted, sample by sample",
+    function=scores.position_accuracy,
+    each=True,
+    takes=("positions",),
+    **_SHARE,
 )
 PIXEL_ACCURACY = _share_metric(
-    "pixel_accuracy", "share of pixels whose class is predicted, sample by sample"
+    "pixel_accuracy",
+    "share of pixels whose class is predicted, sample by sample",
+    function=scores.position_accuracy,
+    each=True,
+    takes=("positions",),
+    **_SHARE,
 )
 IOU = _share_metric(
     "iou",
@@ -323,6 +347,9 @@ IOU = _share_metric(
     title="intersection over union",
     short="IoU",
     undefined="no pixel of a client counts",
+    function=scores.iou,
+    takes=("positions",),
+    **_SHARE,
 )
 AUROC = _number_metric(
     "auroc",
@@ -330,12 +357,18 @@ AUROC = _number_metric(
     "higher",
     "no class is that of some test samples of a client and not of others",
     title="AUROC",
+    function=scores.auroc,
+    takes=("class", "labels"),
+    **_SHARE,
 )
 AVERAGE_PRECISION = _number_metric(
     "average_precision",
     "average precision, of more than two classes or of labels the mean over them",
     "higher",
     "no test sample of a client is a yes",
+    function=scores.average_precision,
+    takes=("class", "labels"),
+    **_SHARE,
 )
 F1 = _number_metric(
     "f1",
@@ -343,6 +376,9 @@ F1 = _number_metric(
     "higher",
     "neither targets nor predictions of a client have a yes",
     title="F1",
+    function=scores.f1,
+    takes=("class", "labels"),
+    **_SHARE,
 )
 CALIBRATION_ERROR = _number_metric(
     "calibration_error",
@@ -350,6 +386,9 @@ CALIBRATION_ERROR = _number_metric(
     "lower",
     "an output is not finite",
     short="ECE",
+    function=scores.calibration_error,
+    takes=("class",),
+    **_SHARE,
 )
 BRIER = _number_metric(
     "brier",
@@ -357,28 +396,51 @@ BRIER = _number_metric(
     "lower",
     title="Brier score",
     short="Brier",
+    function=scores.brier,
+    each=True,
+    takes=("class", "labels"),
+    least=0.0,
+    most=2.0,
 )
 PERPLEXITY = _number_metric(
     "perplexity",
     "exponential of the mean cross-entropy of positions",
     "lower",
     "no position of a client counts",
+    function=scores.perplexity,
+    takes=("positions",),
+    least=1.0,
 )
 MAE = _number_metric(
-    "mae", "mean absolute error", "lower", title="mean absolute error", short="MAE"
+    "mae",
+    "mean absolute error",
+    "lower",
+    title="mean absolute error",
+    short="MAE",
+    function=scores.absolute_error,
+    each=True,
+    takes=("numbers",),
+    least=0.0,
 )
 R2 = _number_metric(
     "r2",
-    "coefficient of determination: 1 for perfect outputs, 0 for those that are the mean of the targets",
+    "coefficient of determination: 1 for perfect outputs, 0 for outputs that are the mean of the "
+    "targets",
     "higher",
     "the test targets of a client do not vary",
     title="R²",
+    function=scores.r2,
+    takes=("numbers",),
+    most=1.0,
 )
 CONCORDANCE = _number_metric(
     "concordance",
     "Harrell's C: share of the comparable pairs whose order in time the outputs have right",
     "higher",
     "no event of a client's test set comes before another time",
+    function=scores.concordance,
+    takes=("times",),
+    **_SHARE,
 )
 LOSS = Metric(
     "loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True
@@ -387,22 +449,25 @@ BALANCED_ACCURACY = _share_metric(
     "balanced_accuracy",
     "mean recall of the classes in the client's test set",
     short="balanced",
-    needs="classes",
     undefined="a client has no test samples",
+    on_request=True,
+    function=scores.balanced_accuracy,
+    takes=("class",),
+    **_SHARE,
 )
 TRAIN_PRIOR_ACCURACY = _share_metric(
     "train_prior_accuracy",
     "accuracy with samples weighed by their class's share of the client's training data",
     title="train-prior accuracy",
     short="train-prior",
-    needs="classes",
     undefined="no test sample of a client has a class of its training data",
+    on_request=True,
 )
 GLOBAL_ACCURACY = _share_metric(
     "global_accuracy",
     "accuracy of the model for everybody (or for the client's cluster) on all test sets together",
     short="global",
-    needs="server",
+    on_request=True,
 )
 # Of a whole run.
 ACCURACY_MAX = _maximum_of(ACCURACY, "max")
@@ -414,7 +479,7 @@ ACCURACY_SAMPLE_WEIGHTED = _reduction_of_accuracy(
 ACCURACY_CLUSTER_THEN_CLIENT = _reduction_of_accuracy(
     "cluster_then_client", "cluster by cluster", "by cluster"
 )
-STD_OVER_CLUSTERS = replace(
+STD_OVER_CLUSTERS = _derive(
     ACCURACY,
     name="std_over_clusters",
     text="population deviation of the accuracies of the planted clusters",
@@ -446,24 +511,17 @@ WAS = Metric(
     "WAS",
     "higher",
     over="run",
-    needs="classes",
 )
 WADB = Metric(
-    "wadb",
-    "Wasserstein adjusted Davies-Bouldin index of them",
-    "WADB",
-    "WADB",
-    "lower",
-    over="run",
-    needs="classes",
+    "wadb", "Wasserstein adjusted Davies-Bouldin index of them", "WADB", "WADB", "lower", over="run"
 )
 LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
 DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
 # Of private training, so far.
 EPSILON = Metric(
     "epsilon",
-    "what a client's published models reveal of one of its training samples at most, for the delta of local.dp; "
-    "see the page on privacy for what it covers",
+    "what a client's published models reveal of one of its training samples at most, for the delta "
+    "of local.dp; see the page on privacy for what it covers",
     "epsilon of differential privacy",
     "ε",
     better="lower",
@@ -475,11 +533,13 @@ PASSES = _cost_metric(
     "passes", "forward passes of one sample, to judge received models", "forward passes"
 )
 EXTRA_MODELS = _cost_metric(
-    "extra_models", "numbers received beside pulled models, in units of a model", "further models"
+    "extra_models",
+    "numbers received in addition to pulled models, in units of a model",
+    "further models",
 )
 EXTRA_FLOATS = _cost_metric("extra_floats", "further numbers received", "further numbers")
 EXTRA_BYTES = _cost_metric(
-    "extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B"
+    "extra_bytes", "bytes received in addition to the pulled messages", "further bytes", "B"
 )
 BYTES_DOWN = _cost_metric("bytes_down", "bytes received from a server", "bytes from a server", "B")
 BYTES_UP = _cost_metric("bytes_up", "bytes sent to a server", "bytes to a server", "B")
@@ -493,7 +553,8 @@ MODELS_MOVED = Metric(
 )
 BANDWIDTH = Metric(
     "max_required_bandwidth_delta",
-    "models that a server sends, or one client receives, in the busiest round, per client of the population",
+    "models that a server sends, or one client receives, in the busiest round, per client of the "
+    "population",
     "largest bandwidth",
     better="lower",
     shown="not",
@@ -511,7 +572,7 @@ ATTACKER_WEIGHT = Metric(
     scale=100.0,
     digits=2,
 )
-ATTACKER_READS = replace(
+ATTACKER_READS = _derive(
     ATTACKER_WEIGHT,
     name="attacker_reads",
     text="share of the models mixed by a client that are of attackers",
@@ -520,11 +581,12 @@ ATTACKER_READS = replace(
 )
 GRADIENT_VARIANCE = Metric(
     "gradient_variance",
-    "total variance of the last layer's updates over a round's clients; of all endpoints of a simplex",
+    "total variance of the last layer's updates over a round's clients; of all endpoints of a "
+    "simplex",
     "total variance of updates",
     over="run",
     shown="curve",
-    needs="server",
+    on_request=True,
 )
 COMPOSED_GRADIENT_VARIANCE = replace(
     GRADIENT_VARIANCE,
@@ -538,7 +600,7 @@ INTERACTION_CHANGE = Metric(
     "running mean of squared changes of FedGWC's interaction matrix, in the client's cluster",
     "mean squared change",
     shown="curve",
-    needs="server",
+    on_request=True,
 )
 
 REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
@@ -556,145 +618,122 @@ MAIN = (
     ),
     *(MSE, MAE, RAND, LOSS),
 )
-"""What methods are compared by: the first of these that there is."""
+"""The metrics by which methods are compared: the first of these that a run has."""
 COSTS = tuple(one for one in REGISTRY.values() if one.shown == "cost")
-"""What any method may report of a round beside its training loss."""
+"""The costs that any method may report of a round, in addition to its training loss."""
 MAXIMA = {
     ACCURACY: ACCURACY_MAX,
     BALANCED_ACCURACY: BALANCED_ACCURACY_MAX,
     GLOBAL_ACCURACY: GLOBAL_ACCURACY_MAX,
 }
-"""Metrics whose largest mean over clients is reported, and as what."""
+"""Metrics whose largest mean over clients is reported, and the metric it is reported as."""
 REDUCTIONS = {
     "sample_weighted": ACCURACY_SAMPLE_WEIGHTED,
     "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT,
 }
-"""Ways to reduce accuracy (see `reduce_over_clients`) other than the mean over clients, and as what they are reported."""
-
-
-def _of_samples(
-    entry: Metric, function: Callable[..., Any], *takes: Form, **more: Any
-) -> SampleMetric:
-    """Return a bundled metric with its function."""
-    told = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Metric)}
-    return SampleMetric(**told, function=function, takes=takes, **more)
-
-
-_ANY_SHARE = {"least": 0.0, "most": 1.0}
-_EACH_SHARE = {"each": True, **_ANY_SHARE}
-MEASURES: dict[str, SampleMetric] = {
-    one.name: one
-    for one in (
-        _of_samples(ACCURACY, scores.accuracy, "class", **_EACH_SHARE),
-        _of_samples(BALANCED_ACCURACY, scores.balanced_accuracy, "class", **_ANY_SHARE),
-        _of_samples(LABEL_ACCURACY, scores.label_accuracy, "labels", **_EACH_SHARE),
-        _of_samples(TOKEN_ACCURACY, scores.position_accuracy, "positions", **_EACH_SHARE),
-        _of_samples(PIXEL_ACCURACY, scores.position_accuracy, "positions", **_EACH_SHARE),
-        _of_samples(IOU, scores.iou, "positions", **_ANY_SHARE),
-        _of_samples(AUROC, scores.auroc, "class", "labels", **_ANY_SHARE),
-        _of_samples(AVERAGE_PRECISION, scores.average_precision, "class", "labels", **_ANY_SHARE),
-        _of_samples(F1, scores.f1, "class", "labels", **_ANY_SHARE),
-        _of_samples(CALIBRATION_ERROR, scores.calibration_error, "class", **_ANY_SHARE),
-        _of_samples(BRIER, scores.brier, "class", "labels", each=True, least=0.0, most=2.0),
-        _of_samples(PERPLEXITY, scores.perplexity, "positions", least=1.0),
-        _of_samples(MSE, scores.squared_error, "numbers", each=True, least=0.0),
-        _of_samples(MAE, scores.absolute_error, "numbers", each=True, least=0.0),
-        _of_samples(R2, scores.r2, "numbers", most=1.0),
-        _of_samples(CONCORDANCE, scores.concordance, "times", **_ANY_SHARE),
-    )
+"""Reductions of accuracy (see `reduce_over_clients`) other than the mean over clients."""
+GROUPS = {
+    "clusters": (N_CLUSTERS, RAND, ADJUSTED_RAND, WAS, WADB),
+    "maxima": tuple(MAXIMA.values()),
+    "reductions": tuple(REDUCTIONS.values()),
 }
-"""The bundled metrics of outputs and targets, by name."""
+"""Metrics of a whole run that `Settings.metrics` names together."""
 
 
-def find_metric(
-    given: str | SampleMetric | Callable[..., Any], where: str = "metrics"
-) -> SampleMetric:
-    """Return a metric of outputs and targets.
+def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics") -> Metric:
+    """Return a metric that `Settings.metrics` may name.
 
     Args:
-        given: a name of `MEASURES`; an import path "package.module:name" of a `SampleMetric` or of
-            a function (outputs, targets) -> number; or one of these. A function becomes a metric of
+        given: a name of `REGISTRY`; an import path "package.module:name" of a `Metric` or of a
+            function (outputs, targets) -> number; or one of these. A function becomes a metric of
             its own name, with the first line of its docstring.
-        where: how the user finds it.
+        where: the setting's name in error messages.
 
     Raises:
-        ConfigError: when there is none, or its name is that of another metric.
+        ConfigError: when there is no such metric, it cannot be computed from outputs, or it has the
+            name of a built-in one.
 
     Example:
-        >>> read_metric("auroc").heading("test")
+        >>> find_metric("auroc").heading("test")
         'test AUROC'
     """
-    if isinstance(given, SampleMetric):
-        return _check_name_is_free(given)
-    path, _ = parse_kind(given, MEASURES, "metric", where)
-    if path in MEASURES:
-        return MEASURES[path]
+    if isinstance(given, Metric):
+        return _check_custom(given)
+    named = {one.name: one for one in REGISTRY.values() if one.function or one.on_request}
+    path, _ = parse_kind(given, {**named, **GROUPS}, "metric", where)
+    if path in named:
+        return named[path]
     found = import_object(path, f"metric {path!r}")
     if isinstance(found, type) or not callable(found):
         raise ConfigError(
-            f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric"
+            f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a Metric"
         )
-    if not isinstance(found, SampleMetric):
+    if not isinstance(found, Metric):
         text = (getattr(found, "__doc__", None) or "").strip().partition("\n")[0]
-        found = SampleMetric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
-    return (
-        found
-        if MEASURES.get(found.name) == found
-        else _check_name_is_free(replace(found, path=path))
-    )
+        found = Metric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
+    if REGISTRY.get(found.name) == found:
+        return found
+    return _check_custom(replace(found, path=path))
 
 
-def _check_name_is_free(metric: SampleMetric) -> SampleMetric:
-    """Refuse another metric under the name of one that is built in."""
-    free = metric.name not in REGISTRY or MEASURES.get(metric.name) == metric
+def _check_custom(metric: Metric) -> Metric:
+    """Refuse a metric without a function, and another one under the name of a built-in one."""
     what = f"the name of metric {metric.path!r}" if metric.path else "the name of a metric"
-    require(free, what, metric.name, "one that no built-in metric has")
+    is_free = REGISTRY.get(metric.name, metric) == metric
+    require(is_free, what, metric.name, "one that no built-in metric has")
+    is_computed = metric.function is not None or metric.on_request
+    require(
+        is_computed,
+        f"function of metric {metric.name!r}",
+        None,
+        "a function of outputs and targets",
+    )
     return metric
 
 
-def metric_path(metric: SampleMetric) -> str:
+def metric_path(metric: Metric) -> str:
     """Return the name or import path from which `find_metric` makes a metric again.
 
     Raises:
-        ConfigError: when there is none: it is made inside a function.
+        ConfigError: when there is none: the metric was made inside a function.
     """
-    if MEASURES.get(metric.name) == metric:
+    if REGISTRY.get(metric.name) == metric:
         return metric.name
-    module = getattr(metric.function, "__module__", None)
-    names = [
-        name
-        for name, value in vars(sys.modules.get(module or "", None) or object).items()
-        if value is metric
-    ]
-    if not metric.path and not names:
-        raise ConfigError(
-            f"metric {metric.name!r} has no import path; define it at the top of a module, beside its function"
-        )
-    return metric.path or f"{module}:{names[0]}"
-
-
-ExtraMetric = Literal[
-    "balanced_accuracy",
-    "train_prior_accuracy",
-    "global_accuracy",
-    "clusters",
-    "maxima",
-    "reductions",
-    "gradient_variance",
-    "composed_gradient_variance",
-    "interaction_change",
-]
-"""What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
+    if metric.path:
+        return metric.path
+    module = getattr(metric.function, "__module__", None) or ""
+    for name, value in vars(sys.modules.get(module, object)).items():
+        if value is metric:
+            return f"{module}:{name}"
+    raise ConfigError(
+        f"metric {metric.name!r} has no import path; "
+        "define it at the top of a module, next to its function"
+    )
 
 
 def normalize_metric_setting(given: Any) -> str:
-    """Return the name or import path under which a metric is found again: of a name, a metric or a function.
+    """Return the name or import path by which `Settings.metrics` stores a metric or a group.
 
-    What has an import path is not imported.
+    An import path is not imported.
     """
-    if isinstance(given, str) and ":" in given:
+    if isinstance(given, str) and (":" in given or given in GROUPS):
         return given
     return metric_path(find_metric(given))
+
+
+def split_requested(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split the names of `Settings.metrics` by who computes them.
+
+    Returns:
+        Metrics that are computed from outputs alone; and metrics and groups that need the method,
+        the classes or the whole run. These had a setting of their own, `extra_metrics`, by which
+        stored runs are identified.
+    """
+    of_outputs, of_runs = [], []
+    for name in names:
+        is_of_run = name in GROUPS or (name in REGISTRY and REGISTRY[name].on_request)
+        (of_runs if is_of_run else of_outputs).append(name)
+    return tuple(of_outputs), tuple(of_runs)
 
 
 # ---------------------------------------------------------------- the federation
@@ -733,7 +772,10 @@ def reduce_over_clients(
 
 
 def class_frequencies(counts: Int[Tensor, "clients classes"]) -> Float[Tensor, "clients classes"]:
-    r"""Return class frequencies in descending order ($\tilde X_k$): how uneven a client's labels are, not which."""
+    r"""Return each client's class frequencies in descending order ($\tilde X_k$).
+
+    They show how uneven its labels are, not which labels it has.
+    """
     share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     return share.sort(dim=1, descending=True).values
 
@@ -748,10 +790,11 @@ def _check_cluster_count(metric: str, label: Tensor) -> str | None:
 def wasserstein_silhouette(
     counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]
 ) -> float:
-    r"""Wasserstein adjusted silhouette: the silhouette of clients by their sorted class frequencies, in [-1, 1].
+    r"""Return the Wasserstein adjusted silhouette (WAS), in [-1, 1].
 
-    The distance of two clients is $W_2$ between their frequency values. Blind to *which* classes a
-    client has: it scores levels of heterogeneity only.
+    It is the silhouette of clients by their sorted class frequencies. The distance of two clients
+    is $W_2$ between their frequency values. Blind to *which* classes a client has: it scores levels
+    of heterogeneity only.
 
     Args:
         counts: training samples of each class at each client.
@@ -771,7 +814,9 @@ def wasserstein_silhouette(
 def wasserstein_davies_bouldin(
     counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]
 ) -> float:
-    """Wasserstein adjusted Davies-Bouldin index, lower is better, 0 or more; see `wasserstein_silhouette`.
+    """Return the Wasserstein adjusted Davies-Bouldin index (WADB): 0 or more, lower is better.
+
+    See `wasserstein_silhouette` for the distance.
 
     Returns:
         NaN unless there are at least 2 clusters and fewer than clients, and where two clusters'
@@ -790,10 +835,10 @@ def wasserstein_davies_bouldin(
 
 
 def rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
-    """Rand index (not adjusted): the share of pairs that both groupings keep together or both keep apart.
+    """Return the Rand index: the share of pairs that both groupings join or both separate.
 
     Example:
-        >>> rand(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 0]))
+        >>> rand_index(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 0]))
         1.0
     """
     from sklearn.metrics import rand_score
@@ -804,7 +849,7 @@ def rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -
 
 
 def adjusted_rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
-    """Rand index adjusted for chance: 1 for equal groupings, 0 on average for random ones."""
+    """Return the Rand index adjusted for chance: 1 for equal groupings, 0 on average for random."""
     from sklearn.metrics import adjusted_rand_score
 
     if len(truth) < 2:
@@ -816,7 +861,10 @@ def adjusted_rand_index(truth: Int[Tensor, " clients"], label: Int[Tensor, " cli
 
 
 def max_accuracy(accuracy: Sequence[float]) -> float:
-    """The largest accuracy of all evaluations (on test data, so optimistic); NaN entries do not count."""
+    """Return the largest accuracy of all evaluations; NaN entries do not count.
+
+    The evaluations are on test data, so the maximum is optimistic.
+    """
     values = [value for value in accuracy if not math.isnan(value)]
     return (
         max(values) if values else warn_undefined("the largest accuracy", "nothing was evaluated")
@@ -824,7 +872,9 @@ def max_accuracy(accuracy: Sequence[float]) -> float:
 
 
 def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> float:
-    """The first evaluated round whose accuracy is at least `target`; infinite when it is never reached (TTA).
+    """Return the first evaluated round whose accuracy is at least `target` (TTA).
+
+    It is infinite when the target is never reached.
 
     Args:
         rounds: when evaluations took place, ascending.
@@ -844,7 +894,7 @@ def time_to_accuracy_ratio(
     base_rounds: Sequence[int],
     base: Sequence[float],
 ) -> float:
-    """How many times sooner a method reaches the baseline's largest accuracy than the baseline did, for one seed.
+    """Return how many times sooner a method reaches the baseline's largest accuracy, for one seed.
 
     Returns:
         1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN
@@ -869,7 +919,7 @@ def total_variance(updates: Float[Tensor, "clients params"]) -> float:
 
     Args:
         updates: $\Delta_k$ of a round's clients, usually of the last layer (`heads.last_layer`); of
-            a simplex model all endpoints, one beside another.
+            a simplex model all endpoints, concatenated.
     """
     if not len(updates):
         return warn_undefined("the total variance", "there are no updates")

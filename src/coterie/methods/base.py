@@ -148,7 +148,7 @@ class Round:
             where that differs.
         local: how clients train.
         order: whether the exchange or the local training comes first.
-        extra_metrics: what the settings ask to report beside.
+        metrics: names of the metrics that `Settings.metrics` requests.
         record_similarities: whether the settings ask to report similarities and probabilities of
             draws.
     """
@@ -160,7 +160,7 @@ class Round:
     reachable: Bool[Tensor, "*clients population"]
     local: LocalTraining = field(default_factory=LocalTraining)
     order: Order = "exchange_first"
-    extra_metrics: frozenset[str] = frozenset()
+    metrics: frozenset[str] = frozenset()
     record_similarities: bool = False
 
     def train(

@@ -220,7 +220,7 @@ class FedGwc(WithPresets, ServerMethod):
     ) -> Info:
         """Report also how much each client's cluster still changes."""
         found = super().compute_extra_metrics(rnd, start, params, shared)
-        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or not sees_whole_cohort(rnd):
+        if metrics.INTERACTION_CHANGE.name not in rnd.metrics or not sees_whole_cohort(rnd):
             return found
         return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
 

@@ -441,7 +441,7 @@ def gradient_variance_report(
         start: where each client started.
         params: what it returns.
     """
-    asked = [one.name for one in ServerMethod.reports if one.name in rnd.extra_metrics]
+    asked = [one.name for one in ServerMethod.reports if one.name in rnd.metrics]
     if not asked:
         return {}
     layout, updates, found, gather = rnd.task.layout, params - start, {}, find_gather(rnd.exchange)

@@ -127,7 +127,7 @@ def settings_of(
         "population": population,
     }
     out |= _flatten("method.", dataclasses.asdict(method))
-    own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
+    own = {k: v for k, v in settings.to_identity().items() if v or k not in _OPTIONAL}
     if settings.new_client_others == "frozen":  # younger than rosters that are about
         del own["new_client_others"]
     out |= {k: v for k, v in _flatten("", own).items() if k not in _OWN_AFFAIR}

@@ -73,7 +73,7 @@ def compute_identity(
         task: the model with the data.
         model: what `own_name` says of the model.
     """
-    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
+    kept = {k: v for k, v in settings.to_identity().items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as are the next
         del kept["precision"]
     if settings.new_clients is None or settings.new_client_others == "frozen":
@@ -311,9 +311,7 @@ def _describe_engine(loop: "Loop") -> dict[str, Any]:
 
 def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
-    own = metrics_to_store(
-        [*loop.recorded_metrics.values(), *(one.entry for one in loop.task.metrics)]
-    )
+    own = metrics_to_store([*loop.recorded_metrics.values(), *loop.task.metrics])
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,

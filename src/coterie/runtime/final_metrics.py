@@ -38,9 +38,9 @@ def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric)
         losses: its final test loss, by client; none where it was not measured.
         metric: what the values are of.
     """
-    of_outputs = metric.name in metrics.MEASURES or (
-        metric.on_samples and metric.name not in metrics.REGISTRY
-    )
+    built_in = metrics.REGISTRY.get(metric.name)
+    # a stored custom metric has no function, but all of them that are on samples had one
+    of_outputs = metric.on_samples if built_in is None else built_in.function is not None
     if not of_outputs or not bool(values.isna().any()):
         return values
     diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))

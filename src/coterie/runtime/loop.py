@@ -255,7 +255,7 @@ class Loop:
             reachable=reachable,
             local=self.settings.local,
             order=self.order,
-            extra_metrics=frozenset(self.settings.extra_metrics),
+            metrics=frozenset(map(str, self.settings.metrics)),
             record_similarities=self.settings.record_similarities,
         )
 
@@ -463,7 +463,7 @@ class Loop:
 
     def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
-        task, wanted = self._task_at(index), set(self.settings.extra_metrics)
+        task, wanted = self._task_at(index), set(self.settings.metrics)
         balanced, prior, overall = (
             one.name
             for one in (
@@ -478,7 +478,7 @@ class Loop:
         else:
             values, recall, number = task.evaluate_by_class(params)
             values |= task.evaluate_metrics(
-                params, [one for one in task.metrics if one.name not in wanted]
+                params, [one for one in task.metrics if one.name != balanced]
             )
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
@@ -511,7 +511,7 @@ class Loop:
         self, label: Tensor | None, tested: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
-        wanted, values, seen = self.settings.extra_metrics, {}, self.honest
+        wanted, values, seen = self.settings.metrics, {}, self.honest
         label, tested = (
             None if label is None else label.cpu()[seen],
             {n: v.cpu()[seen] for n, v in tested.items()},
@@ -544,7 +544,7 @@ class Loop:
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
         labeled = self.computes_run_metrics and bool(
-            {"reductions", "clusters"} & set(self.settings.extra_metrics)
+            {"reductions", "clusters"} & set(self.settings.metrics)
         )
         served, known = (
             self._fetch_served_models(last)

@@ -1,7 +1,7 @@
 """Settings: everything about a run that does not depend on its method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,7 +23,13 @@ from coterie.errors import require
 from coterie.exchange.accepting import Acceptance
 from coterie.exchange.attacking import Attack
 from coterie.functional.losses import Loss, make_loss, normalize_loss_setting
-from coterie.functional.metrics import ExtraMetric, normalize_metric_setting
+from coterie.functional.metrics import (
+    GROUPS,
+    Metric,
+    find_metric,
+    normalize_metric_setting,
+    split_requested,
+)
 from coterie.methods.base import Method, Order, PeerMethod
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -80,18 +86,18 @@ class Settings(Configurable):
         validate_every: rounds between two evaluations on the validation data.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`;
             0 for the end only.
-        metrics: what test evaluations measure beside the loss and what goes with it: names of
-            metrics, or import paths of functions (outputs, targets) -> a value.
-        extra_metrics: further metrics of a classification run. At every test evaluation:
-            "balanced_accuracy", "train_prior_accuracy", and with a server "global_accuracy", of the
-            global model (or that of the client's cluster) on all test sets together. At the end:
-            "clusters" (number of clusters, Rand, WAS, WADB), "maxima" over the evaluated rounds,
-            and "reductions" of the final accuracy, weighted by samples and by clusters. In every
-            round of a simulation with a server: "gradient_variance", the total variance of the last
-            layer's updates over the cohort (of all endpoints of a simplex);
-            "composed_gradient_variance", that of the layer composed at the simplex's barycenter;
-            with FedGWC "interaction_change", the running mean that decides whether a cluster is
-            split.
+        metrics: what test evaluations measure in addition to the loss and its usual metric: names
+            of metrics of outputs, such as "auroc", or import paths of functions (outputs, targets)
+            -> a value. Of classification runs also "train_prior_accuracy" and, with a server,
+            "global_accuracy", that of the global model (or of the client's cluster) on all test
+            sets together. At the end: "clusters" (number of clusters, Rand, WAS, WADB), "maxima"
+            over the evaluated rounds, and "reductions" of the final accuracy, weighted by samples
+            and by clusters. In every round of a simulation with a server: "gradient_variance", the
+            total variance of the last layer's updates over the cohort (of all endpoints of a
+            simplex); "composed_gradient_variance", that of the layer composed at the simplex's
+            barycenter; with FedGWC "interaction_change", the running mean that decides whether a
+            cluster is split. In study files the former name of the latter, `extra_metrics`, adds
+            to this list.
         record_similarities: record of each model that a client asks for the similarity that it
             found and the probability with which it drew that peer, as two more columns of
             edges.parquet; of methods that have them (DAC, PANM).
@@ -131,7 +137,6 @@ class Settings(Configurable):
     validate_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0
     metrics: Sequence[str | Callable[..., Any]] = ()
-    extra_metrics: Sequence[ExtraMetric] = ()
     record_similarities: bool = False
     acceptance: bool | Mapping[str, Any] | None = None
     attacks: Sequence[Mapping[str, Any]] | None = None
@@ -146,9 +151,8 @@ class Settings(Configurable):
         object.__setattr__(
             self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
         )
-        object.__setattr__(
-            self, "metrics", tuple(normalize_metric_setting(one) for one in self.metrics)
-        )
+        requested = dict.fromkeys(normalize_metric_setting(one) for one in self.metrics)
+        object.__setattr__(self, "metrics", tuple(requested))
         every = self.validate_every
         require(
             self.eval_every % every == 0,
@@ -173,6 +177,20 @@ class Settings(Configurable):
             require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
         fits = self.attacks is None or self.new_clients is None
         require(fits, "attacks", self.attacks, "no new_clients with it")
+
+    @property
+    def output_metrics(self) -> tuple[Metric, ...]:
+        """The requested metrics that are computed from outputs and targets."""
+        found = (find_metric(name) for name in self.metrics if name not in GROUPS)
+        return tuple(one for one in found if one.function is not None)
+
+    def to_identity(self) -> dict[str, Any]:
+        """Return the fields as stored identities of runs and messages between nodes name them.
+
+        `extra_metrics` was a setting of its own when these were made; see `split_requested`.
+        """
+        outputs, of_runs = split_requested(map(str, self.metrics))
+        return {**asdict(self), "metrics": outputs, "extra_metrics": of_runs}
 
     @property
     def custom_loss(self) -> Loss | None:

@@ -8,7 +8,6 @@ from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
-from coterie.functional.metrics import find_metric
 from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, resolve_model
 from coterie.runtime.settings import DTYPES, Settings
@@ -77,7 +76,7 @@ def make_task(
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
         loss=loss,
-        metrics=[find_metric(one) for one in settings.metrics],
+        metrics=settings.output_metrics,
         own_optimizer=local.custom_optimizer,
         rounds=settings.rounds,
         secret=secret,

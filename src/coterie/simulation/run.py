@@ -27,7 +27,7 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, find_metric
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
 from coterie.methods.base import Method
 from coterie.methods.cost import CostSetting
 from coterie.models.layout import ModelSource, NamedModel, custom_model_name
@@ -178,7 +178,7 @@ class Run(Described):
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.report_metrics()}), {}
-        known |= {one.name: one for one in map(find_metric, self.settings.metrics)}
+        known |= {one.name: one for one in self.settings.output_metrics}
         tests = select_final_tests(table).set_index("client")
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
         for name, rows in tests.groupby("metric", sort=False, observed=True):

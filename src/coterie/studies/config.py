@@ -21,6 +21,7 @@ from coterie.data.build import DataConfig
 from coterie.data.datasets import OWN_KINDS
 from coterie.engine.optim import ADDED_FIELDS, LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
+from coterie.functional.metrics import split_requested
 from coterie.methods import METHODS, registry
 from coterie.runtime.settings import Settings
 from coterie.studies.definition import (
@@ -97,6 +98,7 @@ def parse_study(
         apply_assignment(content, assignment)
     if "use_methods" in content:
         _extend_study(content, {"use_methods": content.pop("use_methods")})
+    _join_extra_metrics(content)
     known = {"data", "model", "local", "stopping", "methods", *_RUN_KEYS, *_FREE}
     for key in content:
         if key not in known:
@@ -123,6 +125,31 @@ def parse_study(
     free["model"] = tables.parse_settings(ModelConfig, _get_section(content, "model"), "model")
     free["methods"] = _parse_methods(content.get("methods", []), settings, to_run)
     return tables.parse_settings(StudyConfig, {**free, "settings": settings}, "study")
+
+
+def _join_extra_metrics(content: dict[str, Any]) -> None:
+    """Read the former setting `extra_metrics` as a part of `metrics`, in place.
+
+    Where the study has it, `metrics` of a method are metrics of outputs alone, and both settings of
+    the study apply to a method one by one.
+    """
+    methods = content.get("methods")
+    entries = [one for one in methods if isinstance(one, dict)] if isinstance(methods, list) else []
+    tables_with_it = [one for one in (content, *entries) if "extra_metrics" in one]
+    if not tables_with_it:
+        return
+    for table in (content, *tables_with_it):
+        for key in ("metrics", "extra_metrics"):
+            found = table.get(key, [])
+            if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+                raise ConfigError(f"{key} is {found!r}; expected a list of names of metrics")
+    is_of_study = "extra_metrics" in content
+    content["metrics"] = [*content.get("metrics", ()), *content.pop("extra_metrics", ())]
+    outputs, of_runs = split_requested(content["metrics"])
+    for entry in entries:
+        if "extra_metrics" in entry or (is_of_study and "metrics" in entry):
+            own = entry.get("metrics", outputs)
+            entry["metrics"] = [*own, *entry.pop("extra_metrics", of_runs)]
 
 
 def parse_seeds(text: str) -> int | list[int]:
@@ -183,8 +210,15 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     # so that studies from before it was a setting are the same
     if content.get("precision") == "full":
         del content["precision"]
-    if not content.get("metrics"):
-        content.pop("metrics", None)
+    # `extra_metrics` was a setting of its own when stored studies got their identity
+    outputs, of_runs = split_requested(content.pop("metrics"))
+    content["extra_metrics"] = list(of_runs)
+    if outputs:
+        content["metrics"] = list(outputs)
+    for entry in content["methods"]:
+        own = split_requested(entry.pop("metrics", (*outputs, *of_runs)))
+        changed = zip(("metrics", "extra_metrics"), own, (outputs, of_runs), strict=True)
+        entry |= {key: names for key, names, usual in changed if names != usual}
     if not study.settings.local.custom_optimizer:  # said or not, it is the same
         content["local"]["weight_decay"] = study.settings.local.optimizer_arguments["weight_decay"]
     for entry in content["methods"]:

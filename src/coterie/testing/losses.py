@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from coterie.errors import first_line
 from coterie.functional.losses import Loss, make_loss
-from coterie.functional.metrics import SampleMetric, Undefined, find_metric
+from coterie.functional.metrics import Metric, Undefined, find_metric
 from coterie.rng import Rng
 
 
@@ -132,7 +132,7 @@ def _describe_engines(
 
 
 def check_metric(
-    metric: str | SampleMetric | Callable[[Tensor, Tensor], Any],
+    metric: str | Metric | Callable[[Tensor, Tensor], Any],
     outputs: Float[Tensor, "samples *outputs"],
     targets: Shaped[Tensor, "samples *targets"],
 ) -> float:
@@ -143,7 +143,7 @@ def check_metric(
     only with a warning of class `Undefined`. It changes neither outputs nor targets.
 
     Args:
-        metric: a name or import path, a `SampleMetric`, or a function (outputs, targets) -> number.
+        metric: a name or import path, a `Metric`, or a function (outputs, targets) -> number.
         outputs: of a module, for two or more samples; random ones do.
         targets: of these samples.
 
@@ -154,9 +154,7 @@ def check_metric(
         AssertionError: naming the broken guarantee.
     """
     found = (
-        find_metric(metric)
-        if isinstance(metric, str | SampleMetric)
-        else SampleMetric("own", function=metric)
+        find_metric(metric) if isinstance(metric, str | Metric) else Metric("own", function=metric)
     )
     number = len(outputs)
     assert number > 1, f"outputs are of {number} samples; expected 2 or more"
@@ -182,9 +180,7 @@ def check_metric(
     return value
 
 
-def _compute_value(
-    metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = ""
-) -> float:
+def _compute_value(metric: Metric, outputs: Tensor, targets: Tensor, which: str = "") -> float:
     """Return the metric of a set, which is a number in its range, or NaN with a reason."""
     words = f"the metric {which}".strip()
     assert metric.function is not None
@@ -231,7 +227,7 @@ def _compute_value(
     return value
 
 
-def _describe_range(metric: SampleMetric) -> str:
+def _describe_range(metric: Metric) -> str:
     ends = [f"{metric.least:g} or more" if metric.least is not None else "", ""]
     ends[1] = f"at most {metric.most:g}" if metric.most is not None else ""
     return " and ".join(end for end in ends if end)

@@ -174,7 +174,7 @@ def test_a_server_costs_absent_clients_their_validation_in_the_rounds_that_have_
 def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
     """FedAvg: six clients have one model, and there are two test sets of 30 samples."""
     run = Counted(
-        monkeypatch, engine, "fedavg", {}, evaluate="final", extra_metrics=["balanced_accuracy"]
+        monkeypatch, engine, "fedavg", {}, evaluate="final", metrics=["balanced_accuracy"]
     )
     run.step()
     run.step()
@@ -207,7 +207,7 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
 )
 def test_test_sets_are_passed_once_whatever_is_asked_of_them(engine, extra, monkeypatch):
     """Six clients with models of their own on 30 samples each, and 4 for validation: in a round, and in the end."""
-    run = Counted(monkeypatch, engine, "local", {}, eval_every=1, extra_metrics=extra)
+    run = Counted(monkeypatch, engine, "local", {}, eval_every=1, metrics=extra)
     run.step()
     assert run.step() == (40, 6 * (4 + 30))
     run.passed = 0

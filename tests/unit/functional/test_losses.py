@@ -25,7 +25,7 @@ from coterie.functional.losses import (
     loss_to_table,
     make_loss,
 )
-from coterie.functional.metrics import MAIN, MEASURES, SampleMetric
+from coterie.functional.metrics import MAIN, REGISTRY, Metric
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -300,14 +300,14 @@ def test_each_names_the_metric_by_which_methods_are_compared(name):
         with pytest.raises(NotImplementedError, match="names no metric"):
             loss.measure_samples(outputs, targets)
         return
-    one = MEASURES[loss.metric]
-    assert one.entry in MAIN
+    one = REGISTRY[loss.metric]
+    assert one in MAIN
     loss.check_metric_fits(one, targets)
     assert loss.measure_samples(outputs, targets).shape == (SAMPLES,)
     judged = loss.to_metric_form(outputs, targets)
     assert float(loss.measure_samples(outputs, targets).mean()) == pytest.approx(one(*judged))
     assert loss.metric_inputs(one, outputs, targets)[0].shape == judged[0].shape
-    own = SampleMetric("own", function=len)
+    own = Metric("own", function=len)
     assert loss.metric_inputs(own, outputs, targets) == (outputs, targets)
     loss.check_metric_fits(own, targets)
 
@@ -338,15 +338,15 @@ def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
         ConfigError,
         match="'auroc' is of one class a sample, or yes or no in each column; loss 'mse'",
     ):
-        losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
+        losses.SquaredError().check_metric_fits(REGISTRY["auroc"], numbers(2))
     with pytest.raises(ConfigError, match="take one of mse, mae, r2, or a custom function"):
-        losses.SquaredError().check_metric_fits(MEASURES["auroc"], numbers(2))
+        losses.SquaredError().check_metric_fits(REGISTRY["auroc"], numbers(2))
     own = losses.CustomLoss(f"{__name__}:focal")
-    own.check_metric_fits(MEASURES["auroc"], integers(2))
+    own.check_metric_fits(REGISTRY["auroc"], integers(2))
     with pytest.raises(
         ConfigError, match=r"'mae' is of numbers; loss 'own' trains outputs for one class a sample"
     ):
-        own.check_metric_fits(MEASURES["mae"], integers(2))
+        own.check_metric_fits(REGISTRY["mae"], integers(2))
 
 
 # ---------------------------------------------------------------- the door

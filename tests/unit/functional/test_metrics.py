@@ -5,7 +5,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -206,8 +205,8 @@ def test_every_entry_says_what_it_is():
         assert entry.text
         assert entry.title
     assert all(entry.sign for entry in metrics.MAIN)
-    asked = set(get_args(metrics.ExtraMetric)) - {"clusters", "maxima", "reductions"}
-    assert asked <= set(metrics.REGISTRY)
+    for group in metrics.GROUPS.values():
+        assert {one.name for one in group} <= set(metrics.REGISTRY)
 
 
 def test_derived_metrics_are_shown_as_what_they_are_made_from():
@@ -226,12 +225,12 @@ def test_derived_metrics_are_shown_as_what_they_are_made_from():
     }
 
 
-@pytest.mark.parametrize("name", metrics.MEASURES)
-def test_a_bundled_metric_of_samples_is_shown_as_its_entry(name):
-    """What may be NaN says why, and what is asked for by name is stored by it."""
-    one = metrics.MEASURES[name]
-    assert one.entry == metrics.REGISTRY[name]
-    assert type(one.entry) is metrics.Metric
+@pytest.mark.parametrize(
+    "name", [one.name for one in metrics.REGISTRY.values() if one.function is not None]
+)
+def test_a_built_in_metric_of_outputs_is_found_and_stored_by_its_name(name):
+    """A metric that may be NaN has the reason in its entry."""
+    one = metrics.REGISTRY[name]
     assert one.sign
     assert one.takes
     assert one.on_samples
@@ -261,10 +260,8 @@ def loss(outputs, targets):
     return 0.0
 
 
-WORST = metrics.SampleMetric(
-    "worst", "the largest error", better="lower", function=spread, least=0.0
-)
-OTHER_ACCURACY = metrics.SampleMetric("accuracy", function=spread)
+WORST = metrics.Metric("worst", "the largest error", better="lower", function=spread, least=0.0)
+OTHER_ACCURACY = metrics.Metric("accuracy", function=spread)
 
 
 def test_a_function_is_a_metric_of_its_name():
@@ -280,7 +277,7 @@ def test_a_function_is_a_metric_of_its_name():
     assert metrics.metric_path(own) == f"{__name__}:spread"
     stored = metrics.metrics_to_store([own])
     assert json.loads(json.dumps(stored)) == stored
-    assert metrics.REGISTRY.add_stored(stored)["spread"] == own.entry
+    assert metrics.REGISTRY.add_stored(stored)["spread"].to_record() == own.to_record()
 
 
 def test_a_metric_is_found_by_its_path_and_stored_by_it():
@@ -288,7 +285,7 @@ def test_a_metric_is_found_by_its_path_and_stored_by_it():
     assert (found.name, found.better, found.path) == ("worst", "lower", f"{__name__}:WORST")
     assert metrics.metric_path(found) == metrics.metric_path(WORST) == f"{__name__}:WORST"
     assert metrics.find_metric(WORST) is WORST
-    nowhere = metrics.SampleMetric("nowhere", function=spread)
+    nowhere = metrics.Metric("nowhere", function=spread)
     with pytest.raises(
         ConfigError, match="'nowhere' has no import path; define it at the top of a module"
     ):
@@ -317,6 +314,24 @@ def test_a_metric_of_samples_that_is_none_is_refused(given, said):
         metrics.find_metric(given)
 
 
+def test_a_metric_without_a_function_is_not_computed_from_outputs():
+    reported = metrics.Metric("trust", "how much a client trusts its peers")
+    with pytest.raises(
+        ConfigError, match="function of metric 'trust' is None; expected a function"
+    ):
+        metrics.find_metric(reported)
+
+
+def test_requested_names_are_split_by_what_computes_them():
+    """`balanced_accuracy` is computed from the recall of each class, which a run measures anyway."""
+    names = ["auroc", "maxima", "balanced_accuracy", "my.module:metric", "global_accuracy"]
+    assert metrics.split_requested(names) == (
+        ("auroc", "my.module:metric"),
+        ("maxima", "balanced_accuracy", "global_accuracy"),
+    )
+    assert [metrics.normalize_metric_setting(name) for name in names] == names
+
+
 def test_what_a_function_returns_must_be_a_number():
     outputs, targets = torch.zeros(3, 2), torch.zeros(3)
     with pytest.raises(
@@ -324,21 +339,20 @@ def test_what_a_function_returns_must_be_a_number():
     ):
         metrics.find_metric(forgotten)(outputs, targets)
     with pytest.raises(
-        ConfigError,
-        match=r"returned a tensor of shape \(3,\); .* needs SampleMetric\(..., each=True\)",
+        ConfigError, match=r"returned a tensor of shape \(3,\); .* needs Metric\(..., each=True\)"
     ):
         metrics.find_metric(each_of_them)(outputs, targets)
-    every = metrics.SampleMetric("every", function=each_of_them, each=True)
+    every = metrics.Metric("every", function=each_of_them, each=True)
     assert every(outputs + 2, targets) == 2
     with pytest.raises(ConfigError, match=r"'every' returned a tensor of shape \(\) for 3 samples"):
-        metrics.SampleMetric("every", function=spread, each=True)(outputs, targets)
+        metrics.Metric("every", function=spread, each=True)(outputs, targets)
 
 
 def test_a_set_without_samples_has_no_value():
     with pytest.warns(
         metrics.Undefined, match="the mean squared error is undefined: there are no samples"
     ):
-        assert math.isnan(metrics.MEASURES["mse"](torch.zeros(0), torch.zeros(0)))
+        assert math.isnan(metrics.REGISTRY["mse"](torch.zeros(0), torch.zeros(0)))
 
 
 def test_an_unknown_metric_is_a_plain_number_without_direction():

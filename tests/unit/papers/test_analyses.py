@@ -90,7 +90,7 @@ def test_points_of_a_simplex_are_scored_by_their_models():
 
 def test_the_first_row_is_where_models_are_served():
     """The barycenter for everybody, the center of its region for a client: as in the run's own evaluation."""
-    loop = follow(SosicFl(endpoints=3, regions=2), extra_metrics=("global_accuracy",))
+    loop = follow(SosicFl(endpoints=3, regions=2), metrics=("global_accuracy",))
     loop.evaluate_final()
     table = (
         analyses.evaluate_simplex(loop, AnalysisOptions(points=1))

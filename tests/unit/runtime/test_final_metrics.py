@@ -49,7 +49,7 @@ def uneven():
 
 def run(method: Method, **settings: Any):
     """The finished loop and its final test metrics, clients x metrics."""
-    setup = testing.tiny_settings(extra_metrics=ALL, evaluate="final", **settings)
+    setup = testing.tiny_settings(metrics=ALL, evaluate="final", **settings)
     loop = testing.run_method(method, federation=uneven(), settings=setup)
     params = loop.evaluate_final()
     table = loop.record.metrics.query("split == 'test'").pivot(
@@ -59,7 +59,7 @@ def run(method: Method, **settings: Any):
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
-@pytest.mark.option("Settings.extra_metrics", "balanced_accuracy", "train_prior_accuracy")
+@pytest.mark.option("Settings.metrics", "balanced_accuracy", "train_prior_accuracy")
 def test_class_metrics_are_those_of_the_predictions(engine: str):
     """Against scikit-learn on predictions of each client's model; the prior is how often it trained on each class."""
     loop, params, table = run(FedAvg(), engine=engine)
@@ -85,7 +85,7 @@ def test_a_class_without_test_samples_is_left_out_of_balanced_accuracy():
     federation = dataclasses.replace(
         federation, tests=(TestSet(first.x[held], first.y[held], first.name), second)
     )
-    settings = testing.tiny_settings(extra_metrics=("balanced_accuracy",), evaluate="final")
+    settings = testing.tiny_settings(metrics=("balanced_accuracy",), evaluate="final")
     loop = testing.run_method(FedAvg(), federation=federation, settings=settings)
     params = loop.evaluate_final()
     table = loop.record.metrics.query(
@@ -107,11 +107,13 @@ def pooled(loop, row: torch.Tensor) -> float:
     federation = uneven()
     x, y = (torch.cat([getattr(test, name) for test in federation.tests]) for name in ("x", "y"))
     return float(
-        (loop.task.layout.module(row, dtype=loop.task.dtype)(x).argmax(1) == y).double().mean()
+        (loop.task.layout.build_module(row, dtype=loop.task.dtype)(x).argmax(1) == y)
+        .double()
+        .mean()
     )
 
 
-@pytest.mark.option("Settings.extra_metrics", "global_accuracy")
+@pytest.mark.option("Settings.metrics", "global_accuracy")
 def test_the_global_accuracy_is_that_of_the_common_model():
     """FedAvg's model; Ditto's global one, not the personal ones; SosicFL's barycenter."""
     loop, params, table = run(FedAvg())
@@ -140,8 +142,8 @@ def test_only_a_server_has_a_global_model():
     _, _, table = run(Random(num_peers=2))
     assert "global_accuracy" not in table.columns
     assert "balanced_accuracy" in table.columns
-    with pytest.raises(ConfigError, match="extra_metrics"):
-        parse_settings(Settings, {"extra_metrics": ["f1"]}, "study")
+    with pytest.raises(ConfigError, match=r"unknown metric 'n_clusters'.* clusters, "):
+        parse_settings(Settings, {"metrics": ["n_clusters"]}, "study")
 
 
 def test_the_best_round_is_that_of_the_mean_over_clients():
@@ -157,12 +159,10 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     assert final_metrics.compute_maxima(table.assign(model="best")) == {}
 
 
-@pytest.mark.option("Settings.extra_metrics", "clusters", "maxima")
+@pytest.mark.option("Settings.metrics", "clusters", "maxima")
 def test_clusters_are_scored_at_the_end():
     """One-shot clustering finds the two planted rules or not; either way the scores are those of its labels."""
-    settings = testing.tiny_settings(
-        extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final"
-    )
+    settings = testing.tiny_settings(metrics=("clusters", "maxima"), eval_every=1, evaluate="final")
     loop = testing.run_method(OneShot(clusters=2, warmup_rounds=2), settings=settings)
     loop.record.clusters = torch.arange(6).numpy() % 2
     loop.evaluate_final()
@@ -218,15 +218,13 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind
 )
-@pytest.mark.option("Settings.extra_metrics", "gradient_variance")
+@pytest.mark.option("Settings.metrics", "gradient_variance")
 def test_the_gradient_variance_is_that_of_what_clients_trained(
     method: Method, monkeypatch: pytest.MonkeyPatch
 ):
     """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
     seen = updates(monkeypatch)
-    settings = testing.tiny_settings(
-        extra_metrics=("gradient_variance",), participation=0.5, rounds=3
-    )
+    settings = testing.tiny_settings(metrics=("gradient_variance",), participation=0.5, rounds=3)
     loop = testing.run_method(method, settings=settings)
     found = loop.record.metrics.query("metric == 'gradient_variance'").groupby("round")["value"]
     assert found.size().tolist() == [3, 3, 3]
@@ -261,7 +259,7 @@ def test_diverged_updates_do_not_count():
     params[1, :2] = torch.tensor([2.0, 4.0])
     params[2, 0] = torch.nan
     rnd = dataclasses.replace(
-        rnd, extra_metrics=frozenset({"gradient_variance", "composed_gradient_variance"})
+        rnd, metrics=frozenset({"gradient_variance", "composed_gradient_variance"})
     )
     found = gradient_variance_report(rnd, start, params)
     assert {name: value.tolist() for name, value in found.items()} == {
@@ -296,17 +294,15 @@ def test_a_simplex_reports_both_variances():
     """Of all endpoints, and at the barycenter; a method without endpoints has one value under both names."""
     names = ("gradient_variance", "composed_gradient_variance")
     for method, same in ((SosicFl(endpoints=3, regions=2), False), (FedAvg(), True)):
-        loop = testing.run_method(
-            method, settings=testing.tiny_settings(extra_metrics=names, rounds=2)
-        )
+        loop = testing.run_method(method, settings=testing.tiny_settings(metrics=names, rounds=2))
         table = loop.record.metrics.groupby("metric")["value"].mean()
         assert (table[names[0]] == pytest.approx(table[names[1]])) == same
 
 
-@pytest.mark.option("Settings.extra_metrics", "interaction_change")
+@pytest.mark.option("Settings.metrics", "interaction_change")
 def test_fedgwc_says_how_much_its_matrix_still_changes():
     """The running mean at the server after each round, for the clients of the cohort by their clusters."""
-    settings = testing.tiny_settings(extra_metrics=("interaction_change",), rounds=2)
+    settings = testing.tiny_settings(metrics=("interaction_change",), rounds=2)
     loop = testing.run_method(FedGwc(), settings=settings)
     found = loop.record.metrics.query("metric == 'interaction_change'").groupby("round")["value"]
     assert found.size().tolist() == [6, 6]
@@ -317,18 +313,16 @@ def test_fedgwc_says_how_much_its_matrix_still_changes():
 
 def test_a_host_of_some_clients_cannot_say_what_is_of_all():
     """Two hosts: neither the variance over the cohort nor the server's state is theirs to report."""
-    settings = testing.tiny_settings(
-        extra_metrics=("gradient_variance", "interaction_change"), rounds=2
-    )
+    settings = testing.tiny_settings(metrics=("gradient_variance", "interaction_change"), rounds=2)
     loop = testing.run_method(FedGwc(), settings=settings)
     part = loop._make_round(1, torch.arange(2), torch.arange(6))
     rows = loop.state.params[:2]
-    assert loop.method.extra(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]
+    assert loop.method.compute_extra_metrics(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]
 
 
 def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
     """FedAvg has one cluster: NaN in the tables, and the reason in provenance.json."""
-    settings = testing.tiny_settings(extra_metrics=("clusters",), rounds=1, evaluate="final")
+    settings = testing.tiny_settings(metrics=("clusters",), rounds=1, evaluate="final")
     simulate(
         testing.tiny_federation(),
         FedAvg(),
@@ -341,10 +335,10 @@ def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
     assert set(reasons) == {"was", "wadb"}
 
 
-@pytest.mark.option("Settings.extra_metrics", "reductions")
+@pytest.mark.option("Settings.metrics", "reductions")
 def test_accuracies_can_be_reduced_with_other_weights():
     """Test sets of different sizes: by samples, and by samples inside the clusters that were found."""
-    settings = testing.tiny_settings(extra_metrics=("reductions",), evaluate="final")
+    settings = testing.tiny_settings(metrics=("reductions",), evaluate="final")
     loop = testing.run_method(
         OneShot(clusters=2, warmup_rounds=2), federation=uneven(), settings=settings
     )
@@ -367,11 +361,11 @@ def test_accuracies_can_be_reduced_with_other_weights():
     assert table.accuracy_cluster_then_client.tolist() == pytest.approx([total / 6] * 6)
 
 
-@pytest.mark.option("Settings.extra_metrics", "composed_gradient_variance")
+@pytest.mark.option("Settings.metrics", "composed_gradient_variance")
 def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: pytest.MonkeyPatch):
     """Three endpoints of 3 x 4 weights and 3 biases: the variance over clients of their means, summed."""
     seen = updates(monkeypatch)
-    settings = testing.tiny_settings(extra_metrics=("composed_gradient_variance",), rounds=2)
+    settings = testing.tiny_settings(metrics=("composed_gradient_variance",), rounds=2)
     loop = testing.run_method(SosicFl(endpoints=3, regions=2), settings=settings)
     found = (
         loop.record.metrics.query("metric == 'composed_gradient_variance'")

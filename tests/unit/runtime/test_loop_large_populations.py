@@ -99,7 +99,7 @@ def test_served_models_are_fetched_once_at_the_end(monkeypatch):
         lambda self, index: rounds.append(index) or served(self, index),
     )
     settings = tiny_settings(
-        rounds=2, evaluate="final", engine="loop", extra_metrics=("clusters", "reductions")
+        rounds=2, evaluate="final", engine="loop", metrics=("clusters", "reductions")
     )
     simulate(tiny_federation(), METHODS["fedavg"](), model="linear", settings=settings)
     assert rounds == [-1, 0, 1, 1]

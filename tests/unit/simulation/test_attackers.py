@@ -75,7 +75,7 @@ FLIP = [{"kind": "sign-flip", "clients": [0, 3]}]
 def test_results_are_of_the_honest_and_say_how_much_attackers_weigh():
     """Everybody reads everybody: of six models with equal weights two are the attackers'; of five others, two are."""
     extra = ["reductions", "maxima"]
-    given = tiny_settings(attacks=FLIP, eval_every=1, extra_metrics=extra)
+    given = tiny_settings(attacks=FLIP, eval_every=1, metrics=extra)
     run = simulate(tiny_federation(), METHODS["random"](), model="linear", settings=given, seed=3)
     assert sorted(run.metrics["client"].unique()) == [1, 2, 4, 5]
     assert sorted(run.edges["reader"].unique()) == [0, 1, 2, 3, 4, 5]

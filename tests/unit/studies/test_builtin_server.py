@@ -18,7 +18,7 @@ seeds = [0]
 evaluate = "final"
 participation = 0.5
 eval_every = 1
-extra_metrics = ["balanced_accuracy", "global_accuracy"]
+metrics = ["balanced_accuracy", "global_accuracy"]
 
 [data]
 dataset = "digits"
@@ -86,8 +86,8 @@ def test_guesses_are_marked(name: str):
     study = config.load(name)
     assert study.settings.evaluate == "final"
     assert study.settings.eval_every > 0
-    assert "maxima" in study.settings.extra_metrics
-    assert ("clusters" in study.settings.extra_metrics) == name.startswith("fedgwc/")
+    assert "maxima" in study.settings.metrics
+    assert ("clusters" in study.settings.metrics) == name.startswith("fedgwc/")
     labels = {entry.label for entry in study.methods}
     wanted = (
         {"FedGWC", "FedGWC paper", "FedGWC released"}

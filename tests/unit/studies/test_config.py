@@ -521,3 +521,54 @@ def test_what_is_named_by_import_path_is_not_imported_to_be_read():
 
 def test_a_model_without_arguments_is_written_without_them():
     assert "options" not in config.make_study_table(read())["model"]
+
+
+FORMER = """
+name = "former"
+metrics = ["auroc"]
+extra_metrics = ["balanced_accuracy", "maxima"]
+[data]
+dataset = "digits"
+[[methods]]
+kind = "local"
+[[methods]]
+kind = "random"
+label = "outputs"
+metrics = ["brier"]
+[[methods]]
+kind = "random"
+label = "runs"
+extra_metrics = ["clusters"]
+[[methods]]
+kind = "random"
+label = "both"
+metrics = []
+extra_metrics = []
+"""
+
+
+def test_the_former_setting_extra_metrics_is_a_part_of_metrics():
+    """In files that have it, both settings of the study apply to a method one by one."""
+    study = config.parse_study_text(FORMER)
+    assert study.settings.metrics == ("auroc", "balanced_accuracy", "maxima")
+    assert [entry.settings.metrics for entry in study.methods] == [
+        ("auroc", "balanced_accuracy", "maxima"),
+        ("brier", "balanced_accuracy", "maxima"),
+        ("auroc", "clusters"),
+        (),
+    ]
+    written = config.format_study(study)
+    assert "extra_metrics" not in written
+    assert config.parse_study_text(written) == study
+    added = config.parse_study_text(FORMER, overrides=["extra_metrics=['clusters']"])
+    assert added.settings.metrics == ("auroc", "clusters")
+    with pytest.raises(ConfigError, match="extra_metrics is 'maxima'; expected a list of names"):
+        config.parse_study_text(FORMER, overrides=["extra_metrics=maxima"])
+
+
+def test_studies_with_the_former_setting_keep_their_identity():
+    """Stored runs are found again by it: computed before `extra_metrics` became a part of `metrics`."""
+    found = config.make_identity(config.parse_study_text(FORMER))
+    assert found["metrics"] == ["auroc"]
+    assert found["extra_metrics"] == ["balanced_accuracy", "maxima"]
+    assert config.hash_study(config.parse_study_text(FORMER)) == "14aadf32355235cf"

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from coterie.errors import ModelError
 from coterie.functional.losses import Cox, Loss, Targets
-from coterie.functional.metrics import SampleMetric, Undefined
+from coterie.functional.metrics import Metric, Undefined
 from coterie.rng import Rng
 from coterie.testing import check_loss, check_metric
 
@@ -230,18 +230,15 @@ def nothing(outputs, targets):
         (doubling, "the metric changes the outputs"),
         (clearing, "the metric changes the targets"),
         (
-            SampleMetric("large", function=lambda o, t: 3.0, most=1.0),
+            Metric("large", function=lambda o, t: 3.0, most=1.0),
             "is 3; expected at most 1, as it says itself",
         ),
         (
-            SampleMetric("small", function=lambda o, t: -3.0, least=0.0, most=1.0),
+            Metric("small", function=lambda o, t: -3.0, least=0.0, most=1.0),
             "expected 0 or more and at most 1",
         ),
-        (SampleMetric("each", function=averaged, each=True), r"returned shape \(\) for 8 samples"),
-        (
-            SampleMetric("none", function=nothing, each=True),
-            "returned None; expected one value a sample",
-        ),
+        (Metric("each", function=averaged, each=True), r"returned shape \(\) for 8 samples"),
+        (Metric("none", function=nothing, each=True), "returned None; expected one value a sample"),
     ],
 )
 def test_a_broken_guarantee_of_a_metric_is_named(metric, said):

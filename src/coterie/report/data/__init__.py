@@ -238,7 +238,7 @@ def _describe_metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
     known = collect_metrics(runs)
     names = dict.fromkeys(str(name) for run in runs for name in run.metrics["metric"].unique())
     return {
-        name: {**asdict(known[name]), "heading": known[name].heading()}
+        name: {**known[name].to_record(), "heading": known[name].heading()}
         for name in [*names, *COUNTED_METRICS]
     }
 
