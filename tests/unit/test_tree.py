@@ -40,8 +40,7 @@ ELSEWHERE = {
     "engine/native/library": "unit/engine/native/test_compiled.py",
     "engine/native/loops": "unit/engine/native/test_traced.py",
     "engine/native/lower": "unit/engine/native/test_traced.py",
-    "engine/native/program": "unit/engine/native/test_compiled.py",
-    "engine/native/stack": "unit/engine/native/test_compiled.py",
+    "engine/native/simple": "unit/engine/native/test_compiled.py",
     "engine/native/sums": "unit/engine/native/test_traced.py",
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
@@ -128,4 +127,4 @@ def test_names_of_tests_are_read_as_written():
     """Otherwise the tests above could not fail."""
     assert subjects(Path("net/test_engine_log.py")) == {"net/engine", "net/engine_log"}
     assert subjects(Path("test_rng.py")) == {"rng"}
-    assert {"net/wire", "engine/vmap", "engine/native/stack"} <= modules(PACKAGE)
+    assert {"net/wire", "engine/vmap", "engine/native/trace"} <= modules(PACKAGE)

@@ -1,8 +1,8 @@
 """How the population is trained: `task` is the only place with gradients; engines differ in speed, never in result.
 
 `loop` trains one client after another with PyTorch's own modules, on one flat vector, and takes any
-module; `vmap` runs a block of clients as one batched program; `compiled` writes the whole step of a
-plain stack of layers as a native program. `make` chooses by the model and the amount of work;
+module; `vmap` runs a block of clients as one batched program; `compiled` writes the whole step as a
+native program. `make` chooses by the model and the amount of work;
 `Engine.reason` says which engine it is, and why.
 """
 

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie.engine._base import MODULE_ERRORS, Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
-from coterie.engine.native import stack
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
+from coterie.engine.native.simple import is_simple
 from coterie.engine.native.trace import NotTraceableError
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
 from coterie.models.layout import Layout
@@ -25,7 +25,7 @@ ENGINES: dict[str, type[Engine]] = {
     "compiled": CompiledEngine,
 }
 
-# of compiling a plain stack, and another module, once for a machine and a model
+# of compiling a module of simple layers, and another one, once for a machine and a model
 _COMPILE_SECONDS = {True: 2.0, False: 15.0}
 # seconds of the vmap engine for a sample, and for a product in its forward pass
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10
@@ -49,17 +49,27 @@ def count_products(layout: Layout, x: Tensor) -> int:
         >>> products(Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), torch.zeros(5, 1, 4, 4))
         96
     """
+    return _count_operations(layout, x).count // len(x)
+
+
+def _count_operations(layout: Layout, x: Tensor) -> "_ProductCounter":
+    """Return what a module's forward pass of a small batch consists of."""
     with torch.no_grad(), _ProductCounter() as counted:
         layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
-    return counted.count // len(x)
+    return counted
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts the multiplications of matrix products and convolutions while it is active."""
+    """Counts the multiplications of matrix products and convolutions while it is active.
+
+    Attributes:
+        count: multiplications.
+        simple: whether all operations are those of simple layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count, self.simple = 0, True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -70,6 +80,7 @@ class _ProductCounter(TorchDispatchMode):
         """Run one operation and count."""
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
+        self.simple = self.simple and is_simple(name, args)
         if name in ("mm", "bmm"):
             self.count += out.numel() * args[0].shape[-1]
         elif name in ("addmm", "baddbmm"):
@@ -94,10 +105,9 @@ def is_compiling_worthwhile(layout: Layout, x: Tensor, expected: float | None) -
     """
     if expected is None or x.device.type != "cpu":
         return False
-    return (
-        expected * (_SAMPLE + _PRODUCT * count_products(layout, x))
-        > _COMPILE_SECONDS[stack.is_stack(layout.train_module)]
-    )
+    counted = _count_operations(layout, x)
+    seconds = _SAMPLE + _PRODUCT * (counted.count // len(x))
+    return expected * seconds > _COMPILE_SECONDS[counted.simple]
 
 
 def is_batching_worthwhile(layout: Layout, x: Tensor, batch_size: int | None) -> bool:

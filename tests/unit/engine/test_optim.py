@@ -12,7 +12,6 @@ from torch.nn import functional
 from coterie.engine import CompiledEngine, Engine, LoopEngine, VmapEngine
 from coterie.engine._base import cross_entropy
 from coterie.engine._work import RawSamples, TrainingWork
-from coterie.engine.native.library import NativeProgram
 from coterie.engine.optim import OPTIMIZERS, LocalTraining, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.methods.ditto import Ditto
@@ -62,18 +61,7 @@ STATES = {
 }
 
 
-class Bent(nn.Module):
-    """No plain stack: the compiled engine traces it."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.two(functional.silu(self.one(x)))
-
-
-def plain_stack() -> nn.Module:
+def module_of_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
@@ -127,23 +115,21 @@ def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, ra
 
 
 def engine_of(kind: str, layout: Layout, work: TrainingWork) -> Engine:
-    if kind in ("stack", "traced"):
+    if kind == "compiled":
         few = torch.arange(4)
-        found = CompiledEngine(
+        return CompiledEngine(
             layout,
             cross_entropy,
             work.samples.prepare_inputs(few),
             work.samples.prepare_targets(few),
         )
-        assert isinstance(found.program, NativeProgram) == (kind == "stack")
-        return found
     return {"loop": LoopEngine, "vmap": VmapEngine}[kind](layout, cross_entropy)
 
 
-@pytest.fixture(scope="module", params=["loop", "vmap", "stack", "traced"])
+@pytest.fixture(scope="module", params=["loop", "vmap", "compiled"])
 def trained(request):
     """An engine with a problem."""
-    module, layout, rows, work = problem(Bent if request.param == "traced" else plain_stack)
+    module, layout, rows, work = problem(module_of_layers)
     return engine_of(request.param, layout, work), module, layout, rows, work
 
 

@@ -9,7 +9,6 @@ from coterie.engine._base import cross_entropy
 from coterie.engine._flat import FlatModel
 from coterie.engine._work import EvaluationPairs, RawSamples
 from coterie.engine.native.compiled import CompiledEngine
-from coterie.engine.native.stack import NotAStackError, layers
 from coterie.engine.task import LocalTraining, Task
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, draw_initial_params
@@ -168,14 +167,6 @@ def test_a_program_made_for_one_backbone_computes_with_the_next_one():
         assert torch.allclose(losses[-1], expected[None], atol=1e-12)
     assert programs[0].text == programs[1].text
     assert not torch.equal(*losses)
-
-
-def test_a_stack_with_frozen_weights_is_traced_as_any_module():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert layers(module)
-    module[0].weight.requires_grad_(False)
-    with pytest.raises(NotAStackError, match="frozen"):
-        layers(module)
 
 
 def test_a_read_model_costs_what_is_trained():

@@ -1,1 +1,1 @@
-"""Whole training steps as native programs, for plain stacks of layers on a CPU."""
+"""Whole training steps of modules as native programs, on a CPU."""

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
@@ -96,16 +97,42 @@ INLINE void store(T* p, V v, Some some) {
 #endif
 constexpr int ALL = LANES;
 
-INLINE T sum_of(V v) {
-#if VECTOR == 64
-  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
-  else return _mm512_reduce_add_pd((__m512d)v);
+// Blocks of H lanes of a and b by turns: of each pair of blocks the first (or, with SECOND, the second).
+template <int H, bool SECOND, class A, int... LANE>
+INLINE A mixed(A a, A b, std::integer_sequence<int, LANE...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  constexpr int COUNT = sizeof...(LANE);
+  return __builtin_shufflevector(a, b, (LANE / H % 2 * COUNT + LANE / (2 * H) * 2 * H + LANE % H + SECOND * H)...);
 #else
-  T s[LANES];
-  memcpy(s, &v, sizeof v);
-  UNROLL for (int step = LANES / 2; step; step /= 2) UNROLL for (int i = 0; i < step; i++) s[i] += s[i + step];
-  return s[0];
+  constexpr int COUNT = sizeof...(LANE);
+  typedef I Index __attribute__((vector_size(sizeof(A))));
+  return __builtin_shuffle(a, b, Index{(LANE / H % 2 * COUNT + LANE / (2 * H) * 2 * H + LANE % H + SECOND * H)...});
 #endif
+}
+
+template <int H, bool SECOND, class A>
+INLINE A mixed(A a, A b) {
+  return mixed<H, SECOND>(a, b, std::make_integer_sequence<int, sizeof(A) / sizeof(T)>{});
+}
+
+// Sums over the lanes of COUNT vectors, all at once; COUNT is at most the number of lanes. Pairs of vectors are folded
+// into one that holds half of each, until one vector holds a sum of each.
+template <int COUNT, int H, class A>
+INLINE void fold(A* v) {
+  UNROLL for (int k = 0; k < H && k < COUNT; k++) {
+    A other = k + H < COUNT ? v[k + H] : A{};
+    v[k] = mixed<H, false>(v[k], other) + mixed<H, true>(v[k], other);
+  }
+  if constexpr (H > 1) fold<(COUNT < H ? COUNT : H), H / 2>(v);
+}
+
+// f(k, sum over the lanes of v[k]) for COUNT vectors.
+template <int COUNT, int FROM = 0, class A, class F>
+INLINE void each_sum(A* v, F f) {
+  constexpr int LANE = sizeof(A) / sizeof(T), NOW = COUNT - FROM < LANE ? COUNT - FROM : LANE;
+  fold<NOW, LANE / 2>(v + FROM);
+  UNROLL for (int k = 0; k < NOW; k++) f(FROM + k, v[FROM][k]);
+  if constexpr (FROM + NOW < COUNT) each_sum<COUNT, FROM + NOW>(v, f);
 }
 
 // ---------------------------------------------------------------- functions that compilers turn into vector code
@@ -244,10 +271,10 @@ INLINE void dots_tile(long K, const T* __restrict a, long lda, const T* __restri
   long k = 0;
   for (; k + LANES <= K; k += LANES) step(k, first(ALL));
   if (k < K) step(k, first(K - k));
-  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int o = 0; o < OT; o++) {
-    T* to = c + i * ldc + o;
-    *to = (add ? *to : T(0)) + sum_of(sum[i][o]);
-  }
+  each_sum<MT * OT>(&sum[0][0], [=](int k, T total) {
+    T* to = c + k / OT * ldc + k % OT;
+    *to = (add ? *to : T(0)) + total;
+  });
 }
 
 template <int MT, int N>
@@ -616,10 +643,10 @@ INLINE void pixels_weights_tile(long n, const T* x, const T* g, long so, T* gw, 
           UNROLL for (int o = 0; o < OT; o++) sum[o][j] += part[o] * p;
         }
       }
-  UNROLL for (int o = 0; o < OT; o++) UNROLL for (int j = 0; j < S::KW; j++) {
-    T* to = gw + o * so + j;
-    *to = (add ? *to : T(0)) + sum_of(sum[o][j]);
-  }
+  each_sum<OT * S::KW>(&sum[0][0], [=](int k, T total) {
+    T* to = gw + k / S::KW * so + k % S::KW;
+    *to = (add ? *to : T(0)) + total;
+  });
 }
 
 template <class S>

@@ -8,19 +8,15 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from coterie.engine._base import Engine, Objective, cross_entropy, squared_error
+from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
-from coterie.engine.native import stack
-from coterie.engine.native.library import NativeProgram
 from coterie.engine.native.trace import NotTraceableError
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
 from coterie.models.layout import Layout
 
-# numbers of a model above which a stack's kernels pass over it too often, for a few samples each
-_LARGE = 1_000_000
 _ROUNDING = 8  # times the loop engine's own rounding that a program may differ from it
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
@@ -28,11 +24,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 class CompiledEngine(Engine):
     """Trains and measures with a native program, on a CPU.
 
-    A plain stack of layers, unless it is large, runs on kernels that put the samples of a batch
-    side by side; any other module is traced, and the operations of its step are written one after
-    another. The program is compared with the loop engine on the sample batch before it is used.
-    What a program cannot do (a mixture of endpoints for each sample, batch normalization of one
-    sample) is left to another engine.
+    The module is traced, and the operations of its step are written one after another. The program
+    is compared with the loop engine on the sample batch before it is used. What a program cannot do
+    (a mixture of endpoints for each sample, batch normalization of one sample) is left to another
+    engine.
 
     Args:
         layout: of the module.
@@ -59,19 +54,11 @@ class CompiledEngine(Engine):
         super().__init__(layout, objective)
         if x.device.type != "cpu":
             raise NotTraceableError(f"native programs run on a CPU, not on {x.device.type}")
-        self.program, self._other = self._best(x, y)
+        self.program = TracedProgram(layout, objective, x, y)
+        other = VmapEngine if self.program.simple else LoopEngine
+        self._other = other(layout, objective)
         self.compile_seconds = self.program.seconds
         self._compare(x, y)
-
-    def _best(self, x: Tensor, y: Tensor) -> tuple[NativeProgram | TracedProgram, Engine]:
-        """Return the program, and the engine for what it cannot do."""
-        layout = self.layout
-        if self.objective in (cross_entropy, squared_error) and layout.size <= _LARGE:
-            try:
-                return NativeProgram(layout, tuple(x.shape[1:])), VmapEngine(layout, self.objective)
-            except stack.NotAStackError:
-                pass
-        return TracedProgram(layout, self.objective, x, y), LoopEngine(layout, self.objective)
 
     def compute_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]

@@ -1,7 +1,8 @@
 """Convolution and pooling as calls of `blocks.h`.
 
 A vector of the processor holds neighboring channels of a pixel or neighboring pixels of a row,
-whichever fills it better; arrays lie accordingly (`LAST` or `PLANES`).
+whichever fills it better; arrays lie accordingly (`LAST` or `PLANES`). Where every layer allows it,
+`sample_lanes` puts the samples of a batch there instead (`SAMPLES`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from coterie.engine.native.loops import MANY, Value, dense, expanded, in_memory,
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Ref, Size, at
 
-LAST, PLANES = (0, 2, 3, 1), (0, 1, 2, 3)
+LAST, PLANES, SAMPLES = (0, 2, 3, 1), (0, 1, 2, 3), (1, 2, 3, 0)
 
 
 def _sizes(shape: Sequence[Size]) -> list[int]:
@@ -90,7 +91,7 @@ class ImageLowering(Lowering):
         wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
         if channels == c:
             frame = self._target(wide, dtype, order).memory
-            many, unit = (n, c) if tuple(order) == LAST else (n * c, 1)
+            many, unit = {LAST: (n, c), PLANES: (n * c, 1), SAMPLES: (c, n)}[tuple(order)]
             sides = f"{before[0]}, {before[1] * unit}, {after[0]}, {after[1] * unit}"
             call = f"frame({many}, {wide[2]}, {wide[3] * unit}, {sides}, {frame.buffer});"
             self.program.emit(call, [], [frame.buffer])
@@ -116,7 +117,8 @@ class ImageLowering(Lowering):
         """What convolutions read, with order, channels and zeros as `_padded` takes them, where there are zeros."""
         frames = {}
         for node in self.trace.nodes:
-            if node.name != "convolution" or not isinstance(node.args[0], Ref):
+            convolves = node.name in ("convolution", "convolution_pool")
+            if not convolves or not isinstance(node.args[0], Ref):
                 continue
             x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
             stride, padding, dilation, transposed, _output_padding, groups = node.args[3:9]
@@ -127,13 +129,16 @@ class ImageLowering(Lowering):
             ):
                 continue
             conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
-            order = (
-                PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
-            )
+            order = self._order_read_by(conv)
             channels = self._rounded(conv.c) if conv.depthwise else conv.c
             if conv.padding != (0, 0) and channels == conv.c:
                 frames.setdefault(node.args[0], (order, channels, conv.padding, conv.padding))
         return frames
+
+    def _order_read_by(self, conv: "_Convolution") -> tuple[int, ...]:
+        """Return the order in memory of the images that a convolution reads."""
+        in_planes = not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv)
+        return PLANES if in_planes else LAST
 
     def _images(self, n: Size, sizes: Sequence[int], order: Sequence[int]) -> Value:
         return self._target((n, *sizes), self.dtype, order)
@@ -378,10 +383,13 @@ class ImageLowering(Lowering):
         """Return the C++ of images as they lie, or of a copy, and their order."""
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
-        leaf = x.leaf
-        order = LAST if (order_of(x)[-1] if leaf is None else _innermost(x)) == 1 else PLANES
-        plain = self.program.contiguous(x, order)
-        return plain.memory.pointer, order
+        order = self._order_to_pool(x)
+        return self.program.contiguous(x, order).memory.pointer, order
+
+    def _order_to_pool(self, x: Value) -> tuple[int, ...]:
+        """Return the order in memory in which images are pooled: that in which they lie."""
+        innermost = order_of(x)[-1] if x.leaf is None else _innermost(x)
+        return LAST if innermost == 1 else PLANES
 
     def _windows(
         self,
@@ -392,13 +400,19 @@ class ImageLowering(Lowering):
         padding: Any,
         dilation: Any,
         order: Sequence[int],
-    ) -> str:
-        """Return the C++ of the windows over images `x` that make images of the shape `y`."""
+    ) -> tuple[str, Size]:
+        """Return the C++ of the windows over images `x` that make images of the shape `y`, and how many arrays they are.
+
+        Where samples lie side by side, each channel is an array whose pixels have a number of each
+        sample.
+        """
         c, h, w = _sizes(x.shape[1:])
+        many, beside = (c, x.shape[0]) if tuple(order) == SAMPLES else (x.shape[0], c)
         _c, ho, wo = _sizes(y[1:])
         pairs = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
-        numbers = ", ".join(str(v) for v in (c, h, w, ho, wo, *(v for pair in pairs for v in pair)))
-        return f"Windows<{numbers}, {'true' if tuple(order) == LAST else 'false'}>"
+        sizes = (beside, h, w, ho, wo, *(size for pair in pairs for size in pair))
+        last = "false" if tuple(order) == PLANES else "true"
+        return f"Windows<{', '.join(map(str, sizes))}, {last}>", many
 
     def _op_max_pool2d_with_indices(
         self,
@@ -412,9 +426,9 @@ class ImageLowering(Lowering):
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
         places = self.program.buffer(product(self._kind.shape), "I")
-        windows = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
+        windows, many = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {places});",
+            f"largest<{windows}>({many}, {source}, {_name(y)}, {places});",
             [_buffer(source)],
             [_name(y), places],
         )
@@ -431,12 +445,12 @@ class ImageLowering(Lowering):
         _ceil: bool,
         places: Value,
     ) -> Value:
-        order = LAST if _innermost(places) == 1 else PLANES
+        order = self._order_to_pool(places)
         source = self.program.contiguous(g, order)
         gx = self._target(x.shape, self.dtype, order)
-        windows = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
+        windows, many = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest_back<{windows}>({x.shape[0]}, {source.memory.pointer}, {places.memory.buffer}, {_name(gx)});",
+            f"largest_back<{windows}>({many}, {source.memory.pointer}, {places.memory.buffer}, {_name(gx)});",
             [source.memory.buffer, places.memory.buffer],
             [_name(gx)],
         )
@@ -454,10 +468,8 @@ class ImageLowering(Lowering):
     ) -> Value:
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
-        windows = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
-        call = (
-            f"average<{windows}>({x.shape[0]}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
-        )
+        windows, many = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
+        call = f"average<{windows}>({many}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
         self.program.emit(call, [_buffer(source)], [_name(y)])
         return y
 
@@ -474,8 +486,10 @@ class ImageLowering(Lowering):
     ) -> Value:
         source, order = self._pooled(g)
         gx = self._target(x.shape, self.dtype, order)
-        windows = self._windows(x, g.shape, kernel, stride, padding, 1, order)
-        call = f"average_back<{windows}>({x.shape[0]}, {source}, {_name(gx)}, {int(whole)}, {divisor or 0});"
+        windows, many = self._windows(x, g.shape, kernel, stride, padding, 1, order)
+        call = (
+            f"average_back<{windows}>({many}, {source}, {_name(gx)}, {int(whole)}, {divisor or 0});"
+        )
         self.program.emit(call, [_buffer(source)], [_name(gx)])
         return gx
 
@@ -489,8 +503,10 @@ class ImageLowering(Lowering):
         back: bool,
     ) -> None:
         """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
-        windows = self._windows(x, y, 1, 1, 0, 1, order)
-        call = f"areas<{windows}, {'true' if back else 'false'}>({x.shape[0]}, {source}, {_name(target)});"
+        windows, many = self._windows(x, y, 1, 1, 0, 1, order)
+        call = (
+            f"areas<{windows}, {'true' if back else 'false'}>({many}, {source}, {_name(target)});"
+        )
         self.program.emit(call, [_buffer(source)], [_name(target)])
 
     def _op__adaptive_avg_pool2d(self, x: Value, _size: Any) -> Value:

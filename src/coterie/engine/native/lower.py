@@ -5,7 +5,7 @@ expressions; products, convolutions, pooling and sums make calls of `blocks.h` o
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,10 @@ _BACKWARD: dict[str, tuple[str, int]] = {
     "mish_backward": ("({0} * mish_slope({1}))", 40),
 }  # fmt: skip
 
+_TABLES: tuple[Collection[str], ...] = (_UNARY, _BACKWARD, _BINARY, _COMPARE, _LOGIC, _BITS)
+ELEMENTWISE = {name for table in _TABLES for name in table}
+"""Operations that the tables above describe."""
+
 
 class Lowering:
     """Makes the statements of a traced function.
@@ -131,8 +135,7 @@ class Lowering:
     @classmethod
     def knows(cls, name: str) -> bool:
         """Return whether an operation can be lowered as it is."""
-        tables = (_UNARY, _BACKWARD, _BINARY, _COMPARE, _LOGIC, _BITS)
-        return hasattr(cls, f"_op_{name}") or any(name in table for table in tables)
+        return hasattr(cls, f"_op_{name}") or name in ELEMENTWISE
 
     def _node(self, node: Node) -> None:
         self._kinds = [self.trace.kinds[ref.number] for ref in node.outs if ref is not None]

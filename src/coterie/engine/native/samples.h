@@ -1,4 +1,4 @@
-// What a program of either kind is given of samples and of the optimizer, how draws are made of keys, and what becomes
+// What a program is given of samples and of the optimizer, how draws are made of keys, and what becomes
 // of tiny numbers. The structures are those of coterie.engine.native.library.
 
 #include <cstdint>

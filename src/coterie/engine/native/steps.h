@@ -49,8 +49,33 @@ static Owned<U> aligned(int64_t count) {
   return Owned<U>((U*)p);
 }
 
-// Put samples into x, one after another.
+// Where number i of sample b of a call lies: samples one after another, or TOGETHER samples side by side.
+INLINE int64_t spot(int64_t b, int64_t i) { return TOGETHER ? i * TOGETHER + b : b * ENTRIES + i; }
+
+// The places of the samples of a call: where TOGETHER are computed, the first one stands for what a batch lacks.
+static const int64_t* completed(const int64_t* places, int64_t n, int64_t* room) {
+  if (!TOGETHER || n == TOGETHER) return places;
+  for (int64_t b = 0; b < TOGETHER; b++) room[b] = places[b < n ? b : 0];
+  return room;
+}
+
+// Put samples into x.
 static void gather(const Store& store, const int64_t* places, int64_t n, T* x) {
+  if constexpr (TOGETHER) {
+    const uint8_t* bytes[TOGETHER];
+    const T *numbers[TOGETHER], *values = store.values;
+    for (int64_t b = 0; b < TOGETHER; b++) {
+      bytes[b] = (const uint8_t*)store.x + places[b] * ENTRIES;
+      numbers[b] = (const T*)store.x + places[b] * ENTRIES;
+    }
+    if (store.bytes)
+      for (int c = 0; c < CHANNELS; c++, values += 256)
+        for (int i = c * PLANE; i < (c + 1) * PLANE; i++)
+          UNROLL for (int b = 0; b < TOGETHER; b++) x[i * TOGETHER + b] = values[bytes[b][i]];
+    else
+      for (int i = 0; i < ENTRIES; i++) UNROLL for (int b = 0; b < TOGETHER; b++) x[i * TOGETHER + b] = numbers[b][i];
+    return;
+  }
   for (int64_t b = 0; b < n; b++, x += ENTRIES) {
     if (!store.bytes) {
       memcpy(x, (const T*)store.x + places[b] * ENTRIES, ENTRIES * sizeof(T));
@@ -68,7 +93,7 @@ static void gather_augmented(const Store& store, const CropFlip& augment, uint64
   constexpr int W = WIDTH, H = PLANE / WIDTH;
   const uint64_t start = scrambled(key + step);
   const int64_t span = 2 * augment.padding + 1;
-  for (int64_t b = 0; b < n; b++, x += ENTRIES) {
+  for (int64_t b = 0; b < n; b++) {
     const uint64_t bits = scrambled(start + sample + b), more = scrambled(bits);
     const int64_t down = remainder_of(bits, span) - augment.padding, right = remainder_of(more, span) - augment.padding;
     const bool mirror = scrambled(more) & 1;
@@ -81,7 +106,7 @@ static void gather_augmented(const Store& store, const CropFlip& augment, uint64
           T value = augment.fill[c];
           if (inside)
             value = store.bytes ? store.values[c * 256 + ((const uint8_t*)store.x)[from]] : ((const T*)store.x)[from];
-          x[(c * H + h) * W + t] = value;
+          x[spot(b, (c * H + h) * W + t)] = value;
         }
   }
 }
@@ -92,14 +117,14 @@ static void disturb(const Noise& noise, int64_t of, int64_t step, const int64_t*
   const double sigma = noise.sigma[of];
   if (sigma == 0) return;
   const uint64_t start = scrambled(uint64_t(noise.keys[of]) + step);
-  for (int64_t b = 0; b < n; b++, x += ENTRIES) {
+  for (int64_t b = 0; b < n; b++) {
     const uint64_t sample = scrambled(start + places[b] % noise.width);
     for (int i = 0; i < HALF; i++) {
       const uint64_t bits = scrambled(sample + i);
       const double radius = std::sqrt(-2 * std::log((double(bits & 0xFFFFFFFFu) + 1) * 0x1p-32));
       const double angle = 6.283185307179586 * 0x1p-32 * double(bits >> 32);
-      x[i] += T(sigma * (radius * std::cos(angle)));
-      if (i + HALF < ENTRIES) x[i + HALF] += T(sigma * (radius * std::sin(angle)));
+      x[spot(b, i)] += T(sigma * (radius * std::cos(angle)));
+      if (i + HALF < ENTRIES) x[spot(b, i + HALF)] += T(sigma * (radius * std::sin(angle)));
     }
   }
 }
@@ -189,14 +214,18 @@ static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T
     const int64_t parts = (size + job.memory.samples - 1) / job.memory.samples, part = (size + parts - 1) / parts;
     double loss = 0;
     for (int64_t from = 0; from < size; from += part) {
-      const int64_t n = least(part, size - from);
+      const int64_t n = least(part, size - from), all = TOGETHER ? TOGETHER : n;
+      int64_t room[TOGETHER + 1];
+      const int64_t* chosen = completed(places + from, n, room);
       if (job.augment.keys)
-        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, places + from, n, batch.x);
+        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, chosen, all, batch.x);
       else
-        gather(job.store, places + from, n, batch.x);
-      if (job.noise.keys) disturb(job.noise, client, s, places + from, n, batch.x);
-      targets_of(job.store, places + from, n, batch.y);
-      train_batch(batch, w, g, key, T(1) / T(size), n, from, from > 0);
+        gather(job.store, chosen, all, batch.x);
+      if (job.noise.keys) disturb(job.noise, client, s, chosen, n, batch.x);
+      targets_of(job.store, chosen, all, batch.y);
+      T weight[TOGETHER + 1];  // of each loss, or of all
+      for (int64_t b = 0; b <= TOGETHER; b++) weight[b] = b < n ? T(1) / T(size) : T(0);
+      train_batch(batch, w, g, key, weight, n, from, from > 0);
       for (int64_t b = 0; b < n; b++) loss += batch.losses[b];
     }
     const double rate = rule.rates ? rule.rates[client * job.steps + s] : rule.lr;
@@ -230,10 +259,12 @@ extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
     for (int j = 0; j < INPUTS; j++) inputs[j] = job->inputs[j] + job->models[pair] * INPUT_SIZES[j];
     double loss = 0, score = 0;
     for (int64_t from = 0; from < size; from += job->memory.samples) {
-      const int64_t n = least(job->memory.samples, size - from);
-      gather(job->store, places + from, n, batch.x);
-      if (job->noise.keys) disturb(job->noise, set, 0, places + from, n, batch.x);
-      targets_of(job->store, places + from, n, batch.y);
+      const int64_t n = least(job->memory.samples, size - from), all = TOGETHER ? TOGETHER : n;
+      int64_t room[TOGETHER + 1];
+      const int64_t* chosen = completed(places + from, n, room);
+      gather(job->store, chosen, all, batch.x);
+      if (job->noise.keys) disturb(job->noise, set, 0, chosen, n, batch.x);
+      targets_of(job->store, chosen, all, batch.y);
       judge_batch(batch, job->table + job->models[pair] * job->row, n);
       for (int64_t b = 0; b < n; b++) loss += batch.losses[b], score += batch.scores[b];
     }

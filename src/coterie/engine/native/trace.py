@@ -464,13 +464,13 @@ def _train_once(
     layer: Callable[[], str],
     known: Callable[[str], bool],
 ) -> Trace:
-    """Record losses, gradients and the new untrained state of a step; the last input is the weight of a loss."""
+    """Record losses, gradients and the new untrained state of a step; the last input is the weight of each loss."""
     named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
     state = [s.name for s in layout.slots if s.stop > layout.trainable]
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
-    weight = torch.tensor(1.0 / len(x), dtype=layout.dtype)
+    weight = torch.full((len(x),), 1.0 / len(x), dtype=layout.dtype)
     frozen = _frozen(layout)
     inputs = [
         *(tensors[s.name] for s in layout.slots),

@@ -28,6 +28,9 @@ from coterie.engine.native.library import (
     whole,
 )
 from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
+from coterie.engine.native.pooling import join_convolutions_with_pooling, pool_before_activations
+from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pay
+from coterie.engine.native.simple import LARGE, is_simple
 from coterie.engine.native.sums import with_joined_products
 from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.engine.native.trace import at as size_at
@@ -47,12 +50,16 @@ _BATCH_NAMES = (
     "const T* const x = batch.x;", "const Target* const y = batch.y;", "T* const losses = batch.losses;",
     "const T* const frozen = batch.frozen;",
 )  # fmt: skip
-_TRAIN_NAMES = ("const int64_t key[] = {now};", "const T weight[] = {share};")
+_TRAIN_NAMES = ("const int64_t key[] = {now};",)
 _JUDGE_NAMES = (
     "T* const scores = batch.scores;",
     "const int64_t key[] = {0};",
     "constexpr long from = 0;",
 )
+# operations of the usual losses and their scores
+_LOSSES = {
+    "_log_softmax", "nll_loss_forward", "argmax", "eq", "_to_copy", "sub", "pow", "mean", "sum", "div",
+}  # fmt: skip
 _TYPICAL = 16  # samples for which kernels are chosen
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -91,16 +98,18 @@ class _Function:
     Args:
         trace: the function.
         layout: of the module.
+        across: whether samples lie across the vector; calls then have `LANES` samples.
 
     Attributes:
         inputs: names of the input buffers, in order, without those of keys.
         results: the outputs of the trace, as values; None where one is no tensor.
     """
 
-    def __init__(self, trace: Trace, layout: Layout) -> None:
+    def __init__(self, trace: Trace, layout: Layout, across: bool) -> None:
         self.layout = layout
         self.program = Program(number_bytes=4 if layout.dtype == torch.float32 else 8)
-        self.lowering = ImageLowering(self.program, trace, _TYPICAL, layout.dtype)
+        lowering = SampleLowering if across else ImageLowering
+        self.lowering = lowering(self.program, trace, LANES if across else _TYPICAL, layout.dtype)
         self.inputs = [name for name in layout.inputs if name not in layout.keys]
         kinds = trace.kinds
         values: list[Value] = []
@@ -118,7 +127,10 @@ class _Function:
             values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
         for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
-            values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
+            axes = range(len(kind.shape))
+            order = [*axes[1:], 0] if across and buffer == "x" else axes
+            strides = [0] if buffer == "weight" and not across else dense(kind.shape, order)
+            values.append(in_memory(buffer, kind.shape, strides, kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
         self.results = [
@@ -247,6 +259,8 @@ class TracedProgram:
     Attributes:
         seconds: time of compiling; 0 when the program was in the cache.
         together: whether samples of a batch need each other, as with batch normalization.
+        across: whether samples lie across the vector.
+        simple: whether the module has simple layers alone, and is not large.
 
     Raises:
         NotTraceableError: when the module cannot be traced.
@@ -260,12 +274,20 @@ class TracedProgram:
             raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
         traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
         self.layout, self.together = layout, traces.together
-        self._train = _Function(with_joined_products(traces.train), layout)
+        train = pool_before_activations(with_joined_products(traces.train))
+        judge = pool_before_activations(traces.judge)
+        self.simple = layout.size <= LARGE and all(
+            is_simple(node.name, node.args) or node.name in _LOSSES for node in judge.nodes
+        )
+        self.across = not traces.together and samples_pay(train, layout.size)
+        if self.across:
+            train, judge = map(join_convolutions_with_pooling, (train, judge))
+        self._train = _Function(train, layout, self.across)
         trained = sum(slot.stop <= layout.trainable for slot in layout.slots)
         self._train.write_vector("losses", self._train.results[0])
         self._train.write_gradients(self._train.results[1 : 1 + trained])
         self._train.write_state(self._train.results[1 + trained :])
-        self._judge = _Function(traces.judge, layout)
+        self._judge = _Function(judge, layout, self.across)
         self._judge.write_vector("losses", self._judge.results[0])
         self._judge.write_vector("scores", self._judge.results[1])
         self.inputs = self._train.inputs
@@ -284,12 +306,13 @@ class TracedProgram:
         self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
         self._samples = {"train": self._fitting(self._train), "judge": self._fitting(self._judge)}
 
-    @staticmethod
-    def _fitting(function: _Function) -> int:
+    def _fitting(self, function: _Function) -> int:
         """Return how many samples a call takes at once: what they need stays in the cache, or is less than two models.
 
         Each call passes over the model and its gradient, so fewer calls pay where these are large.
         """
+        if self.across:
+            return LANES
         samples, fixed = _MOST, function.memory(1)[1]
         numbers = function.layout.size + sum(one.numel() for one in function.layout.frozen.values())
         room = max(_CACHE, 2 * numbers * function.program.number_bytes)
@@ -320,25 +343,37 @@ class TracedProgram:
             f"#include <cstdint>\n#define VECTOR {compiler.vector_bytes()}\ntypedef {number} T;\ntypedef {integer} I;",
             (here / "samples.h").read_text(),
             (here / "blocks.h").read_text(),
+            *self._lanes(here),
             f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = {channels}, PLANE = {plane};",
             f"constexpr int64_t WIDTH = {width}, TARGETS = {targets};",
             f"constexpr int INPUTS = {len(self.inputs)};",
             f"constexpr int64_t INPUT_SIZES[] = {{{sizes}}};",
             f"typedef {'T' if y.is_floating_point() else 'int64_t'} Target;",
+            f"constexpr int64_t TOGETHER = {LANES if self.across else 0};",
             "struct Batch;\n",
             driver[start:stop],
         ]
-        step = "T* row, T* g, const int64_t now, const T share, const long n, const long from, const bool more"
+        step = "T* row, T* g, const int64_t now, const T* const weight, const long size, const long from, const bool more"
         train = self._body(f"train_batch(const Batch& batch, {step})", self._train, _TRAIN_NAMES)
         judge = self._body(
-            "judge_batch(const Batch& batch, const T* row, const long n)", self._judge, _JUDGE_NAMES
+            "judge_batch(const Batch& batch, const T* row, const long size)",
+            self._judge,
+            _JUDGE_NAMES,
         )
         return "\n".join([*head, *train, *judge, driver[:start] + driver[stop:]])
+
+    def _lanes(self, here: Path) -> list[str]:
+        """Return the C++ of the kernels that have samples across the vector, where they are called."""
+        if not self.across:
+            return []
+        return [f"constexpr int N = {LANES};", (here / "sample_lanes.h").read_text()]
 
     def _body(self, signature: str, function: _Function, names: Sequence[str]) -> list[str]:
         """Return the C++ of one function."""
         inputs = [f"const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
-        body = [f"  {line}" for line in (*_BATCH_NAMES, *names, *inputs, *function.text())]
+        samples = "constexpr long n = TOGETHER;" if self.across else "const long n = size;"
+        lines = (samples, *_BATCH_NAMES, *names, *inputs, *function.text())
+        body = [f"  {line}" for line in lines]
         return [f"static void {signature} {{", *body, "}"]
 
     def _store(self, samples: RawSamples) -> Store:

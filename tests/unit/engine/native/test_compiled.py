@@ -3,7 +3,6 @@
 import json
 import math
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Thread
 from typing import ClassVar
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tests.selection import first_only
 from torch import nn
-from torch.nn import functional
 
 from coterie import engine as engines
 from coterie._util.files import write_atomically
@@ -23,16 +21,6 @@ from coterie.engine._loop import LoopEngine
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.compiled import CompiledEngine
-from coterie.engine.native.stack import (
-    Activation,
-    Convolution,
-    Dropout,
-    Flatten,
-    Linear,
-    MaxPool,
-    NotAStackError,
-    layers,
-)
 from coterie.engine.native.trace import NotTraceableError, record
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
@@ -282,17 +270,9 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     assert torch.equal(together, alone)
 
 
-class Twice(nn.Linear):
-    """No plain stack: its program is a traced one."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, Twice])
-def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else(kind):
+def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else():
     """They make training that fits its samples several times as long; see `samples.h`."""
-    layout, tiny = Layout(nn.Sequential(kind(3, 2)), torch.float32), torch.tensor([1e-39])
+    layout, tiny = Layout(nn.Sequential(nn.Linear(3, 2)), torch.float32), torch.tensor([1e-39])
     data = RawSamples(tiny.expand(4, 3), torch.tensor([0, 1, 1, 1]), torch.float32)
     local = LocalTraining(optimizer="sgd", lr=1.0, batch_size=4)
     work = TrainingWork(data, torch.arange(4).reshape(1, 1, 4), torch.full((1, 1), 4), local)
@@ -326,68 +306,6 @@ def test_a_diverged_model_has_no_finite_loss_and_leaves_others_alone():
     assert values["loss"].isnan().tolist() == [False, True, False, True]
 
 
-class Handwritten(nn.Module):
-    """A stack that is written as a forward function."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.head = nn.Linear(36, 5)
-
-    def forward(self, x):
-        h = functional.max_pool2d(torch.relu(self.conv(x)), 2)
-        return self.head(h.view(x.size(0), -1))
-
-
-def test_stacks_are_recognized_layer_by_layer():
-    conv = Convolution("conv.weight", "conv.bias", 4, (3, 3), (0, 0))
-    found = [
-        conv,
-        Activation("relu"),
-        MaxPool((2, 2)),
-        Flatten(),
-        Linear("head.weight", "head.bias", 5),
-    ]
-    assert layers(Handwritten()) == found
-    net = Layout(build_model("mlp-c", (1, 4, 4), 3)).train_module
-    assert layers(net) == [Flatten(), Linear("1.weight", "1.bias", 512), Activation("relu"), Dropout(0.2, False, 1),
-                           Linear("4.weight", "4.bias", 3)]  # fmt: skip
-
-
-class Skip(nn.Linear):
-    def forward(self, input):
-        return input + super().forward(input)
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (nn.Sequential(nn.Linear(3, 3), Skip(3, 3)), "not known here|alone"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3, stride=2)), "stride"),
-        (nn.Sequential(nn.Linear(3, 3), nn.GELU()), "GELU"),
-        (nn.Sequential(nn.MaxPool2d(3, 2)), "overlap"),
-        (nn.Sequential(*[nn.Linear(3, 3)] * 2), "more than once"),
-    ],
-)
-def test_modules_that_are_no_plain_stacks_are_named(model, reason):
-    with pytest.raises(NotAStackError, match=reason):
-        layers(model)
-
-
-def test_a_stack_is_recognized_while_other_threads_train():
-    """In the middle of the forward pass another thread runs a module of its own; it is no part of the stack."""
-    other, seen = nn.Linear(3, 2), []
-
-    class Meanwhile(Handwritten):
-        def forward(self, x):
-            with ThreadPoolExecutor(1) as pool:
-                seen.append(pool.submit(other, torch.ones(1, 3)).result())
-            return super().forward(x)
-
-    assert layers(Meanwhile()) == layers(Handwritten())
-    assert torch.equal(seen[0], other(torch.ones(1, 3)))
-
-
 class Settled(nn.Linear):
     """Notes whether PyTorch may use oneDNN while it runs."""
 
@@ -419,18 +337,6 @@ def test_settings_of_a_trace_do_not_reach_what_other_threads_train():
     for thread in threads:
         thread.join()
     assert Settled.seen == [True] * len(threads)
-
-
-class Gated(nn.Linear):
-    """Which layers it has depends on its parameters."""
-
-    def forward(self, input):
-        return torch.relu(super().forward(input)) if self.bias.sum() > 0 else input
-
-
-def test_what_depends_on_the_values_of_parameters_is_no_stack():
-    with pytest.raises(NotAStackError, match="cannot be traced"):
-        layers(nn.Sequential(Gated(3, 3), nn.Linear(3, 2)))
 
 
 def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_line_says_so(
@@ -495,18 +401,6 @@ def test_programs_that_others_may_write_are_not_loaded(cache, which):
         compiler.load(ANSWER % 42)
 
 
-def test_a_large_stack_is_traced(monkeypatch):
-    """Its own kernels would pass over a million numbers for each few samples."""
-
-    def traced(*_args):
-        raise NotTraceableError("this one is traced")
-
-    monkeypatch.setattr("coterie.engine.native.compiled.TracedProgram", traced)
-    layout = Layout(nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 3)))
-    with pytest.raises(NotTraceableError, match="this one is traced"):
-        CompiledEngine(layout, cross_entropy, torch.zeros(2, 1000), torch.tensor([0, 1]))
-
-
 def test_a_wrong_program_is_not_used(monkeypatch):
     data = samples((7,), 3, torch.float64)
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
@@ -535,8 +429,8 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     assert chosen == ["vmap", "vmap", "compiled"]
 
 
-def test_a_traced_module_takes_longer_to_compile_than_a_stack_and_so_more_work():
-    """A normalization is no layer of a stack."""
+def test_a_module_with_other_layers_takes_longer_to_compile_and_so_more_work():
+    """A normalization is no simple layer."""
     layout = Layout(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3)), torch.float64)
     x = torch.zeros(2, 7, dtype=torch.float64)
     assert [_choice.is_compiling_worthwhile(layout, x, expected) for expected in (1e5, 1e6)] == [

@@ -21,7 +21,7 @@ from coterie.engine.native.trace import Dim, NotTraceableError, record
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.noise import InputNoise
 from coterie.engine.task import LocalTraining
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, build_model
 from coterie.models.simplex_layers import SimplexHead
 from coterie.rng import Rng
 
@@ -273,7 +273,26 @@ def broad() -> nn.Module:
     )
 
 
+class Turned(nn.Module):
+    """Samples lie across the vector: images made of rows, padding, pooling of every kind, results that others read."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(7, 60)
+        self.one, self.two = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, (1, 3), padding=(0, 1))
+        self.three, self.last = nn.Conv2d(3, 17, 2), nn.Linear(34, 4)
+
+    def forward(self, x):
+        images = torch.tanh(self.one(self.start(x).view(len(x), 2, 5, 6)))
+        images = functional.avg_pool2d(images + self.two(images), (2, 1), ceil_mode=True)
+        images = functional.max_pool2d(functional.gelu(images), 3, 1, padding=1)
+        images = functional.leaky_relu(functional.max_pool2d(self.three(images), (1, 2)))
+        return self.last(functional.adaptive_avg_pool2d(images, (2, 1)).flatten(1))
+
+
 MODULES = {
+    "turned": (Turned, (7,), cross_entropy, False),
+    "lanes": (lambda: build_model("cnn-b", (2, 9, 8), 4), (2, 9, 8), cross_entropy, False),
     "broad": (broad, (7,), cross_entropy, False),
     "rims": (Rims, (3, 2, 2), cross_entropy, False),
     "images": (Images, (3, 17, 15), cross_entropy, True),
@@ -336,7 +355,7 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="older processors of one family are tried"
 )
-@pytest.mark.parametrize("name", ["broad", "images"])
+@pytest.mark.parametrize("name", ["broad", "images", "turned", "lanes"])
 @pytest.mark.parametrize(("processor", "register"), [("x86-64", 16), ("haswell", 32)])
 def test_it_does_on_processors_with_smaller_registers(name, processor, register, monkeypatch):
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -364,14 +383,14 @@ def check_against_the_loop_engine(name):
         data.prepare_inputs(torch.arange(2)),
         data.prepare_targets(torch.arange(2)),
     )
-    assert program.together == together
+    assert (program.together, program.across) == (together, name in ("turned", "lanes"))
     for local in (
         LocalTraining(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=19),
         LocalTraining(optimizer="sgd", lr=0.1, batch_size=6),
     ):
         row = layout.flatten_rewritten(layout.train_module)
         start = torch.stack([row, row + 0.1 * torch.sin(torch.arange(layout.size))])
-        if not together:  # batches in parts too, whose gradients are added
+        if not (together or program.across):  # batches in parts too, whose gradients are added
             program._samples = {"train": local.batch_size - 2, "judge": 12}
         places, count = torch.arange(40).reshape(2, 20), torch.tensor([20, 17])
         sets = EvaluationPairs(
@@ -397,7 +416,7 @@ def check_against_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
-@pytest.mark.parametrize("name", ["pools", "writes"])
+@pytest.mark.parametrize("name", ["pools", "writes", "turned", "lanes"])
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).temporary_torch_seed("init"):

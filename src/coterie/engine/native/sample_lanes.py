@@ -1,0 +1,236 @@
+"""Convolution networks with the samples of a batch across the vector, as calls of `sample_lanes.h`.
+
+A vector holds the same place of an image in `LANES` samples. So it is full however few channels a
+layer has, where neighboring channels or pixels would leave part of it empty. A call computes exactly
+`LANES` samples; those that a batch lacks are copies of its first one, with weight 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from coterie.engine.native.images import (
+    PLANES,
+    SAMPLES,
+    ImageLowering,
+    _buffer,
+    _Convolution,
+    _name,
+)
+from coterie.engine.native.loops import Value, in_memory, product
+from coterie.engine.native.lower import ELEMENTWISE
+from coterie.engine.native.simple import LARGE
+from coterie.engine.native.trace import Dim, NotTraceableError, Trace
+
+LANES = 8
+"""Samples of a call."""
+
+_KNOWN = {
+    *ELEMENTWISE, "threshold_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward", "gelu",
+    "gelu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "pow", "rsub", "where",
+    "__rshift__", "remainder", "mse_loss", "mse_loss_backward", "_to_copy", "clone", "detach", "alias", "zeros",
+    "zeros_like", "ones", "ones_like", "full", "full_like", "arange", "permute", "transpose", "t", "unsqueeze",
+    "squeeze", "expand", "view", "_unsafe_view", "_reshape_alias", "addmm", "mm", "sum", "mean", "argmax",
+    "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward",
+    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "convolution", "convolution_backward",
+}  # fmt: skip
+"""Operations that are known to be as fast with samples across the vector."""
+
+
+def samples_pay(trace: Trace, size: int) -> bool:
+    """Return whether samples across the vector are faster than channels or pixels, for all of a module.
+
+    Args:
+        trace: of the module's training step, whose samples do not need each other.
+        size: numbers of the model.
+    """
+    convolutions = [node for node in trace.nodes if node.name == "convolution"]
+    if not convolutions or size > LARGE or any(node.name not in _KNOWN for node in trace.nodes):
+        return False
+    return all(_has_kernel(trace, node.args) for node in convolutions)
+
+
+def _has_kernel(trace: Trace, args: Sequence[Any]) -> bool:
+    """Return whether `sample_lanes.h` has the convolution of some arguments."""
+    x, w = (trace.kinds[ref.number] for ref in args[:2])
+    try:
+        conv = _Convolution(x, w, *args[3:7], args[8])
+    except NotTraceableError:
+        return False
+    plain = conv.groups == 1 and conv.stride == (1, 1) and (conv.dh, conv.dw) == (1, 1)
+    inside = conv.padding[0] < conv.kh and conv.padding[1] < conv.kw
+    return plain and inside and conv.cut == (0, 0)
+
+
+def _grid(channels: int, height: int, width: int, row: int) -> str:
+    """Return the C++ of planes whose rows begin `row` places apart."""
+    return f"across::Grid<{channels}, {height}, {width}, {row}, {height * row}>"
+
+
+class SampleLowering(ImageLowering):
+    """Lowers networks that `samples_pay` accepts, for calls of `LANES` samples."""
+
+    def _order_read_by(self, conv: _Convolution) -> tuple[int, ...]:
+        return SAMPLES
+
+    def _order_to_pool(self, x: Value) -> tuple[int, ...]:
+        return SAMPLES
+
+    # ------------------------------------------------------------------ convolution
+
+    def _convolved(self, x: Value, w: Value, bias: Value | None, conv: _Convolution) -> Value:
+        y = self._images(x.shape[0], [conv.o, conv.ho, conv.wo], SAMPLES)
+        grids = f"{self._read_grid(conv)}, {_grid(conv.o, conv.ho, conv.wo, conv.wo)}"
+        self._convolve(f"convolve<{grids}, {conv.kh}, {conv.kw}>", x, w, bias, conv, [_name(y)])
+        return y
+
+    def _op_convolution_pool(
+        self, x: Value, w: Value, bias: Value | None, *options: Any
+    ) -> list[Value]:
+        conv, (high, wide) = _Convolution(x, w, *options[:4], options[5]), options[6]
+        shape = self._kind.shape
+        y = self._target(shape, self.dtype, SAMPLES)
+        places = in_memory(
+            self.program.buffer(product(shape), "I"), shape, y.memory.strides, self._kinds[1].dtype
+        )
+        grids = f"{self._read_grid(conv)}, {_grid(conv.o, conv.ho // high, conv.wo // wide, conv.wo // wide)}"
+        kernel = f"convolve_pool<{grids}, {conv.kh}, {conv.kw}, {high}, {wide}>"
+        self._convolve(kernel, x, w, bias, conv, [_name(y), _name(places)])
+        return [y, places]
+
+    def _convolve(
+        self,
+        kernel: str,
+        x: Value,
+        w: Value,
+        bias: Value | None,
+        conv: _Convolution,
+        outputs: list[str],
+    ) -> None:
+        images = self._padded(x, SAMPLES, conv.c, conv.padding, conv.padding)
+        weights, own = self._plain(w), "nullptr" if bias is None else self._plain(bias)
+        call = f"across::{kernel}({images}, {weights}, {own}, {', '.join(outputs)});"
+        self.program.emit(call, [_buffer(images), _buffer(weights), _buffer(own)], outputs)
+
+    @staticmethod
+    def _read_grid(conv: _Convolution) -> str:
+        """Return the C++ of the images that a convolution reads, with the zeros around them."""
+        height, width = conv.h + 2 * conv.padding[0], conv.w + 2 * conv.padding[1]
+        return _grid(conv.c, height, width, width)
+
+    def _convolved_back(
+        self, g: Value, x: Value, w: Value, conv: _Convolution, mask: Sequence[bool]
+    ) -> list[Value | None]:
+        left = conv.kw - 1 - conv.padding[1] if mask[0] else 0
+        if left:
+            framed = self._in_frame(g.shape, self.dtype, SAMPLES, conv.o, (0, left), (0, left))
+            self.program.assign(framed.memory, g)
+            g = framed
+        else:
+            g = self.program.contiguous(g, SAMPLES)
+        row, grads = conv.wo + 2 * left, g.memory.pointer
+        gb = self._bias_back(g, conv) if mask[2] else None
+        gx = self._inputs_back(grads, row, x, w, conv) if mask[0] else None
+        gw = self._weights_back(grads, row, x, w, conv) if mask[1] else None
+        return [gx, gw, gb]
+
+    def _op_convolution_pool_backward(
+        self, g: Value, x: Value, w: Value, places: Value, _bias: Any, *options: Any
+    ) -> list[Value | None]:
+        conv = _Convolution(x, w, *options[:4], options[5])
+        mask, (high, wide) = options[6:]
+        g = self.program.contiguous(g, SAMPLES)
+        height, width = conv.ho // high, conv.wo // wide
+        pooled = _grid(conv.o, height, width, width)
+        gb = self._bias_back(g, conv) if mask[2] else None
+        if not mask[0]:
+            gw = None
+            if mask[1]:
+                grids = f"{self._read_grid(conv)}, {pooled}"
+                kernel = f"convolve_pool_weights<{grids}, {conv.kh}, {conv.kw}, {high}, {wide}>"
+                gw = self._gradient_of_weights(
+                    kernel, f"{g.memory.pointer}, {_name(places)}", x, w, conv
+                )
+            return [None, gw, gb]
+        left = conv.kw - 1 - conv.padding[1]
+        # what no window covers has no gradient: zeros there too
+        right = left + conv.wo - width * wide
+        conv.ho, conv.wo = height * high, width * wide
+        row = left + conv.wo + right
+        shape = (x.shape[0], conv.o, conv.ho, conv.wo)
+        inside = self._in_frame(shape, self.dtype, SAMPLES, conv.o, (0, left), (0, right)).memory
+        call = (
+            f"across::pool_back<{_grid(conv.o, conv.ho, conv.wo, row)}, {pooled}, {high}, {wide}>"
+        )
+        self.program.emit(
+            f"{call}({g.memory.pointer}, {_name(places)}, {inside.pointer});",
+            [_name(g), _name(places), inside.buffer],
+            [inside.buffer],
+        )
+        gx = self._inputs_back(inside.pointer, row, x, w, conv)
+        gw = self._weights_back(inside.pointer, row, x, w, conv) if mask[1] else None
+        return [gx, gw, gb]
+
+    def _bias_back(self, g: Value, conv: _Convolution) -> Value:
+        return self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o])
+
+    def _inputs_back(self, grads: str, row: int, x: Value, w: Value, conv: _Convolution) -> Value:
+        """Return the gradient of the input from that of the output, whose rows have zeros on both sides."""
+        gx = self._images(x.shape[0], [conv.c, conv.h, conv.w], SAMPLES)
+        weights = self._plain(w)
+        grids = f"{_grid(conv.c, conv.h, conv.w, conv.w)}, {_grid(conv.o, conv.ho, conv.wo, row)}"
+        numbers = f"{conv.kh}, {conv.kw}, {conv.padding[0]}, {conv.padding[1]}"
+        call = f"across::convolve_back<{grids}, {numbers}>({grads}, {weights}, {_name(gx)});"
+        self.program.emit(call, [_buffer(grads), _buffer(weights)], [_name(gx)])
+        return gx
+
+    def _weights_back(self, grads: str, row: int, x: Value, w: Value, conv: _Convolution) -> Value:
+        grids = f"{self._read_grid(conv)}, {_grid(conv.o, conv.ho, conv.wo, row)}"
+        return self._gradient_of_weights(
+            f"convolve_weights<{grids}, {conv.kh}, {conv.kw}>", grads, x, w, conv
+        )
+
+    def _gradient_of_weights(
+        self, kernel: str, grads: str, x: Value, w: Value, conv: _Convolution
+    ) -> Value:
+        images = self._padded(x, SAMPLES, conv.c, conv.padding, conv.padding)
+        gw = self._target(w.shape, self.dtype)
+        name = _name(gw)
+        self.more[name] = "MORE"
+        reads = [_buffer(part) for part in (images, *grads.split(", "))]
+        self.program.emit(
+            f"across::{kernel}({images}, {grads}, {name}, MORE_{name});", reads, [name]
+        )
+        return gw
+
+    # ------------------------------------------------------------------ from places to samples and back
+
+    def _op_view(self, x: Value, shape: Any) -> Value:
+        """See `Lowering`; rows of samples that become images are turned over, so that samples lie side by side."""
+        images = super()._op_view(x, shape)
+        if len(images.shape) != 4 or not images.is_dense(PLANES):
+            return images
+        turned = self._target(images.shape, self.dtype, SAMPLES)
+        call = f"across::by_place<{product(images.shape[1:])}>({images.memory.pointer}, {_name(turned)});"
+        self.program.emit(call, [_name(images)], [_name(turned)])
+        return turned
+
+    _op__unsafe_view = _op_view
+
+    def _product(self, a: Value, b: Value) -> Value:
+        return super()._product(self._by_sample(a), self._by_sample(b))
+
+    def _by_sample(self, x: Value) -> Value:
+        """Return a matrix with a row for each sample as it is, or one with samples side by side turned over."""
+        if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
+            return x
+        x = x if x.leaf is not None else self.program.stored(x)
+        if x.memory.strides != (1, x.shape[0]):
+            return x
+        key = ("rows", x)
+        if key not in self._made:
+            rows = self._target(x.shape, self.dtype)
+            call = f"across::by_sample<{x.shape[1]}>({x.memory.pointer}, {_name(rows)});"
+            self.program.emit(call, [x.memory.buffer], [_name(rows)])
+            self._made[key] = rows
+        return self._made[key]

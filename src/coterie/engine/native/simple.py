@@ -1,0 +1,45 @@
+"""Modules of simple layers: convolutions with stride 1, max-pooling, linear layers and the usual activations.
+
+Their programs compile in a few seconds, and PyTorch runs them over many clients at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+LARGE = 1_000_000
+"""Numbers of a model from which passing over it for a few samples at a time takes longer than the rest."""
+
+_OPERATIONS = {
+    "relu", "leaky_relu", "tanh", "addmm", "mm", "mul", "view", "_unsafe_view", "t", "transpose", "permute", "expand",
+    "unsqueeze", "squeeze", "clone", "detach", "alias",
+}  # fmt: skip
+
+
+def is_simple(name: str, args: Sequence[Any]) -> bool:
+    """Return whether one of PyTorch's operations is part of a simple layer's forward pass.
+
+    Args:
+        name: of the operation.
+        args: its arguments, of which the tensors do not matter.
+    """
+    if name == "convolution":
+        stride, _padding, dilation, transposed, _output_padding, groups = args[3:9]
+        return {*stride, *dilation, groups} == {1} and not transposed
+    if name == "max_pool2d_with_indices":
+        return separate_windows(args[1:]) is not None
+    return name in _OPERATIONS
+
+
+def separate_windows(options: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the size of the windows of a max-pooling that neither overlap nor reach beyond an image; None for others.
+
+    Args:
+        options: of the pooling, from the size of its windows on.
+    """
+    kernel, stride, padding, dilation, ceil = (*options, *[None] * 4)[:5]
+    high, wide = kernel[0], kernel[-1]
+    if stride and (stride[0], stride[-1]) != (high, wide):
+        return None
+    if ceil or any(padding or []) or {*(dilation or [1])} != {1}:
+        return None
+    return high, wide
