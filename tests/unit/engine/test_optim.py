@@ -99,7 +99,7 @@ def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, ra
     """Train one client as the documentation of PyTorch says; return its row and the optimizer."""
     module = copy.deepcopy(module)
     with torch.no_grad():
-        for key, value in layout.views(row).items():
+        for key, value in layout.split_rows(row).items():
             dict(module.named_parameters())[key].copy_(value)
     optimizer = optimizer_of(name, module.parameters())
     for step, size in enumerate(work.batch_sizes[client].tolist()):
@@ -111,7 +111,7 @@ def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, ra
         optimizer.zero_grad()
         functional.cross_entropy(module(work.samples.x[places]), work.samples.y[places]).backward()
         optimizer.step()
-    return layout.flatten_copy(module), optimizer
+    return layout.flatten_rewritten(module), optimizer
 
 
 def engine_of(kind: str, layout: Layout, work: TrainingWork) -> Engine:

@@ -91,7 +91,7 @@ class ImageLowering(Lowering):
         wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
         if channels == c:
             frame = self._target(wide, dtype, order).memory
-            many, unit = {LAST: (n, c), PLANES: (n * c, 1), SAMPLES: (c, n)}[tuple(order)]
+            many, unit = self._arrays(n, c, order)
             sides = f"{before[0]}, {before[1] * unit}, {after[0]}, {after[1] * unit}"
             call = f"frame({many}, {wide[2]}, {wide[3] * unit}, {sides}, {frame.buffer});"
             self.program.emit(call, [], [frame.buffer])
@@ -101,6 +101,13 @@ class ImageLowering(Lowering):
         return in_memory(
             frame.buffer, shape, frame.strides, dtype, before[0] * down + before[1] * right
         )
+
+    @staticmethod
+    def _arrays(n: Size, c: Size, order: Sequence[int]) -> tuple[Size, Size]:
+        """Return how many planes images consist of in memory, and the numbers that lie at each of their places."""
+        if tuple(order) == SAMPLES:
+            return c, n
+        return (n, c) if tuple(order) == LAST else (n * c, 1)
 
     def _kept(self, ref: Ref, value: Value) -> Value:
         """See `Lowering`; what a convolution reads with zeros around it is computed into them."""

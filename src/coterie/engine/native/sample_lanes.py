@@ -19,7 +19,7 @@ from coterie.engine.native.images import (
 from coterie.engine.native.loops import Value, in_memory, product
 from coterie.engine.native.lower import ELEMENTWISE
 from coterie.engine.native.simple import LARGE
-from coterie.engine.native.trace import Dim, NotTraceableError, Trace
+from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Trace
 
 LANES = 8
 """Samples of a call."""
@@ -54,12 +54,18 @@ def _has_kernel(trace: Trace, args: Sequence[Any]) -> bool:
     """Return whether `sample_lanes.h` has the convolution of some arguments."""
     x, w = (trace.kinds[ref.number] for ref in args[:2])
     try:
-        conv = _Convolution(x, w, *args[3:7], args[8])
+        conv = _convolution(x, w, args[3:])
     except NotTraceableError:
         return False
     plain = conv.groups == 1 and conv.stride == (1, 1) and (conv.dh, conv.dw) == (1, 1)
     inside = conv.padding[0] < conv.kh and conv.padding[1] < conv.kw
     return plain and inside and conv.cut == (0, 0)
+
+
+def _convolution(x: Value | Kind, w: Value | Kind, options: Sequence[Any]) -> _Convolution:
+    """Return the numbers of a convolution from the arguments of the operation behind the bias."""
+    stride, padding, dilation, transposed, _output_padding, groups = options[:6]
+    return _Convolution(x, w, stride, padding, dilation, transposed, groups)
 
 
 def _grid(channels: int, height: int, width: int, row: int) -> str:
@@ -87,7 +93,7 @@ class SampleLowering(ImageLowering):
     def _op_convolution_pool(
         self, x: Value, w: Value, bias: Value | None, *options: Any
     ) -> list[Value]:
-        conv, (high, wide) = _Convolution(x, w, *options[:4], options[5]), options[6]
+        conv, (high, wide) = _convolution(x, w, options), options[6]
         shape = self._kind.shape
         y = self._target(shape, self.dtype, SAMPLES)
         places = in_memory(
@@ -129,26 +135,26 @@ class SampleLowering(ImageLowering):
         else:
             g = self.program.contiguous(g, SAMPLES)
         row, grads = conv.wo + 2 * left, g.memory.pointer
-        gb = self._bias_back(g, conv) if mask[2] else None
-        gx = self._inputs_back(grads, row, x, w, conv) if mask[0] else None
-        gw = self._weights_back(grads, row, x, w, conv) if mask[1] else None
+        gb = self._bias_gradient(g, conv) if mask[2] else None
+        gx = self._input_gradient(grads, row, x, w, conv) if mask[0] else None
+        gw = self._weight_gradient(grads, row, x, w, conv) if mask[1] else None
         return [gx, gw, gb]
 
     def _op_convolution_pool_backward(
         self, g: Value, x: Value, w: Value, places: Value, _bias: Any, *options: Any
     ) -> list[Value | None]:
-        conv = _Convolution(x, w, *options[:4], options[5])
+        conv = _convolution(x, w, options)
         mask, (high, wide) = options[6:]
         g = self.program.contiguous(g, SAMPLES)
         height, width = conv.ho // high, conv.wo // wide
         pooled = _grid(conv.o, height, width, width)
-        gb = self._bias_back(g, conv) if mask[2] else None
+        gb = self._bias_gradient(g, conv) if mask[2] else None
         if not mask[0]:
             gw = None
             if mask[1]:
                 grids = f"{self._read_grid(conv)}, {pooled}"
                 kernel = f"convolve_pool_weights<{grids}, {conv.kh}, {conv.kw}, {high}, {wide}>"
-                gw = self._gradient_of_weights(
+                gw = self._call_for_weights(
                     kernel, f"{g.memory.pointer}, {_name(places)}", x, w, conv
                 )
             return [None, gw, gb]
@@ -167,14 +173,16 @@ class SampleLowering(ImageLowering):
             [_name(g), _name(places), inside.buffer],
             [inside.buffer],
         )
-        gx = self._inputs_back(inside.pointer, row, x, w, conv)
-        gw = self._weights_back(inside.pointer, row, x, w, conv) if mask[1] else None
+        gx = self._input_gradient(inside.pointer, row, x, w, conv)
+        gw = self._weight_gradient(inside.pointer, row, x, w, conv) if mask[1] else None
         return [gx, gw, gb]
 
-    def _bias_back(self, g: Value, conv: _Convolution) -> Value:
+    def _bias_gradient(self, g: Value, conv: _Convolution) -> Value:
         return self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o])
 
-    def _inputs_back(self, grads: str, row: int, x: Value, w: Value, conv: _Convolution) -> Value:
+    def _input_gradient(
+        self, grads: str, row: int, x: Value, w: Value, conv: _Convolution
+    ) -> Value:
         """Return the gradient of the input from that of the output, whose rows have zeros on both sides."""
         gx = self._images(x.shape[0], [conv.c, conv.h, conv.w], SAMPLES)
         weights = self._plain(w)
@@ -184,13 +192,15 @@ class SampleLowering(ImageLowering):
         self.program.emit(call, [_buffer(grads), _buffer(weights)], [_name(gx)])
         return gx
 
-    def _weights_back(self, grads: str, row: int, x: Value, w: Value, conv: _Convolution) -> Value:
+    def _weight_gradient(
+        self, grads: str, row: int, x: Value, w: Value, conv: _Convolution
+    ) -> Value:
         grids = f"{self._read_grid(conv)}, {_grid(conv.o, conv.ho, conv.wo, row)}"
-        return self._gradient_of_weights(
+        return self._call_for_weights(
             f"convolve_weights<{grids}, {conv.kh}, {conv.kw}>", grads, x, w, conv
         )
 
-    def _gradient_of_weights(
+    def _call_for_weights(
         self, kernel: str, grads: str, x: Value, w: Value, conv: _Convolution
     ) -> Value:
         images = self._padded(x, SAMPLES, conv.c, conv.padding, conv.padding)

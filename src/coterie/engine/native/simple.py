@@ -36,8 +36,8 @@ def separate_windows(options: Sequence[Any]) -> tuple[int, int] | None:
     Args:
         options: of the pooling, from the size of its windows on.
     """
-    kernel, stride, padding, dilation, ceil = (*options, *[None] * 4)[:5]
-    high, wide = kernel[0], kernel[-1]
+    stride, padding, dilation, ceil = (*options[1:], *[None] * 4)[:4]
+    high, wide = options[0][0], options[0][-1]
     if stride and (stride[0], stride[-1]) != (high, wide):
         return None
     if ceil or any(padding or []) or {*(dilation or [1])} != {1}:

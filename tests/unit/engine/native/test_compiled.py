@@ -56,7 +56,7 @@ def samples(features, classes, dtype, number=40, uint8=False):
 def training(layout, data, local, clients=3, steps=4, prox=0.0):
     """Clients with full, smaller and missing batches."""
     stream = torch.Generator().manual_seed(2)
-    rows = layout.flatten_copy(layout.train_module).repeat(clients, 1)
+    rows = layout.flatten_rewritten(layout.train_module).repeat(clients, 1)
     rows = rows + 0.01 * torch.randn(rows.shape, generator=stream).to(rows)
     length = torch.full((clients, steps), local.batch_size)
     length[1, 2], length[0, 1], length[2, -1] = max(1, local.batch_size - 3), 1, 0
