@@ -18,14 +18,15 @@ def install_command(extra: str) -> str:
         "pip install 'torchvision>=0.21'"
     """
     try:
-        stated = [line.partition(";") for line in requires("coterie") or []]
+        requirements = requires("coterie") or []
     except PackageNotFoundError:
-        stated = []
-    packages = [
-        name.strip()
-        for name, _, where in stated
-        if where.replace('"', "'").strip() == f"extra == '{extra}'"
-    ]
+        requirements = []
+    packages = []
+    for requirement in requirements:
+        name, _, marker = requirement.partition(";")
+        # build tools quote the name of an extra in one or the other way
+        if marker.replace('"', "'").strip() == f"extra == '{extra}'":
+            packages.append(name.strip())
     # without metadata: Coterie is a folder on Python's path, or its installation lacks this extra
     if not packages:
         return f"pip install '.[{extra}]' in the folder of Coterie's pyproject.toml"

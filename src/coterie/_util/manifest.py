@@ -41,9 +41,10 @@ def replace_files(
             both.
     """
     before = _load_manifest(folder)
-    kept = {
-        name: older for name, older in (rotate or {}).items() if not describe_fault(folder, name)
-    }
+    kept = {}
+    for name, older in (rotate or {}).items():
+        if not describe_fault(folder, name):  # a damaged file must not replace a whole one
+            kept[name] = older
     with ExitStack() as files:
         fresh: _Digests = {}
         # the stack closes in reverse: the file that is opened last is put into place first
@@ -51,12 +52,13 @@ def replace_files(
             temporary = files.enter_context(replace_atomically(folder / name))
             temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
             fresh[name] = frozenset({_compute_digest(temporary)})
-        fresh |= {older: before[name] for name, older in kept.items()}
-        nothing: frozenset[str] = frozenset()
-        _write_manifest(
-            folder,
-            before | {name: before.get(name, nothing) | digests for name, digests in fresh.items()},
-        )
+        for name, older in kept.items():
+            fresh[older] = before[name]
+        # until all files are in place, both the old and the new version of each count as whole
+        both = dict(before)
+        for name, digests in fresh.items():
+            both[name] = before.get(name, frozenset()) | digests
+        _write_manifest(folder, both)
         for name, older in kept.items():
             os.replace(folder / name, folder / older)
     _write_manifest(folder, before | fresh)

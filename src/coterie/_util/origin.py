@@ -68,18 +68,22 @@ def format_command() -> str:
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Return the kind of machine: `processor`, `vectors`, `cores`, `describe_machine` and `system`.
+    """Return the kind of machine: `processor`, `vectors`, `cores`, `machine` and `system`.
 
     Processors of one name may have different vector instructions (`vectors`, as torch calls them),
     which add in another order.
     """
     import torch  # late: commands that only read do without it
 
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor, info = platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        # a line "model name : AMD EPYC ..." for each core, though not on every architecture
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
     return {
-        "processor": names[0] if names else platform.machine(),
+        "processor": processor,
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),

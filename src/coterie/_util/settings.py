@@ -217,18 +217,24 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
         fits, value = _fit_value(value, inner[0])
         return fits and all(_BOUNDS[type(bound)][0](value, bound) for bound in inner[1:]), value
     if origin in (types.UnionType, typing.Union):
-        options = [_fit_value(value, option) for option in inner]
-        return next((option for option in options if option[0]), (False, value))
+        for option in inner:  # the first that fits decides what is stored
+            fits, stored = _fit_value(value, option)
+            if fits:
+                return True, stored
+        return False, value
     if hint is type(None):
         return value is None or (isinstance(value, str) and value == NONE), None
     if origin is Literal:
         return any(type(value) is type(option) and value == option for option in inner), value
     if hint is float:
-        number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        return number, float(value) if number else value
+        # True is a number to Python, and never meant as one
+        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+            return True, float(value)
+        return False, value
     if hint is int:
-        number = isinstance(value, Integral) and not isinstance(value, bool)
-        return number and -_LARGEST <= int(value) < _LARGEST, int(value) if number else value
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            return -_LARGEST <= int(value) < _LARGEST, int(value)
+        return False, value
     if origin is Callable:
         return callable(value), value
     if origin is not None and issubclass(origin, Mapping):
@@ -271,23 +277,24 @@ def describe_hint(hint: Any, *, many: bool = False) -> str:
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_importable(hint):
-        return "import paths" if many else "an import path (package.module:name)"
+        return ("an import path (package.module:name)", "import paths")[many]
     if origin is Annotated:
         of_length = any(isinstance(bound, MinLen) for bound in inner)
         each = "each " if many and not of_length else ""
         return f"{describe_hint(inner[0], many=many)}, {each}{_describe_range(inner[1:])}"
     if origin in (types.UnionType, typing.Union):
         options = [describe_hint(option, many=many) for option in inner]
-        return (", or " if any(", " in option for option in options) else " or ").join(options)
+        has_commas = any(", " in option for option in options)
+        return (", or " if has_commas else " or ").join(options)
     if origin is Literal:
         *most, last = map(repr, inner)
         return f"{', '.join(most)} or {last}" if most else last
     if origin is Callable:
-        return "functions" if many else "a function"
+        return ("a function", "functions")[many]
     if origin is not None and issubclass(origin, Mapping):
-        return "tables" if many else "a table"
+        return ("a table", "tables")[many]
     if origin is not None and issubclass(origin, Sequence):
-        return f"{'lists' if many else 'a list'} of {describe_hint(inner[0], many=True)}"
+        return f"{('a list', 'lists')[many]} of {describe_hint(inner[0], many=True)}"
     if hint is bool:
         return "true or false"
     if hint is type(None):

@@ -75,12 +75,11 @@ class Reputation:
     @staticmethod
     def from_first_losses(first: Float[Tensor, " clients"], population: int) -> "Reputation":
         """Return the memory of clients that have not judged any peer."""
-        strikes, until = (
-            torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32)
-        )
-        return Reputation(
-            first.double(), torch.zeros(len(first), dtype=torch.float64), strikes, until
-        )
+        step = torch.zeros(len(first), dtype=torch.float64)
+        # population^2 entries: the smallest types that hold _MOST_STRIKES and a round
+        strikes = torch.zeros(len(first), population, dtype=torch.int8)
+        until = torch.zeros(len(first), population, dtype=torch.int32)
+        return Reputation(first.double(), step, strikes, until)
 
     def take_rows(self, rows: Int[Tensor, " rows"]) -> "Reputation":
         """Return the memory of some clients."""
@@ -158,8 +157,13 @@ def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Te
 
 
 def _splits_to_judge_by(task: Judge) -> list[str]:
-    seen = task.count_samples("validation") > 0
-    return [split for split, some in (("validation", seen), ("train", ~seen)) if bool(some.any())]
+    has_validation = task.count_samples("validation") > 0
+    splits = []
+    if bool(has_validation.any()):
+        splits.append("validation")
+    if not bool(has_validation.all()):
+        splits.append("train")
+    return splits
 
 
 def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
@@ -266,8 +270,8 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         Mixing weights become the effective ones, after clipping. The forward passes for judging are
         added to the method's.
         """
-        size = (len(self.passes), self.task.population)
-        refused, accepted = (torch.zeros(size, dtype=torch.bool) for _ in range(2))
+        refused = torch.zeros(len(self.passes), self.task.population, dtype=torch.bool)
+        accepted = torch.zeros_like(refused)
         for one in self._pulled:
             for found, slots in ((refused, one.refused), (accepted, one.accepted)):
                 rows, at = slots.nonzero(as_tuple=True)

@@ -115,15 +115,15 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         self.attackers: Bool[Tensor, " population"] = torch.zeros(population, dtype=torch.bool)
         for _, members in self.groups:
             self.attackers[members] = True
-        copying = {
-            int(i) for attack, members in self.groups if attack.kind == COPY for i in members
-        }
+        copying = set()
+        for attack, members in self.groups:
+            if attack.kind == COPY:
+                copying |= set(members.tolist())
         hosted = torch.arange(population) if ids is None else ids
-        self._copied = {
-            client: first[row].clone()
-            for row, client in enumerate(hosted.tolist())
-            if client in copying
-        }
+        self._copied = {}
+        for row, client in enumerate(hosted.tolist()):
+            if client in copying:
+                self._copied[client] = first[row].clone()
         self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
 
     def begin_round(self, rng: Rng) -> None:
@@ -210,10 +210,12 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
     ) -> Tensor:
         """Return models with the attackers' replaced; a message without models stays as it is."""
         out = params.clone()
-        for attack, members in self.groups if params.shape[1] else ():
-            known, whose = (
-                everybody if everybody is not None and attack.needs_honest_models else (params, ids)
-            )
+        if not params.shape[1]:
+            return out
+        for attack, members in self.groups:
+            known, whose = params, ids
+            if everybody is not None and attack.needs_honest_models:
+                known, whose = everybody
             rows = torch.isin(whose, members).nonzero().flatten()
             if len(rows):
                 honest = known[~self.attackers[whose].to(known.device)]
@@ -232,15 +234,12 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         if kind in ("sign-flip", "scale"):
             return own * (power if kind == "scale" else -power)
         if kind == "noise":
-            streams = (
-                self._rng.generator(f"attack.noise.{number}", client) for client in ids.tolist()
-            )
-            draws = torch.from_numpy(
-                np.stack([stream.standard_normal(own.shape[1]) for stream in streams])
-            )
-            return own + power * own.double().square().mean(1, keepdim=True).sqrt() * draws.to(
-                own.device
-            )
+            draws = []
+            for client in ids.tolist():
+                stream = self._rng.generator(f"attack.noise.{number}", client)
+                draws.append(stream.standard_normal(own.shape[1]))
+            noise = torch.from_numpy(np.stack(draws)).to(own.device)
+            return own + power * own.double().square().mean(1, keepdim=True).sqrt() * noise
         if kind == LITTLE:
             others = honest if len(honest) else own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)

@@ -77,8 +77,7 @@ class Message:
     @property
     def row_bytes(self) -> int:
         """The payload of one client's message, in bytes."""
-        each = [self.params, *self.fields.values()]
-        return sum(t[0].numel() * t.element_size() for t in each) if len(self.params) else 0
+        return sum(row_nbytes(part) for part in (self.params, *self.fields.values()))
 
 
 def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
@@ -99,9 +98,10 @@ def messages_from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int,
     out = {}
     for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
         head = f"{name}.{number}.field."
-        fields = {
-            key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)
-        }
+        fields = {}
+        for key, value in tensors.items():
+            if key.startswith(head):
+                fields[key.removeprefix(head)] = value
         out[number] = Message(
             tensors[f"{name}.{number}.params"], fields, tensors[f"{name}.{number}.ids"]
         )

@@ -90,14 +90,14 @@ def _replace_late(
     if before is None:
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
     old = make_inbox(before, own, torch.where(late, inbox.peers, -1), population)
-    offset = len(inbox.table)
+    # the old messages' rows come behind those of the table
+    offset, fields = len(inbox.table), {}
+    for name, value in inbox.fields.items():
+        fields[name] = torch.cat([value, old.fields[name].to(value.device)])
     return replace(
         inbox,
         table=torch.cat([inbox.table, old.table.to(inbox.table.device)]),
-        fields={
-            name: torch.cat([value, old.fields[name].to(value.device)])
-            for name, value in inbox.fields.items()
-        },
+        fields=fields,
         index=torch.where(late & old.mask, old.index + offset, inbox.index),
         mask=torch.where(late, old.mask, inbox.mask),
         age=torch.where(late & old.mask, 1, inbox.age),

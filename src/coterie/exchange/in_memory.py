@@ -74,17 +74,17 @@ class InMemory:
             return message
         previous = self.last.get(number, message)
         assert previous.ids is not None
-        place = {int(c): row for row, c in enumerate(previous.ids.tolist())}
+        place = {client: row for row, client in enumerate(previous.ids.tolist())}
+        # a client that stopped before it published in this exchange has no extras to repeat
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
         # an exchange of extras alone has no columns
         params = params[:, : message.params.shape[1]]
-        old = {
-            name: previous.fields[name][rows].to(value.device)
-            for name, value in message.fields.items()
-        }
-        fields = {name: torch.cat([value, old[name]]) for name, value in message.fields.items()}
+        fields = {}
+        for name, value in message.fields.items():
+            old = previous.fields[name][rows].to(value.device)
+            fields[name] = torch.cat([value, old])
         board = Message(
             torch.cat([message.params, params.to(message.params.device)]),
             fields,

@@ -61,9 +61,13 @@ class PostOffice:
         came = sorted(wanted & set(box))
         if not came:
             return None
-        parts = [box[c][0].take_rows(torch.tensor([box[c][1]])) for c in came]
-        fields = {name: torch.cat([p.fields[name] for p in parts]) for name in parts[0].fields}
-        return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
+        parts, fields = [], {}
+        for client in came:
+            message, row = box[client]
+            parts.append(message.take_rows(torch.tensor([row])))
+        for name in parts[0].fields:
+            fields[name] = torch.cat([part.fields[name] for part in parts])
+        return Message(torch.cat([part.params for part in parts]), fields, torch.tensor(came))
 
     def announce_cohort(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
         """Publish the server's cohort, at (round, number of the cohort in it)."""

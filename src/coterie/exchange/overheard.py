@@ -24,28 +24,25 @@ class OverheardExchange(InMemory):
         super().__init__(ids, population)
         self.published_models: dict[int, Float[Tensor, " shared"]] = {}
 
-    def _record_models(self, message: Message) -> None:
-        if message.params.shape[1]:
-            self.published_models |= {
-                client: row.clone()
-                for client, row in zip(self.active.tolist(), message.params, strict=True)
-            }
+    def _record_models(self, ids: Int[Tensor, " clients"], params: Tensor) -> None:
+        if not params.shape[1]:  # an exchange of extras alone
+            return
+        for client, row in zip(ids.tolist(), params, strict=True):
+            self.published_models[client] = row.clone()
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Record the published models, and read."""
-        self._record_models(message)
+        self._record_models(self.active, message.params)
         return super().pull(message, peers)
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Record the models sent to the server, and send them."""
-        self._record_models(message)
+        self._record_models(self.active, message.params)
         return super().ask_server(message, rule, shared)
 
     def retire_clients(
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
         """Record the models that stopped clients keep publishing."""
-        self.published_models |= {
-            client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)
-        }
+        self._record_models(ids, params)
         super().retire_clients(ids, params)
