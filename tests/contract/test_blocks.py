@@ -215,7 +215,7 @@ def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
         held = [
             *list_tensors(state.memory),
             *list_tensors(state.moments),
-            *list_tensors(state.reputation),
+            *(tensor for one in block.loop.extensions for tensor in list_tensors(one.state)),
         ]
         assert all(len(tensor) == len(ids) for tensor in held)
         for board in own.own.last.values():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.cluster.exchange import (
@@ -42,6 +42,7 @@ from coterie.methods.base import Method, State, map_tensors
 from coterie.models.layout import ModelSource
 from coterie.rng import Rng
 from coterie.runtime import checkpoint
+from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop, Tracker
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
@@ -115,10 +116,16 @@ class BlockState:
     """Everything that a later round of a block's clients depends on."""
 
     state: State
+    extensions: Mapping[str, Any]
     tracker: Tracker
     validation: Mapping[str, Tensor]
     spent: Mapping[str, Tensor]
     exchange: Mapping[str, Tensor]
+
+
+def _make_extensions(plan: RunPlan, task: Task) -> list[Extension]:
+    groups, population = plan.attack_groups, task.population
+    return attackers.make_all_extensions(plan.method, plan.settings, groups, population)
 
 
 class BlockLoop(Loop):
@@ -133,7 +140,15 @@ class BlockLoop(Loop):
         inner = BlockExchange(links, task.ids, given.owner, server=plan.method.server)
         door = attackers.wrap_exchange(inner, plan.attack_groups, task, plan.seed)
         self.recorder = BlockRecord(task.population)
-        super().__init__(task, plan.method, door, plan.settings, Rng(plan.seed), self.recorder)
+        super().__init__(
+            task,
+            plan.method,
+            door,
+            plan.settings,
+            Rng(plan.seed),
+            self.recorder,
+            _make_extensions(plan, task),
+        )
 
     @property
     def computes_run_metrics(self) -> bool:
@@ -190,6 +205,7 @@ class Block:
         tracker = map_tensors(loop.tracker, lambda t: t.cpu())
         return BlockState(
             _move_state(loop.state, "cpu"),
+            {one.name: one.state for one in loop.extensions},
             tracker,
             loop.validation,
             loop.task.privacy_ledger.snapshot(),
@@ -202,6 +218,8 @@ class Block:
         loop.state, loop.tracker = _move_state(kept.state, loop.task.device), kept.tracker
         if len(kept.tracker.best):
             loop.tracker = replace(kept.tracker, best=kept.tracker.best.to(loop.task.device))
+        for one in loop.extensions:
+            one.state = kept.extensions[one.name]
         loop.validation = dict(kept.validation)
         loop.task.privacy_ledger.restore(kept.spent)
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
@@ -218,7 +236,7 @@ def _move_state(state: State, device: str) -> State:
         map_tensors(part, lambda t: t.to(device))
         for part in (state.memory, state.shared, state.moments)
     )
-    return State(state.params.to(device), memory, shared, moments, state.reputation)
+    return State(state.params.to(device), memory, shared, moments)
 
 
 # ---------------------------------------------------------------- where blocks are
@@ -312,9 +330,9 @@ def _deliver_copy(box: Postbox, address: Any, sender: int, part: Any) -> None:
 class _StoredExchange(InMemory):
     """The exchange of the driver: nothing passes; it keeps what is stored of the blocks' exchanges."""
 
-    def __init__(self, task: Task, attackers: Bool[Tensor, " population"] | None) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__(task.ids, task.population)
-        self.attackers, self.tensors = attackers, dict[str, Tensor]()
+        self.tensors = dict[str, Tensor]()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what was read of a checkpoint, or gathered."""
@@ -346,11 +364,15 @@ class DriverLoop(Loop):
         self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
         self.sent = 0
         """Bytes that blocks told each other so far."""
-        self.stored_exchange = _StoredExchange(
-            task, attackers.make_attacker_mask(plan.attack_groups, task.population)
-        )
+        self.stored_exchange = _StoredExchange(task)
         super().__init__(
-            task, plan.method, self.stored_exchange, plan.settings, Rng(plan.seed), record
+            task,
+            plan.method,
+            self.stored_exchange,
+            plan.settings,
+            Rng(plan.seed),
+            record,
+            _make_extensions(plan, task),
         )
 
     def _init_state(self, task: Task) -> State:
@@ -366,11 +388,11 @@ class DriverLoop(Loop):
     def run_next_round(self) -> None:
         """Let every block do the warm-up or one round."""
         if self._gathered:
-            self._gathered, one = False, torch.arange(1)
-            self.state, self.tracker = (
-                self.state.select_rows(one),
-                map_tensors(self.tracker, lambda t: t[:1]),
-            )
+            self._gathered = False
+            self.state = self.state.select_rows(torch.arange(1))
+            self.tracker = map_tensors(self.tracker, lambda t: t[:1])
+            for extension in self.extensions:
+                extension.state = map_tensors(extension.state, lambda t: t[:1])
         self._merge_reports(self.crew.call_all("step", [self.next_round] * len(self.block_rows)))
         self.next_round += 1
 
@@ -384,8 +406,7 @@ class DriverLoop(Loop):
                 if (entry.split, entry.model) == ("validation", "current"):
                     self.validation = dict(entry.values)
                 if entry.split == "train":
-                    seen = torch.ones(len(entry.ids), dtype=torch.bool)
-                    seen = seen if self.attackers is None else ~self.attackers[entry.ids]
+                    seen = self.select_counted(entry.ids)
                     kept = {
                         name: value[seen]
                         for name, value in entry.values.items()
@@ -431,8 +452,10 @@ class DriverLoop(Loop):
             _concatenate_fields([one.memory for one in states]),
             states[0].shared,
             _concatenate_fields([one.moments for one in states]),
-            _concatenate_fields([one.reputation for one in states]),
         )
+        for extension in self.extensions:
+            parts = [one.extensions[extension.name] for one in found]
+            extension.state = _concatenate_fields(parts)
         self.tracker = _concatenate_fields([one.tracker for one in found])
         self.validation = {
             name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
@@ -453,6 +476,7 @@ class DriverLoop(Loop):
             kept.append(
                 BlockState(
                     self.state.select_rows(rows),
+                    {one.name: map_tensors(one.state, of_rows) for one in self.extensions},
                     map_tensors(self.tracker, of_rows),
                     {name: of_rows(value) for name, value in self.validation.items()},
                     {name: value[mine] for name, value in spent.items()},
@@ -472,7 +496,7 @@ class DriverLoop(Loop):
         tested = {name: torch.cat([one.tested[name] for one in found]) for name in found[0].tested}
         outcome = self._compute_run_metrics(torch.cat(labels) if labels else None, tested)
         model = "best" if self.settings.evaluate == "best_val" else "current"
-        self.record.add_metrics(last, self.task.ids[self.honest], "test", model, outcome)
+        self.record.add_metrics(last, self.task.ids[self.counted], "test", model, outcome)
         self.evaluated_models = torch.cat([one.params for one in found]).to(self.task.device)
         return self.evaluated_models
 

@@ -23,7 +23,7 @@ from coterie._util.settings import Configurable
 from coterie.engine.optim import OptimizerState
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
-from coterie.exchange.accepting import AcceptingExchange, Reputation
+from coterie.exchange.accepting import AcceptingExchange
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
@@ -79,21 +79,19 @@ class State:
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
         moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not
             the method's.
-        reputation: what clients remember of the peers that they judged; the loop's, not the
-            method's.
     """
 
     params: Float[Tensor, "clients params"]
     memory: Any = None
     shared: Any = None
     moments: OptimizerState | None = None
-    reputation: Reputation | None = None
 
     def select_rows(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
-        parts = (self.memory, self.moments, self.reputation)
-        memory, moments, reputation = (map_tensors(part, lambda t: t[rows]) for part in parts)
-        return State(self.params[rows], memory, self.shared, moments, reputation)
+        memory, moments = (
+            map_tensors(part, lambda t: t[rows]) for part in (self.memory, self.moments)
+        )
+        return State(self.params[rows], memory, self.shared, moments)
 
     def replace_rows(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
         """Return this state with some rows replaced, and the new shared part."""
@@ -101,16 +99,12 @@ class State:
         def place_rows(old: Tensor, update: Tensor) -> Tensor:
             return old.index_copy(0, rows.to(old.device), update)
 
-        own = (
-            (self.memory, new.memory),
-            (self.moments, new.moments),
-            (self.reputation, new.reputation),
-        )
+        own = ((self.memory, new.memory), (self.moments, new.moments))
         parts = (
             None if old is None else zip_tensors(old, update, place_rows) for old, update in own
         )
-        memory, moments, reputation = parts
-        return State(place_rows(self.params, new.params), memory, new.shared, moments, reputation)
+        memory, moments = parts
+        return State(place_rows(self.params, new.params), memory, new.shared, moments)
 
 
 def map_tensors(value: Any, function: Any) -> Any:

@@ -48,6 +48,7 @@ from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.rng import Rng
 from coterie.runtime import checkpoint, newcomers
+from coterie.runtime.extensions import AcceptanceExtension
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import collect_models
 from coterie.runtime.record import Record
@@ -540,6 +541,12 @@ class Node:
         )
         self._linger()
 
+    @property
+    def _reputation(self) -> Reputation | None:
+        """What this node's clients remember of others; None where they accept everything."""
+        found = (one.state for one in self.loop.extensions if isinstance(one, AcceptanceExtension))
+        return next(found, None)
+
     def _run_round(self) -> None:
         index, exchanging, began = (
             self.loop.next_round,
@@ -547,7 +554,7 @@ class Node:
             time.perf_counter(),
         )
         received = self.post.traffic.received
-        self.log.round, before = index, self.loop.state.reputation
+        self.log.round, before = index, self._reputation
         self.update_roster()
         try:
             self.loop.run_next_round()
@@ -586,7 +593,7 @@ class Node:
         if self.audit is None:
             return
         now, refused, own = (
-            self.loop.state.reputation,
+            self._reputation,
             list[tuple[int, int, str, int | None]](),
             self.exchange.ids,
         )
@@ -667,9 +674,7 @@ class Node:
         if isinstance(self.plan.method, ServerMethod):
             models = newcomers.iterate_served_models(now, self._fetch_table())
         else:
-            models = newcomers.iterate_peer_models(
-                now, replace(self.loop.state, moments=None, reputation=None)
-            )
+            models = newcomers.iterate_peer_models(now, replace(self.loop.state, moments=None))
         final = newcomers.evaluate_newcomers(
             now, self._follow_models(models), self.loop.record, last
         )

@@ -121,7 +121,8 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             tensors |= parts
             compact |= {} if told is None else {f"state.{part}.{k}": told}
     tensors |= {f"state.moments.{k}": v for k, v in _list_tensors(loop.state.moments).items()}
-    tensors |= {f"state.reputation.{k}": v for k, v in _list_tensors(loop.state.reputation).items()}
+    for one in loop.extensions:
+        tensors |= {f"state.{one.name}.{k}": v for k, v in _list_tensors(one.state).items()}
     tensors |= {f"tracker.{k}": v for k, v in _list_tensors(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
     tensors |= {f"privacy.{k}": v for k, v in loop.task.privacy_ledger.snapshot().items()}
@@ -219,10 +220,9 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         _fill_fields(state.shared, select_tensors("state.shared.")),
     )
     moments = _fill_fields(state.moments, select_tensors("state.moments."))
-    reputation = _fill_fields(state.reputation, select_tensors("state.reputation."))
-    loop.state = State(
-        tensors["state.params"].to(state.params.device), memory, shared, moments, reputation
-    )
+    for one in loop.extensions:
+        one.state = _fill_fields(one.state, select_tensors(f"state.{one.name}."))
+    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
     loop.tracker = _fill_fields(loop.tracker, select_tensors("tracker."))
     loop.validation = select_tensors("validation.")
     loop.task.privacy_ledger.restore(select_tensors("privacy."))

@@ -6,7 +6,7 @@ loop.
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from coterie._util.names import format_clients
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange.accepting import AcceptingExchange, Reputation, own_losses
 from coterie.exchange.base import Exchange
 from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
@@ -34,29 +33,13 @@ from coterie.methods.base import (
 )
 from coterie.rng import Rng
 from coterie.runtime import final_metrics
+from coterie.runtime.extensions import Extension, make_extensions
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Schedule, Settings
-
-_ATTACKER_METRICS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
-
-
-def _compute_attacker_shares(attackers: Tensor, info: Info) -> dict[str, Tensor]:
-    """Return which shares of each client's mixing weight, and of the models that it mixed, are of attackers."""
-    weights, peers = info["weights"].double().cpu(), info["peers"]
-    mixed = info["arrived"] & (weights > 0)
-    theirs = mixed & attackers[peers.clamp(min=0)] & (peers >= 0)
-    whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
-    share = torch.where(theirs, weights, 0).sum(1) / whole
-    reads = theirs.sum(1).double() / mixed.sum(1)
-    return {metrics.ATTACKER_WEIGHT.name: share, metrics.ATTACKER_READS.name: reads}
 
 
 class Undeclared(UserWarning):
     """A method reports a value that it does not declare: it is not recorded."""
-
-
-class Unprotected(UserWarning):
-    """A method lets others learn of the training data by a way that differential privacy does not cover."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +98,7 @@ class Loop:
         settings: how the run goes.
         rng: the random streams of the run.
         record: where results go.
+        extensions: what the run adds to the method's rounds; those of the settings when None.
 
     Raises:
         ConfigError: when this loop cannot run the schedule of the settings.
@@ -131,13 +115,14 @@ class Loop:
         settings: Settings,
         rng: Rng,
         record: Record,
+        extensions: Sequence[Extension] | None = None,
     ) -> None:
         schedule = settings.schedule
         require(schedule in self.schedules, "schedule", schedule, " or ".join(self.schedules))
         self.task, self.rng = task.for_round(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.acceptance_rules = settings.acceptance_rules_for(method)
+        self.extensions = make_extensions(method, settings) if extensions is None else extensions
         self.state = self._init_state(task)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best_models(method.server))
         self.evaluated_models: Tensor | None = None  # the models of the final evaluation
@@ -148,22 +133,11 @@ class Loop:
         self.train_samples = 0
         self.undefined_reasons: dict[str, str] = {}  # why final metrics are NaN
         self.recorded_metrics = method.report_metrics()  # of what rounds report
-        self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
-        hosted = torch.ones(len(task), dtype=torch.bool)
-        self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
-        if self.acceptance_rules is not None:
-            self.recorded_metrics[metrics.REFUSED.name] = metrics.REFUSED
-        if self.attackers is not None and isinstance(method, PeerMethod):
-            self.recorded_metrics |= {one.name: one for one in _ATTACKER_METRICS}
+        for extension in self.extensions:
+            self.recorded_metrics |= {one.name: one for one in extension.report_metrics()}
+        self.counted = self.select_counted(task.ids)  # hosted clients that count in results
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
-        if settings.local.dp_settings is not None and method.privacy_leak:
-            warnings.warn(
-                f"{method.kind}: {method.privacy_leak}, which local.dp does not cover: epsilon is of the local training "
-                "alone",
-                Unprotected,
-                stacklevel=3,
-            )
 
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
@@ -176,12 +150,16 @@ class Loop:
         if self.settings.local.persistent_client_optimizer:
             moments = task.init_optimizer_state(self.settings.local, self.method.tracks)
             state = dataclasses.replace(state, moments=moments)
-        if self.acceptance_rules is not None:
-            losses = own_losses(task.for_round(self.rng.at_round(-1)), state.params)
-            state = dataclasses.replace(
-                state, reputation=Reputation.from_first_losses(losses, task.population)
-            )
+        for extension in self.extensions:
+            extension.start(task, self.rng, state.params)
         return state
+
+    def select_counted(self, ids: Int[Tensor, " clients"]) -> Bool[Tensor, " clients"]:
+        """Return which clients count in results."""
+        counted = torch.ones(len(ids), dtype=torch.bool)
+        for extension in self.extensions:
+            counted &= extension.select_counted(ids)
+        return counted
 
     @property
     def computes_run_metrics(self) -> bool:
@@ -239,15 +217,7 @@ class Loop:
         exchange = narrow_exchange(
             self.exchange, task.sharing, self.state.params if whole else self.state.params[rows]
         )
-        reputation = self.state.reputation
-        if self.acceptance_rules is not None and reputation is not None:
-            reputation = reputation if whole else reputation.take_rows(rows)
-            exchange = AcceptingExchange(exchange, self.acceptance_rules, task, reputation, index)
-            if self.acceptance_rules.quarantine and bool(
-                (readable := reputation.readable_members(index)).logical_not().any()
-            ):
-                reachable = reachable & readable
-        return Round(
+        rnd = Round(
             index=index,
             task=task,
             exchange=exchange,
@@ -258,6 +228,9 @@ class Loop:
             metrics=frozenset(map(str, self.settings.metrics)),
             record_similarities=self.settings.record_similarities,
         )
+        for extension in self.extensions:
+            rnd = extension.prepare_round(rnd, rows)
+        return rnd
 
     def _warm_up(self) -> None:
         settings, everybody = self.settings, torch.arange(len(self.task))
@@ -273,15 +246,12 @@ class Loop:
         ):
             task = self.task.carrying(self.state.moments)
             params, info = task.train(self.state.params, rng, local)
-            reputation = self.state.reputation
-            if reputation is not None:
-                reputation = reputation.after_training(task.sharing, self.state.params, params)
+            for extension in self.extensions:
+                extension.note_warm_up(task, self.state.params, params)
             self.state = self.method.remember_update(
                 dataclasses.replace(self.state, params=params), self.state.params
             )
-            self.state = dataclasses.replace(
-                self.state, moments=task.moments, reputation=reputation
-            )
+            self.state = dataclasses.replace(self.state, moments=task.moments)
         self.exchange.begin_round(rng)
         self.exchange.set_active(self.task.ids)
         whole = self._make_round(-1, everybody, torch.arange(self.task.population))
@@ -306,12 +276,9 @@ class Loop:
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
-        new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
-        if isinstance(rnd.exchange, AcceptingExchange):
-            reputation, info = rnd.exchange.finish_round(info)
-            new = dataclasses.replace(new, reputation=reputation)
-        if self.attackers is not None and {"peers", "weights", "own_weight"} <= set(info):
-            info = {**info, **_compute_attacker_shares(self.attackers, info)}
+        new = dataclasses.replace(new, moments=rnd.task.moments)
+        for extension in self.extensions:
+            info = extension.finish_round(rnd, rows, info)
         self.state = new if whole else self.state.replace_rows(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
         self._finish_round(index, rows, info)
@@ -382,7 +349,7 @@ class Loop:
                 ids[new], models[new]
             )
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
-        self.record.add_metrics(index, ids, "train", "current", self._measure_privacy())
+        self.record.add_metrics(index, ids, "train", "current", self._measure_clients())
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
@@ -391,28 +358,18 @@ class Loop:
                 index, ids, "test", "current", self._evaluate_on_tests(index, params)
             )
 
-    def _measure_privacy(self) -> dict[str, Tensor]:
-        """Return each client's epsilon so far; nothing where training is not private."""
-        private = self.settings.local.dp_settings
-        return (
-            {}
-            if private is None
-            else {
-                metrics.EPSILON.name: self.task.privacy_ledger.compute_epsilon(
-                    self.task.ids, private.delta
-                )
-            }
-        )
+    def _measure_clients(self) -> dict[str, Tensor]:
+        """Return the metrics that extensions measure of each hosted client."""
+        values: dict[str, Tensor] = {}
+        for extension in self.extensions:
+            values |= extension.measure_clients(self.task)
+        return values
 
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
         kept = {name: value for name, value in info.items() if name in self.recorded_metrics}
-        seen = (
-            torch.ones(len(ids), dtype=torch.bool)
-            if self.attackers is None
-            else ~self.attackers[ids]
-        )
+        seen = self.select_counted(ids)
         self.mean_reports = {
             name: float(value[seen].double().nanmean()) for name, value in kept.items()
         }
@@ -511,7 +468,7 @@ class Loop:
         self, label: Tensor | None, tested: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
-        wanted, values, seen = self.settings.metrics, {}, self.honest
+        wanted, values, seen = self.settings.metrics, {}, self.counted
         label, tested = (
             None if label is None else label.cpu()[seen],
             {n: v.cpu()[seen] for n, v in tested.items()},
@@ -533,10 +490,8 @@ class Loop:
                 )
                 self.undefined_reasons |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
-        if self.attackers is not None:
-            values |= final_metrics.average_over_rounds(
-                self.record.metrics, [one.name for one in _ATTACKER_METRICS]
-            )
+        for extension in self.extensions:
+            values |= extension.measure_run(self.record)
         return values
 
     def evaluate_final(self) -> Float[Tensor, "clients params"]:
@@ -561,9 +516,9 @@ class Loop:
             # the round may have measured its current models already
             self.record.drop_metrics(last, split, model)
             self.record.add_metrics(last, self.task.ids, split, model, values)
-        self.record.add_metrics(last, self.task.ids, "test", model, self._measure_privacy())
+        self.record.add_metrics(last, self.task.ids, "test", model, self._measure_clients())
         if self.computes_run_metrics:
             found = self._compute_run_metrics(known.get(metrics.LABEL.name), measured["test"])
-            self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)
+            self.record.add_metrics(last, self.task.ids[self.counted], "test", model, found)
         self.evaluated_models = params
         return params

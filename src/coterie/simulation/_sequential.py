@@ -22,6 +22,7 @@ from coterie.exchange.narrowed import narrow_exchange, narrow_message
 from coterie.methods.base import Info, Method, PeerMethod, Round, State, map_tensors
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
+from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
@@ -44,8 +45,9 @@ class SequentialLoop(Loop):
         settings: Settings,
         rng: Rng,
         record: Record,
+        extensions: Sequence[Extension] | None = None,
     ) -> None:
-        super().__init__(task, method, exchange, settings, rng, record)
+        super().__init__(task, method, exchange, settings, rng, record, extensions)
         if not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"

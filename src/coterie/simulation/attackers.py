@@ -17,7 +17,14 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.exchange.attacking import LABEL_FLIP, Attack, AttackingExchange
 from coterie.exchange.base import Exchange
+from coterie.functional import metrics
+from coterie.functional.metrics import Metric
+from coterie.methods.base import Info, Method, PeerMethod, Round
 from coterie.rng import Rng
+from coterie.runtime.extensions import Extension, make_extensions
+from coterie.runtime.final_metrics import average_over_rounds
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
 
 AttackGroups = list[tuple[Attack, Int[Tensor, " attackers"]]]
 
@@ -116,6 +123,57 @@ def make_attacker_mask(groups: AttackGroups, population: int) -> Bool[Tensor, " 
     found = torch.zeros(population, dtype=torch.bool)
     for _, ids in groups:
         found[ids] = True
+    return found
+
+
+class AttackExtension(Extension):
+    """Reports how much attackers weigh with honest clients, and leaves attackers out of results.
+
+    Args:
+        attackers: which members of the population attack.
+        method: of the run.
+    """
+
+    def __init__(self, attackers: Bool[Tensor, " population"], method: Method) -> None:
+        self.attackers = attackers
+        self.reports = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
+        if not isinstance(method, PeerMethod):
+            self.reports = ()
+
+    def report_metrics(self) -> Sequence[Metric]:
+        """Return the attackers' share of mixing weights and of mixed models, of peer-to-peer methods."""
+        return self.reports
+
+    def select_counted(self, ids: Int[Tensor, " clients"]) -> Bool[Tensor, " clients"]:
+        """Return which clients are honest."""
+        return ~self.attackers[ids]
+
+    def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
+        """Add the attackers' shares to the report of a round that mixed models."""
+        if not {"peers", "weights", "own_weight"} <= set(info):
+            return info
+        weights, peers = info["weights"].double().cpu(), info["peers"]
+        mixed = info["arrived"] & (weights > 0)
+        theirs = mixed & self.attackers[peers.clamp(min=0)] & (peers >= 0)
+        whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
+        share = torch.where(theirs, weights, 0).sum(1) / whole
+        reads = theirs.sum(1).double() / mixed.sum(1)
+        return {**info, metrics.ATTACKER_WEIGHT.name: share, metrics.ATTACKER_READS.name: reads}
+
+    def measure_run(self, record: Record) -> dict[str, Tensor]:
+        """Return the means of both shares over the rounds."""
+        names = (metrics.ATTACKER_WEIGHT.name, metrics.ATTACKER_READS.name)
+        return average_over_rounds(record.metrics, names)
+
+
+def make_all_extensions(
+    method: Method, settings: Settings, groups: AttackGroups, population: int
+) -> list[Extension]:
+    """Return the extensions of a simulation: those of every run, and the one for attackers, if any."""
+    found = make_extensions(method, settings)
+    attackers = make_attacker_mask(groups, population)
+    if attackers is not None:
+        found.append(AttackExtension(attackers, method))
     return found
 
 

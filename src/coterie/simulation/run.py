@@ -403,7 +403,8 @@ def _make_loop(
         federation, settings, parts, attackers.make_attacker_mask(attacked, task.population)
     )
     loop = select_loop(settings)
-    return loop(task, method, door, settings, Rng(seed), record)
+    extensions = attackers.make_all_extensions(method, settings, attacked, task.population)
+    return loop(task, method, door, settings, Rng(seed), record, extensions)
 
 
 def _make_record(
@@ -559,7 +560,7 @@ def _collect_timing(loop: Loop, started: float, earlier: dict[str, float]) -> di
 def _make_progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
     def mean_validation(name: str) -> float:
         value = loop.validation.get(name)
-        return float("nan") if value is None else float(value[loop.honest].nanmean())
+        return float("nan") if value is None else float(value[loop.counted].nanmean())
 
     metric = loop.task.engine.metrics[-1]
     return Progress(

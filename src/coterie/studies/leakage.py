@@ -25,8 +25,8 @@ from coterie.exchange.overheard import OverheardExchange
 from coterie.functional import membership
 from coterie.functional.metrics import EPSILON, REGISTRY, Metrics
 from coterie.rng import Rng
+from coterie.runtime.extensions import Unprotected
 from coterie.runtime.final_metrics import select_final_tests
-from coterie.runtime.loop import Unprotected
 from coterie.runtime.settings import Settings
 from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate

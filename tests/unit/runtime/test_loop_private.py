@@ -18,7 +18,7 @@ from coterie.functional.metrics import EPSILON
 from coterie.methods.registry import METHODS
 from coterie.report.page import write_report
 from coterie.results.stored_runs import load_runs
-from coterie.runtime.loop import Unprotected
+from coterie.runtime.extensions import Unprotected
 from coterie.simulation.run import simulate
 from coterie.studies.definition import make_study
 from coterie.studies.run import load_study_results, run_study

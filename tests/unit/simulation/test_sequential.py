@@ -151,7 +151,7 @@ class Plain:
                 self.train(client, -1)
 
     def train(self, client, index):
-        task = self.task.rows(torch.tensor([client]))
+        task = self.task.select_clients(torch.tensor([client]))
         before = torch.from_numpy(self.models[client])[None]
         after = task.train(before, Rng(SEED).at_round(index), self.local)[0][0].numpy().copy()
         self.updates[client], self.models[client] = after - self.models[client], after

@@ -1,0 +1,168 @@
+"""Extensions: what a run adds to the rounds of its method, through one seam of the loop.
+
+Acceptance of received models, accounting of privacy and reports on attackers are extensions. The
+loop calls them at fixed points and knows none of them.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.engine.optim import LocalTraining
+from coterie.engine.task import Task
+from coterie.exchange.accepting import Acceptance, AcceptingExchange, Reputation, own_losses
+from coterie.functional import metrics
+from coterie.functional.metrics import Metric
+from coterie.methods.base import Info, Method, Round, zip_tensors
+from coterie.rng import Rng
+from coterie.runtime.record import Record
+from coterie.runtime.settings import Settings
+
+
+class Unprotected(UserWarning):
+    """A method reveals training data in a way that differential privacy does not cover."""
+
+
+class Extension:
+    """What a run adds to the rounds of its method. Each function does nothing unless overridden.
+
+    Extensions are called in their order, so a later one sees what an earlier one reports.
+    """
+
+    name: ClassVar[str] = ""
+    """The name under which checkpoints hold `state`."""
+    state: Any = None
+    """What later rounds depend on: a frozen dataclass of tensors with a row for each hosted client."""
+
+    def report_metrics(self) -> Sequence[Metric]:
+        """Return the metrics that it adds to the reports of rounds."""
+        return ()
+
+    def select_counted(self, ids: Int[Tensor, " clients"]) -> Bool[Tensor, " clients"]:
+        """Return which clients count in results."""
+        return torch.ones(len(ids), dtype=torch.bool)
+
+    def start(self, task: Task, rng: Rng, params: Float[Tensor, "clients params"]) -> None:
+        """Set the state before the first round, from the clients' first models."""
+
+    def note_warm_up(
+        self,
+        task: Task,
+        before: Float[Tensor, "clients params"],
+        after: Float[Tensor, "clients params"],
+    ) -> None:
+        """Take note of the local training before the first round."""
+
+    def prepare_round(self, rnd: Round, rows: Int[Tensor, " rows"]) -> Round:
+        """Return the round as the method gets it.
+
+        Args:
+            rnd: the round.
+            rows: of the hosted clients that take part.
+        """
+        return rnd
+
+    def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
+        """Update the state after the method's round, and return its report; see `prepare_round`."""
+        return info
+
+    def measure_clients(self, task: Task) -> dict[str, Tensor]:
+        """Return metrics of each hosted client that are recorded with every evaluation."""
+        return {}
+
+    def measure_run(self, record: Record) -> dict[str, Tensor]:
+        """Return metrics of the whole run, one value for each client that counts."""
+        return {}
+
+
+class AcceptanceExtension(Extension):
+    """Lets clients judge the messages that they receive; see `exchange.accepting`.
+
+    Args:
+        rules: what clients refuse, and how far the rest counts.
+    """
+
+    name = "reputation"
+    state: Reputation
+
+    def __init__(self, rules: Acceptance) -> None:
+        self.rules = rules
+
+    def report_metrics(self) -> Sequence[Metric]:
+        """Return the number of refused models."""
+        return (metrics.REFUSED,)
+
+    def start(self, task: Task, rng: Rng, params: Float[Tensor, "clients params"]) -> None:
+        """Let every client trust every other one."""
+        losses = own_losses(task.for_round(rng.at_round(-1)), params)
+        self.state = Reputation.from_first_losses(losses, task.population)
+
+    def note_warm_up(
+        self,
+        task: Task,
+        before: Float[Tensor, "clients params"],
+        after: Float[Tensor, "clients params"],
+    ) -> None:
+        """Remember how far the training moved each client's model."""
+        self.state = self.state.after_training(task.sharing, before, after)
+
+    def prepare_round(self, rnd: Round, rows: Int[Tensor, " rows"]) -> Round:
+        """Put the judging exchange around the round's, and take away members in quarantine."""
+        whole = len(rows) == len(self.state.first)
+        reputation = self.state if whole else self.state.take_rows(rows)
+        exchange = AcceptingExchange(rnd.exchange, self.rules, rnd.task, reputation, rnd.index)
+        reachable = rnd.reachable
+        if self.rules.quarantine:
+            readable = reputation.readable_members(rnd.index)
+            # One row for all clients takes less memory, so that a row each is made only where needed.
+            if not bool(readable.all()):
+                reachable = reachable & readable
+        return replace(rnd, exchange=exchange, reachable=reachable)
+
+    def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
+        """Remember whom the clients refused and accepted, and add both to the report."""
+        assert isinstance(rnd.exchange, AcceptingExchange)
+        new, info = rnd.exchange.finish_round(info)
+        if len(rows) < len(self.state.first):
+            new = zip_tensors(self.state, new, lambda old, update: old.index_copy(0, rows, update))
+        self.state = new
+        return info
+
+
+class PrivacyExtension(Extension):
+    """Records each client's epsilon, and warns of a method that reveals more than its training.
+
+    Args:
+        method: of the run.
+        local: local training, with the settings of differential privacy.
+    """
+
+    def __init__(self, method: Method, local: LocalTraining) -> None:
+        assert local.dp_settings is not None
+        self.delta = local.dp_settings.delta
+        if method.privacy_leak:
+            warnings.warn(
+                f"{method.kind}: {method.privacy_leak}, which local.dp does not cover: epsilon is "
+                "of the local training alone",
+                Unprotected,
+                stacklevel=4,
+            )
+
+    def measure_clients(self, task: Task) -> dict[str, Tensor]:
+        """Return each client's epsilon so far."""
+        return {metrics.EPSILON.name: task.spent.compute_epsilon(task.ids, self.delta)}
+
+
+def make_extensions(method: Method, settings: Settings) -> list[Extension]:
+    """Return the extensions that the settings ask for, of a simulation and of nodes alike."""
+    found: list[Extension] = []
+    if (rules := settings.acceptance_rules_for(method)) is not None:
+        found.append(AcceptanceExtension(rules))
+    if settings.local.dp_settings is not None:
+        found.append(PrivacyExtension(method, settings.local))
+    return found
