@@ -1,5 +1,5 @@
-"""More than one machine: the runs of a study on Ray or Slurm, with the files that this machine alone would leave.
+"""More than one machine: the runs of a study on Ray or Slurm.
 
-Ray and submitit are the extra `cluster`; they are imported where they are used, so that nothing
-else needs them.
+The runs leave the same files as on this machine alone. Ray and submitit are the extra `cluster`;
+they are imported where they are used, so that nothing else needs them.
 """

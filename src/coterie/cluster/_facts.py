@@ -1,4 +1,7 @@
-"""What a machine has, for `doctor`. The text of this file is run there, so it needs nothing of the package."""
+"""The facts of a machine for `doctor`.
+
+The text of this file is executed on the other machine, so it needs nothing of the package.
+"""
 
 import hashlib
 import os
@@ -12,7 +15,7 @@ from pathlib import Path
 
 
 def facts() -> dict[str, str]:
-    """Return the facts of this machine by name, "" where there is none; see `doctor.NAMES`."""
+    """Return the facts of this machine by name, "" where one is missing; see `doctor.NAMES`."""
 
     def run_command(*words: str) -> str:
         try:

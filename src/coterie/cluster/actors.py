@@ -1,7 +1,8 @@
-"""Blocks as actors of Ray: one process each, on whichever of its machines has room.
+"""Blocks as actors of Ray: one process each, on any machine that has room.
 
-What a block tells another one is an argument of a call, which Ray carries: small ones with the call
-itself, larger ones through the object stores of the two machines. Nobody stands in between.
+What a block sends to another one is an argument of a call, which Ray carries: small ones with the
+call itself, larger ones through the object stores of the two machines. No process in between relays
+it.
 """
 
 import dataclasses
@@ -37,11 +38,11 @@ from coterie.simulation.run import RunPlan
 from coterie.simulation.workers import Emit, FanOut, use_one_thread
 
 _TURN = 2.0
-"""Seconds after which a wait for blocks looks whether all machines are there."""
+"""Seconds between two checks, while waiting for blocks, that all machines are still there."""
 
 
 def encode_part(part: BlockPart) -> Any:
-    """Return what a block tells as arrays, which Ray carries without a copy."""
+    """Return what a block sends as arrays, which Ray carries without a copy."""
     if part is None:
         return None
     if isinstance(part, Tensor):
@@ -55,7 +56,7 @@ def encode_part(part: BlockPart) -> Any:
 
 
 def decode_part(part: Any) -> BlockPart:
-    """Invert `encode_part`; what was carried cannot be written to."""
+    """Invert `encode_part`; the arrays cannot be written to."""
     if part is None:
         return None
     if isinstance(part, np.ndarray):
@@ -73,12 +74,12 @@ class BlockActor:
 
     Args:
         given: what the block is made of, packed.
-        carried: the user's modules that are not installed.
+        carried: custom modules that are not installed.
         threads: of the compiled engine.
     """
 
     def __init__(self, given: Packed, carried: Mapping[str, bytes], threads: int) -> None:
-        torch.set_num_threads(1)  # sums are added in the same order everywhere
+        torch.set_num_threads(1)  # so that sums are added in the same order everywhere
         use_threads(threads)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._modules = ExitStack()
@@ -93,7 +94,7 @@ class BlockActor:
         self._store.__enter__()
 
     def receive(self, address: Address, sender: int, part: Any) -> None:
-        """Take what another block says."""
+        """Receive what another block sends."""
         self._postbox.put(address, sender, decode_part(part))
 
     def place(self) -> tuple[str, int]:
@@ -103,7 +104,7 @@ class BlockActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def meet(self, hosts: Sequence[Any]) -> tuple[Any, list[Warning | str]]:
-        """Make the block, which tells these others."""
+        """Make the block with links to these other ones."""
         sends = [partial(_send_part, host) for host in hosts]
 
         def make_block() -> None:
@@ -118,14 +119,14 @@ class BlockActor:
 
 
 def _send_part(host: Any, address: Address, sender: int, part: BlockPart) -> None:
-    # Sent again where the connection breaks and the block lives: nobody would say that it did not
-    # come.
+    # Ray sends it again where the connection breaks and the block lives: without a result, a loss
+    # would go unnoticed.
     post = host.receive.options(concurrency_group="post", num_returns=0, max_task_retries=-1)
     post.remote(address, sender, encode_part(part))
 
 
 def _call_with_warnings(work: Any) -> tuple[Any, list[Warning | str]]:
-    """Return what a function returns or what it raises that is expected, and its warnings."""
+    """Return a function's result, or the expected error that it raises, and its warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -141,15 +142,15 @@ class BlockActors:
 
     Args:
         hosts: their handles.
-        fewer: whether machines have gone since room for the blocks was counted: some might wait for
-            ever.
+        fewer: whether machines have gone since room for the blocks was counted: some blocks might
+            wait forever.
     """
 
     def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
         self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
         # the driver has warned already
         self.wait_for([host.meet.remote(list(hosts)) for host in hosts], show=False)
-        self._fewer = lambda: False  # all have a place: Ray says when one dies
+        self._fewer = lambda: False  # all blocks run now: Ray raises an error when one dies
 
     def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `blocks.BlockCrew`."""
@@ -160,11 +161,11 @@ class BlockActors:
         return self.wait_for(calls)
 
     def wait_for(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
-        """Return what calls of all blocks return.
+        """Return the results of calls, one of each block.
 
         Raises:
             BlockDied: as soon as one has ended.
-            MachineGone: when a machine has gone before all blocks were there.
+            MachineGone: when a machine has gone before all blocks were started.
             CoterieError, OSError, MemoryError: that of a block.
         """
         import ray
@@ -198,19 +199,19 @@ class BlockActors:
 
 
 def divide_resource(machines: Sequence[float], blocks: int, most: float) -> float:
-    """Return how much of a resource each block can have, so that all find a place at the same time.
+    """Return the largest share of a resource with which all blocks find a place at once.
 
     Args:
         machines: how much of it each machine has.
         blocks: how many blocks.
-        most: what each would like.
+        most: the largest share that a block can use.
 
     Returns:
         As much as possible up to `most`; 0 where no machine has any.
 
     Example:
-        >>> share([2, 2], 4, 1), share([2], 4, 1), share([3, 1], 3, 2)
-        (1, 0.5, 1.0)
+        >>> [divide_resource(*each) for each in (([2, 2], 4, 1), ([2], 4, 1), ([3, 1], 3, 2))]
+        [1, 0.5, 1.0]
     """
     sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
     fits = [
@@ -225,7 +226,7 @@ def divide_resource(machines: Sequence[float], blocks: int, most: float) -> floa
 def start_actors(
     given: Iterable[BlockSpec], *, cpus: int = 1, gpus: float | None = None
 ) -> Iterator[BlockActors]:
-    """Start blocks as actors of the Ray to which this process is connected; see `blocks.StartBlocks`.
+    """Start blocks as actors of the connected Ray; see `blocks.StartBlocks`.
 
     Args:
         given: what each is made of.
@@ -271,7 +272,7 @@ def start_actors(
 
 
 def _find_modules(plan: RunPlan) -> set[str]:
-    """The modules that the method, the model and the settings of a run come from."""
+    """Return the modules that the method, the model and the settings of a run come from."""
     parts = [
         dataclasses.asdict(plan.method),
         dataclasses.asdict(plan.settings),
@@ -289,7 +290,7 @@ def _find_modules(plan: RunPlan) -> set[str]:
 def open_ray_blocks(
     where: Place | str, blocks: int, *, cpus: int = 1, gpus: float | None = None, **started: Any
 ) -> Iterator["BlockRuns"]:
-    """Be connected to a Ray cluster for the block; give what does a study's runs there, each in blocks.
+    """Connect to a Ray cluster for the block, and yield what does a study's runs in blocks.
 
         with blocks_on("ray:auto", 4) as over:
             run_study("study.toml", over=over)
@@ -302,7 +303,7 @@ def open_ray_blocks(
         started: further arguments of `ray.init` for "ray:local".
 
     Raises:
-        ConfigError: when nobody answers, or a machine has another Coterie or torch.
+        ConfigError: when no Ray answers, or a machine has another version of Coterie or torch.
     """
     require(blocks >= 1, "blocks", blocks, "1 or more")
     with connect_ray(place.parse_place(where) if isinstance(where, str) else where, **started):
@@ -312,7 +313,7 @@ def open_ray_blocks(
 
 @dataclass(frozen=True)
 class BlockRuns(FanOut):
-    """What does the runs of a study one after another, each in blocks.
+    """Does the runs of a study one after another, each in blocks.
 
     Args:
         blocks: of each run.
@@ -327,10 +328,10 @@ class BlockRuns(FanOut):
     def __call__(
         self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
     ) -> Iterator[tuple[Any, Any]]:
-        """Do every job and yield (job, result).
+        """Run every job and yield (job, result).
 
         Args:
-            work: does the runs of a study; its `run` is what `simulate` is elsewhere.
+            work: does the runs of a study; its `run` takes the place of `simulate`.
             jobs: the jobs.
             workers: not used: the blocks of a run share the machines.
             emit: receives what jobs emit.
@@ -344,5 +345,5 @@ class BlockRuns(FanOut):
 
 
 def _round_resource(amount: float) -> float:
-    """Return what Ray can count: whole numbers, and parts of one by ten thousandths."""
+    """Round to what Ray can count: integers, and ten thousandths below one."""
     return int(amount) if amount >= 1 else int(amount * 10_000) / 10_000

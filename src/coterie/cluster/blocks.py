@@ -1,13 +1,13 @@
-"""One population in blocks: each block hosts some clients and runs their rounds; here is who drives them.
+"""One population in blocks, each of which hosts some clients; and the driver of the blocks.
 
 `simulate_in_blocks` ends with the parameters, tables and checkpoints of `simulate`, to the byte,
-however many blocks there are: the loop of a block is that of every run (`runtime.loop`), and
-only its exchange differs. The driver is a `Loop` too, of the whole population: it steps the blocks,
-puts together what they report, and is what is written to checkpoints and read from them. So a run
-in three blocks can be continued by one process, and the reverse.
+however many blocks there are: a block runs the same loop (`runtime.loop`), and only its exchange
+differs. The driver is a `Loop` too, of the whole population: it steps the blocks, merges what they
+report, and checkpoints are written from and restored into it. So a run in three blocks can be
+continued by one process, and the reverse.
 
-What ends a block ends them all. They are started anew from the last checkpoint, which is one round
-of the whole population and of which two generations are kept; without a folder, from the beginning.
+When one block ends, all are ended and started again from the last checkpoint, which is one round of
+the whole population and of which two generations are stored; without a folder, from the beginning.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from coterie.simulation import attackers
 from coterie.simulation.run import Note, Observer, Run, RunPlan, check_memory, simulate
 
 _TRIES = 3
-"""How often blocks are started again without a new checkpoint in between."""
+"""How often blocks are started without a new checkpoint in between."""
 
 
 class BlockDied(CoterieError, RuntimeError):
@@ -59,7 +59,7 @@ class BlockDied(CoterieError, RuntimeError):
 
 
 class MachineGone(BlockDied):
-    """A machine ended while blocks were started: it was counted on, and had died before."""
+    """A machine was lost while blocks were started: it had been counted, and had died before."""
 
 
 # ---------------------------------------------------------------- one block
@@ -91,7 +91,7 @@ class RoundReport:
         samples: trained in it.
         seconds: spent in training.
         stopped: whether all of its clients have stopped.
-        sent: bytes told to other blocks.
+        sent: bytes sent to other blocks.
     """
 
     entries: list[RecordCall]
@@ -103,7 +103,7 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class FinalReport:
-    """What a block reports of the final evaluation: that of a round, its models, and what metrics of the run need."""
+    """What a block reports of the final evaluation: its models, and what run metrics need."""
 
     last: RoundReport
     params: Tensor
@@ -152,7 +152,7 @@ class BlockLoop(Loop):
 
     @property
     def computes_run_metrics(self) -> bool:
-        """Metrics of the whole run are computed by the driver, from what is known of all blocks."""
+        """True, so that values are gathered; the driver computes metrics of the run from them."""
         return True
 
     def _compute_run_metrics(
@@ -165,7 +165,7 @@ class BlockLoop(Loop):
         self.recorder.add_undefined(self.task.ids, values)
 
     def final_results(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return the found clusters, where they are known, and the metrics of the final test."""
+        """Return the found clusters, where known, and the metrics of the final test."""
         label, tested = self._final
         return None if label is None else label.cpu(), {
             name: value.cpu() for name, value in tested.items()
@@ -185,7 +185,7 @@ class Block:
         self._told = (0, 0.0, 0)
 
     def step(self, index: int) -> RoundReport:
-        """Do the warm-up or a round."""
+        """Run the warm-up or a round."""
         self.loop.next_round = index
         self.loop.run_next_round()
         return self._make_report()
@@ -213,7 +213,7 @@ class Block:
         )
 
     def restore(self, kept: BlockState) -> None:
-        """Go on from the state of a checkpoint."""
+        """Continue from the state of a checkpoint."""
         loop = self.loop
         loop.state, loop.tracker = _move_state(kept.state, loop.task.device), kept.tracker
         if len(kept.tracker.best):
@@ -225,7 +225,7 @@ class Block:
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
 
     def final(self, last: int) -> FinalReport:
-        """Do the final evaluation after a round."""
+        """Run the final evaluation after a round."""
         self.loop.next_round = last + 1
         params = self.loop.evaluate_final()
         return FinalReport(self._make_report(), params, *self.loop.final_results())
@@ -247,7 +247,7 @@ class BlockCrew(Protocol):
     """Blocks that have been started, wherever they are."""
 
     def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Call a function of every block at the same time, and return the results in the order of the blocks.
+        """Call a function of every block at once; return the results in the order of blocks.
 
         Args:
             name: of the function.
@@ -274,7 +274,7 @@ class ThreadBlocks:
         given = list(given)
         self.boxes = [Postbox(len(given)) for _ in given]
         self._pool = ThreadPoolExecutor(len(given), "coterie-block")
-        with warnings.catch_warnings():  # the driver has said it already
+        with warnings.catch_warnings():  # the driver has given the same warnings already
             warnings.simplefilter("ignore")
             sends = [partial(_deliver_copy, box) for box in self.boxes]
             self.blocks = [
@@ -300,7 +300,7 @@ class ThreadBlocks:
         return [one.result() for one in futures]
 
     def close(self) -> None:
-        """Release blocks that wait for one another."""
+        """Release blocks that wait for each other."""
         for box in self.boxes:
             box.close()
 
@@ -317,7 +317,7 @@ class ThreadBlocks:
 
 
 def _deliver_copy(box: Postbox, address: Any, sender: int, part: Any) -> None:
-    """Tell a block of this process something that its sender may change later."""
+    """Send a copy to a block of this process: the sender may change the original later."""
     if isinstance(part, Message):
         fields = {name: value.clone() for name, value in part.fields.items()}
         part = replace(part, params=part.params.clone(), fields=fields)
@@ -328,7 +328,7 @@ def _deliver_copy(box: Postbox, address: Any, sender: int, part: Any) -> None:
 
 
 class _StoredExchange(InMemory):
-    """The exchange of the driver: nothing passes; it keeps what is stored of the blocks' exchanges."""
+    """The driver's exchange: it carries nothing, and holds the state of the blocks' exchanges."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.ids, task.population)
@@ -363,7 +363,7 @@ class DriverLoop(Loop):
         self.crew, self.block_rows = crew, rows
         self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
         self.sent = 0
-        """Bytes that blocks told each other so far."""
+        """Bytes that blocks sent to each other so far."""
         self.stored_exchange = _StoredExchange(task)
         super().__init__(
             task,
@@ -386,7 +386,7 @@ class DriverLoop(Loop):
         )
 
     def run_next_round(self) -> None:
-        """Let every block do the warm-up or one round."""
+        """Let every block run the warm-up or one round."""
         if self._gathered:
             self._gathered = False
             self.state = self.state.select_rows(torch.arange(1))
@@ -397,7 +397,7 @@ class DriverLoop(Loop):
         self.next_round += 1
 
     def _merge_reports(self, found: Sequence[RoundReport]) -> None:
-        """Put together what the blocks report."""
+        """Merge the reports of the blocks into the tables and this loop."""
         for entry in merge_calls([one.entries for one in found]):
             if entry.kind == "metrics":
                 self.record.add_metrics(
@@ -438,11 +438,11 @@ class DriverLoop(Loop):
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that the slowest block of each round spent in training, in all."""
+        """Training seconds of the slowest block of each round, in all."""
         return self._train_seconds
 
     def gather_state(self) -> None:
-        """Bring the state of all blocks here."""
+        """Collect the state of all blocks."""
         if self._gathered:
             return
         found: list[BlockState] = self.crew.call_all("kept")
@@ -468,7 +468,7 @@ class DriverLoop(Loop):
         self._gathered = True
 
     def scatter_state(self) -> None:
-        """Pass the state on to the blocks."""
+        """Send each block its part of the state."""
         spent, kept = self.task.privacy_ledger.snapshot(), list[BlockState]()
         for rows in self.block_rows:
             of_rows = partial(_select_rows, rows)
@@ -502,7 +502,7 @@ class DriverLoop(Loop):
 
 
 def _select_rows(rows: Tensor, value: Tensor) -> Tensor:
-    """Return some clients' rows; nothing of what is kept for nobody."""
+    """Return some clients' rows; an empty tensor stays empty."""
     return value[rows] if len(value) else value
 
 
@@ -530,8 +530,10 @@ def partition_clients(clients: int, blocks: int | Sequence[int]) -> list[Int[Ten
         ConfigError: when a block would have no client, or the sizes are not those of all clients.
 
     Example:
-        >>> [len(rows) for rows in split(7, 3)], [len(rows) for rows in split(7, [1, 6])]
-        ([3, 2, 2], [1, 6])
+        >>> [len(rows) for rows in partition_clients(7, 3)]
+        [3, 2, 2]
+        >>> [len(rows) for rows in partition_clients(7, [1, 6])]
+        [1, 6]
     """
     if isinstance(blocks, int):
         require(1 <= blocks <= clients, "blocks", blocks, f"1 to {clients}, the number of clients")
@@ -542,25 +544,27 @@ def partition_clients(clients: int, blocks: int | Sequence[int]) -> list[Int[Ten
 
 
 def check_block_settings(method: Method, settings: Settings) -> None:
-    """Refuse what needs all clients in one process.
+    """Refuse settings that need all clients in one process.
 
     Raises:
         ConfigError: in one line.
     """
     if settings.schedule != "synchronous":
         raise ConfigError(
-            f"schedule is {settings.schedule!r}: clients act one after another, which blocks cannot; use 'synchronous'"
+            f"schedule is {settings.schedule!r}: clients act one after another, which blocks "
+            "cannot; use 'synchronous'"
         )
     looking = [str(attack.kind) for attack in settings.attack_list if attack.needs_honest_models]
     if looking and settings.patience is not None and not method.server:
         raise ConfigError(
-            f"attack {looking[0]!r} looks at the honest models of all clients, which blocks do not gather when some "
+            f"attack {looking[0]!r} looks at the honest models of all clients, which blocks do "
+            "not gather when some "
             "stop; leave out patience, or --blocks"
         )
 
 
 def iterate_block_specs(plan: RunPlan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[BlockSpec]:
-    """Yield what each block is made of, one after another: together they are as large as the federation."""
+    """Yield what each block is made of, one at a time, since all need the federation's memory."""
     federation = plan.federation
     owner = torch.empty(federation.population, dtype=torch.int32)
     for number, mine in enumerate(rows):
@@ -595,7 +599,7 @@ def simulate_in_blocks(
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
 ) -> Run:
-    """Run a method over a federation that is hosted in blocks; `simulate` ends with the same bytes.
+    """Run a method over a federation hosted in blocks; the bytes are those of `simulate`.
 
     A block that dies costs the rounds since the last checkpoint: all blocks are started again from
     it, at most three times in a row without a new one.
@@ -609,15 +613,17 @@ def simulate_in_blocks(
         settings: the settings of the run.
         seed: of the run.
         label: name of the method in results.
-        folder: folder for results and checkpoints; without one, what dies is begun again.
-        resume: continue from the checkpoint in `folder`, if there is one, whoever wrote it.
+        folder: folder for results and checkpoints; without one, a run whose block dies begins
+            again.
+        resume: continue from the checkpoint in `folder`, if there is one; one process or any blocks
+            wrote it.
         observer: called after each round.
         notes: called when something takes seconds, and when blocks are started again.
         saved: called after the files in `folder` were written.
 
     Raises:
         ConfigError: when something of the run needs all clients in one process.
-        BlockDied: when blocks die again and again.
+        BlockDied: when blocks die repeatedly.
     """
     settings = settings or Settings()
     check_block_settings(method, settings)
@@ -626,12 +632,13 @@ def simulate_in_blocks(
         try:
             with _host_in_blocks(blocks, start) as host:
                 return simulate(
-                    federation, method, model=model, settings=settings, seed=seed, label=label, folder=where,
-                    resume=resume, observer=observer, notes=notes, saved=saved, host=host,
+                    federation, method, model=model, settings=settings, seed=seed, label=label,
+                    folder=where, resume=resume, observer=observer, notes=notes, saved=saved,
+                    host=host,
                 )  # fmt: skip
         except BlockDied as died:
             done = None if where is None else checkpoint.count_stored_rounds(where)
-            # that ends by itself: each time there is one less
+            # not counted: each time there is one machine less, so it ends
             if not isinstance(died, MachineGone):
                 failed.append(done)
             if failed[-_TRIES:].count(done) == _TRIES:
@@ -646,7 +653,7 @@ def simulate_in_blocks(
 def _host_in_blocks(
     blocks: int | Sequence[int], start: StartBlocks
 ) -> Iterator[Callable[[RunPlan, Task, Record], DriverLoop]]:
-    """Yield what hosts a run in blocks, which end with the context."""
+    """Yield a function that hosts a run in blocks, which end with the context."""
     with ExitStack() as stack:
 
         def make_driver(plan: RunPlan, task: Task, record: Record) -> DriverLoop:

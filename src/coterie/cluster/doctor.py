@@ -1,8 +1,8 @@
-"""A look at the machines of a cluster before the first run: what differs from this one, and whether bytes may.
+"""Compare the machines of a cluster with this one before the first run.
 
-Another Coterie, torch or Python is refused: the same run would be another one. Other processors,
-compilers or numpy give results that agree within an engine's tolerance; that bytes may differ is
-said.
+Another version of Coterie, torch or Python is refused: the same run would have other results. Other
+processors, compilers or numpy give results that agree within an engine's tolerance; a warning says
+that bytes may differ.
 """
 
 import platform
@@ -29,8 +29,8 @@ NAMES = {
     "compiler": "C++ compiler",
     "gpus": "GPUs",
 }
-"""What is compared, and how it is called."""
-# for the machines to answer: the first import of torch from a network file system is slow
+"""The facts that are compared, and their names in messages."""
+# for the machines to answer: the first import of torch from a network file system takes minutes
 _SECONDS = 300.0
 
 
@@ -40,8 +40,8 @@ class Machine:
 
     Args:
         name: its host.
-        facts: what there is, by the keys of `SETTING_TITLES`; "" where there is none. Empty where it did not
-            answer.
+        facts: its facts, by the keys of `NAMES`; "" where there is none. Empty where it
+            did not answer.
     """
 
     name: str
@@ -49,13 +49,14 @@ class Machine:
 
 
 def make_probe() -> Callable[[], dict[str, str]]:
-    """Return a function that tells the facts of the machine that calls it.
+    """Return a function that returns the facts of the machine that calls it.
 
-    It needs nothing of this package there: what is not the same Coterie must be able to say so.
+    It needs nothing of this package there: a machine with another Coterie must be able to report
+    that.
     """
     text = (PACKAGE / "cluster" / "_facts.py").read_text("utf-8")
 
-    def facts():  # a plain function, which is sent as it is
+    def facts():  # a plain function, which cloudpickle sends by value
         names = {}
         exec(text, names)
         return names["facts"]()
@@ -69,7 +70,7 @@ def here() -> Machine:
 
 
 def look_at_machines() -> list[Machine]:
-    """Return the machines of the Ray cluster that this process is connected to: those with processors for tasks.
+    """Return the machines of the connected Ray cluster that have processors for tasks.
 
     Raises:
         ConfigError: when there is none, or one does not answer.
@@ -86,14 +87,14 @@ def look_at_machines() -> list[Machine]:
             asked[task.options(scheduling_strategy=where).remote()] = node["NodeManagerHostname"]
     if not asked:
         raise ConfigError(
-            "no machine of the Ray cluster has processors for tasks; `ray status` tells what it has"
+            "no machine of the Ray cluster has processors for tasks; `ray status` shows what it has"
         )
     ray.wait([*asked], num_returns=len(asked), timeout=_SECONDS)
     found = []
     for answer, name in asked.items():
         try:
             found.append(Machine(name, ray.get(answer, timeout=1)))
-        except Exception as error:  # Ray's, and whatever its worker could not do
+        except Exception as error:  # of Ray, or of its worker
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ConfigError(
                 f"{name}, a machine of the cluster, does not answer as it should: {reason}"
@@ -104,11 +105,11 @@ def look_at_machines() -> list[Machine]:
 def describe_differences(
     machines: Iterable[Machine], own: Machine, keys: Sequence[str] = tuple(NAMES)
 ) -> list[str]:
-    """Say in which facts machines differ from this one, a line for each; machines that differ alike share it.
+    """Describe in which facts machines differ from this one; equal differences share a line.
 
     Example:
         >>> far = [Machine(name, {"torch": "2.6.0"}) for name in ("a", "b")]
-        >>> differences(far, Machine("here", {"torch": "2.7.1"}))
+        >>> describe_differences(far, Machine("here", {"torch": "2.7.1"}))
         ['torch: a and b have 2.6.0, this machine has 2.7.1']
     """
     out = []
@@ -125,16 +126,17 @@ def describe_differences(
             )
             has = "has" if len(names) == 1 else "have"
             out.append(
-                f"{NAMES[key]}: {who} {has} {value or 'none'}, this machine has {own.facts.get(key) or 'none'}"
+                f"{NAMES[key]}: {who} {has} {value or 'none'}, this machine has "
+                f"{own.facts.get(key) or 'none'}"
             )
     return out
 
 
 def check_equal_software(machines: Sequence[Machine], own: Machine | None = None) -> None:
-    """Refuse machines on which runs would be others; warn where their bytes may differ.
+    """Refuse machines with other software; warn where their bytes may differ.
 
     Raises:
-        ConfigError: when one has another Coterie, torch or Python than this one.
+        ConfigError: when one has another version of Coterie, torch or Python than this one.
     """
     own = here() if own is None else own
     if wrong := describe_differences(machines, own, REFUSED):
@@ -144,17 +146,18 @@ def check_equal_software(machines: Sequence[Machine], own: Machine | None = None
     rest = [key for key in NAMES if key not in REFUSED]
     if unequal := describe_differences(machines, own, rest):
         warnings.warn(
-            f"{'; '.join(unequal)}: results agree within the tolerance of an engine, but bytes may differ from those "
+            f"{'; '.join(unequal)}: results agree within the tolerance of an engine, but bytes "
+            "may differ from those "
             "of this machine",
             stacklevel=2,
         )
 
 
 def check_same_software(wanted: Facts) -> None:
-    """Refuse this machine where it has other software than the one that asked, which has the facts `wanted`.
+    """Refuse this machine if its software differs from the facts `wanted` of the asking one.
 
     Raises:
-        ConfigError: when it has.
+        ConfigError: when it differs.
     """
     own = Machine(platform.node(), _facts.facts())
     if wrong := describe_differences(

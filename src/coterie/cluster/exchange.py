@@ -1,10 +1,10 @@
 """BlockExchange: the exchange between the blocks of one population.
 
-Each block hosts some of the clients. In a pull it tells every other block which of that one's
-clients it reads, and gets their messages alone; so a block holds its own rows and what its clients
-read. In an exchange with a server every block gathers the messages of the cohort and applies the
-method's pure rule itself: all end with the same bytes, and nobody has the server role. All blocks
-take part in every exchange, also those of which no client does.
+Each block hosts some of the clients. In a pull it sends every other block the ids of the clients
+that it reads there, and receives their messages alone; so a block holds its own rows and what its
+clients read. In an exchange with a server every block gathers the messages of the cohort and
+applies the method's pure rule itself: all end with the same bytes, and no block has the server
+role. All blocks take part in every exchange, even if none of their clients does.
 """
 
 from collections import deque
@@ -34,9 +34,9 @@ from coterie.rng import Rng
 Address = tuple[int, int, str]
 """Round, number of the exchange in it, and which part of the exchange."""
 BlockPart = Message | Tensor | None
-"""What a block tells another one: messages with ids, or the ids of clients."""
+"""What a block sends to another one: messages with ids, or the ids of clients."""
 Send = Callable[[Address, int, Any], None]
-"""Tells a block something: the address, who says it, and what."""
+"""Sends a part to a block: the address, the number of the sender, and the part."""
 
 
 class BlockInterrupted(CoterieError, RuntimeError):
@@ -44,7 +44,7 @@ class BlockInterrupted(CoterieError, RuntimeError):
 
 
 class Postbox:
-    """What the blocks told one of them.
+    """The parts that other blocks sent to one block.
 
     Args:
         blocks: how many there are.
@@ -53,13 +53,13 @@ class Postbox:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.parts: dict[Address, dict[int, Any]] = {}
-        """What was said and is not collected: by address, and by who said it."""
+        """What was received and is not collected yet: by address and sender."""
         self._collected = deque[Address](maxlen=64)
         self._change = Condition()
         self._closed = False
 
     def put(self, address: Address, sender: int, part: Any) -> None:
-        """Take what a block says; what comes a second time, late, is left."""
+        """Store a part; a copy of one that was collected already is ignored."""
         with self._change:
             if address in self._collected:
                 return
@@ -67,7 +67,7 @@ class Postbox:
             self._change.notify_all()
 
     def collect(self, address: Address) -> list[Any]:
-        """Wait for what all blocks say, and return it in their order.
+        """Wait for the parts of all blocks, and return them in the order of blocks.
 
         Raises:
             Interrupted: when the postbox was closed.
@@ -83,31 +83,31 @@ class Postbox:
         return [found[number] for number in range(self.blocks)]
 
     def close(self) -> None:
-        """Release who waits."""
+        """Release a waiting thread with an error."""
         with self._change:
             self._closed = True
             self._change.notify_all()
 
 
 class BlockLinks:
-    """A block's ways to all others.
+    """A block's connections to all others.
 
     Args:
         number: of this block.
-        sends: how each block is told something; its own entry is not used.
+        sends: sends a part to each block; its own entry is not used.
         postbox: of this block.
     """
 
     def __init__(self, number: int, sends: Sequence[Send], postbox: Postbox) -> None:
         self.number, self.sends, self.postbox = number, sends, postbox
         self.sent = 0
-        """Bytes told to other blocks so far."""
+        """Bytes sent to other blocks so far."""
 
     def __len__(self) -> int:
         return len(self.sends)
 
     def all_to_all(self, address: Address, parts: Sequence[BlockPart]) -> list[BlockPart]:
-        """Tell each block its part, and return what each tells this one."""
+        """All-to-all exchange: send each block its part, and return the parts received."""
         for number, (send, part) in enumerate(zip(self.sends, parts, strict=True)):
             if number != self.number:
                 self.sent += count_bytes(part)
@@ -117,7 +117,7 @@ class BlockLinks:
 
 
 def count_bytes(part: BlockPart) -> int:
-    """Return the size of what a block tells another one, in bytes."""
+    """Return the size of a part in bytes."""
     if part is None:
         return 0
     each = [part] if isinstance(part, Tensor) else [part.params, *part.fields.values()]
@@ -125,11 +125,13 @@ def count_bytes(part: BlockPart) -> int:
 
 
 def select_messages(board: Message | None, ids: Int[Tensor, " wanted"]) -> Message | None:
-    """Return the messages of some clients that are on a board, as copies; None where there are none.
+    """Return copies of the messages of some clients on a board; None without any.
+
+    Not all of the clients need to be on it.
 
     Args:
         board: messages with ids, or none.
-        ids: of the clients, not all of which need to be there.
+        ids: of the clients.
     """
     if board is None or not len(ids):
         return None
@@ -145,7 +147,7 @@ def select_messages(board: Message | None, ids: Int[Tensor, " wanted"]) -> Messa
 
 
 def join_messages(parts: Sequence[BlockPart], like: Message) -> Message | None:
-    """Return the messages of several blocks as one, where the tensors of another message are; None where none came."""
+    """Return the messages of several blocks as one; None where no block has any."""
     found = [part for part in parts if isinstance(part, Message)]
     if not found:
         return None
@@ -179,7 +181,7 @@ class BlockExchange:
         self.population = len(owner)
         self.own = InMemory(ids, self.population)
         self._round, self._number, self._gathers = -1, 0, 0
-        # by exchange: how many rows of the last board are no stopped clients
+        # by exchange: how many rows of the last board belong to clients that have not stopped
         self._taking: dict[int, int] = {}
 
     def begin_round(self, rng: Rng) -> None:
@@ -204,7 +206,7 @@ class BlockExchange:
         self.own.retire_clients(ids, params)
 
     def skip_round(self, exchanges: int) -> None:
-        """Let the other blocks read the clients that have stopped, in a round in which nobody here takes part."""
+        """Let other blocks read the stopped clients in a round without active clients here."""
         empty = torch.zeros(0, dtype=torch.int64)
         self.own.set_active(empty)
         for _ in range(exchanges):
@@ -214,7 +216,7 @@ class BlockExchange:
             )
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish, and read the chosen peers wherever they are: see `Exchange.pull`."""
+        """Publish, and read the chosen peers in any block; see `Exchange.pull`."""
         active = self.own.active
         check_peers(active, peers, self.population)
         came = self._exchange_messages(self._make_board(message), peers[peers >= 0].unique())
@@ -224,7 +226,7 @@ class BlockExchange:
         return make_inbox(board, active, peers, self.population)
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Gather the messages of the cohort, and apply the rule to them as every block does: see `Exchange.ask_server`."""
+        """Gather the cohort's messages and apply the rule, as every block does."""
         message = replace(message, ids=self.own.active)
         whole = join_messages(
             self.links.all_to_all(self._make_address("cohort"), [message] * len(self.links)),
@@ -239,9 +241,9 @@ class BlockExchange:
         return shared, reply.to_inbox(torch.searchsorted(whole.ids[order], self.own.active))
 
     def gather(self, rows: Float[Tensor, "clients _"]) -> Float[Tensor, "cohort _"]:
-        """Return a row of each client of the cohort, in the order of their ids: see `exchange.base.Gather`.
+        """Return the rows of the cohort in the order of ids; see `exchange.base.Gather`.
 
-        Where no client takes part, the rows may be of any width.
+        In a block where no client takes part, the rows may be of any width.
         """
         own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
         self._gathers += 1
@@ -259,7 +261,7 @@ class BlockExchange:
         return self.own.snapshot() | messages_to_tensors("last", self.own.last) | taking
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore this block's part of what `InMemory.snapshot` returned for the whole population."""
+        """Restore this block's part of a snapshot of the whole population."""
         here = self.owner == self.links.number
         self.own.restore(
             {
@@ -286,7 +288,7 @@ class BlockExchange:
     def _exchange_messages(
         self, board: Message | None, wanted: Int[Tensor, " wanted"]
     ) -> list[BlockPart]:
-        """Tell all blocks whose messages are wanted here, and swap the messages that are wanted anywhere."""
+        """Exchange the wanted ids with all blocks, then the messages that they asked for."""
         owner = self.owner[wanted]
         asked = self.links.all_to_all(
             self._make_address("wanted"), [wanted[owner == one] for one in range(len(self.links))]
@@ -298,7 +300,7 @@ class BlockExchange:
 
 
 def merge_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return what `InMemory.snapshot` returns of the whole population, from the snapshots of the blocks in order."""
+    """Return the snapshot of the whole population's `InMemory`, from those of its blocks."""
     out = {
         name: value
         for part in parts

@@ -1,4 +1,4 @@
-"""A run's folder on two machines: what is new in it, by the digests of its manifest, and how it comes home."""
+"""Copy a run's folder between two machines: only what is new, by the digests of its manifest."""
 
 import os
 import shutil
@@ -15,18 +15,17 @@ from coterie.results.stored_runs import CONFIG, EDGES, METRICS, PROVENANCE
 from coterie.runtime import checkpoint
 
 _TEMPORARY = "coterie-worker-"
-_YOUNG = 60.0  # seconds in which a folder may not be claimed yet
+_YOUNG = 60.0  # seconds in which a new folder may not be claimed yet
 _FIRST, _LAST = (CONFIG, checkpoint.FILE), (METRICS, EDGES, PROVENANCE)
 
 
 @dataclass(frozen=True)
 class FolderUpdate:
-    """What is new in a folder.
+    """The new files of a folder.
 
     Args:
         files: the bytes of new files, by name, in the order in which they are put into place.
-        kept: other names under which files that the receiver has are kept: the checkpoint before
-            the new one.
+        kept: files that the receiver has and stores under another name: the previous checkpoint.
     """
 
     files: Mapping[str, bytes]
@@ -34,7 +33,7 @@ class FolderUpdate:
 
 
 def load_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a run's folder as they are, with the manifest; without what belongs to this machine alone."""
+    """Load the files of a run's folder with the manifest, without files of this machine alone."""
     if not folder.exists():
         return {}
     paths = sorted(
@@ -51,7 +50,7 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate, dict[str, str]]:
-    """Return what is new in a folder whose files were just written, and the digests of all that is there now.
+    """Return the new files of a folder that was just written, and the digests of all its files.
 
     Args:
         folder: of a run.
@@ -75,14 +74,17 @@ def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate
 
 
 def apply_update(parcel: FolderUpdate, folder: Path) -> None:
-    """Write what is new into the folder of the same run here, atomically; see `manifest.replace_files`."""
+    """Write an update into the folder of the same run here, atomically.
+
+    See `manifest.replace_files`.
+    """
     if parcel.files:
         manifest.replace_files(folder, parcel.files, parcel.kept)
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Give a worker a folder of its machine for the block; those of workers that were killed are removed first."""
+    """Make a temporary folder for the block; first remove those of workers that were killed."""
     base = Path(tempfile.gettempdir())
     for old in base.glob(f"{_TEMPORARY}*"):
         with suppress(OSError):

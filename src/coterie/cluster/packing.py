@@ -1,9 +1,9 @@
-"""What goes to a worker: objects as bytes and arrays, and the user's own modules.
+"""Pack what goes to a worker: objects as bytes and arrays, and custom modules.
 
-Arrays and tensors are kept apart from the other bytes (pickle's protocol 5), so that Ray holds each
-once a machine and every worker there reads it where it lies. Everything here is sent between
-processes of one user's own cluster, over connections that Ray makes; nothing is unpickled that a
-stranger could have sent.
+Arrays and tensors are separate from the other bytes (pickle's protocol 5), so that Ray holds each
+once a machine and every worker there reads it in place. Everything here is sent between processes
+of one user's own cluster, over connections that Ray makes; nothing is unpickled that a stranger
+could have sent.
 """
 
 import ast
@@ -26,7 +26,7 @@ from coterie._util.origin import PACKAGE
 from coterie.errors import ConfigError
 
 LARGEST = 64 * 2**20
-"""Bytes of a user's own modules that are sent along at most."""
+"""The largest size in bytes of custom modules that are sent."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Packed:
 
     Args:
         head: the pickled object without its arrays.
-        arrays: the bytes of its arrays and tensors, which nobody may change.
+        arrays: the bytes of its arrays and tensors, which must not be changed.
     """
 
     head: bytes
@@ -50,7 +50,7 @@ class Packed:
 def pack(value: Any) -> Packed:
     """Return an object as bytes; its arrays are not copied.
 
-    Functions and classes of a script or a notebook go along; those of a module are found by its
+    Functions and classes of a script or a notebook are included; those of a module are found by its
     name.
     """
     from ray import cloudpickle
@@ -68,12 +68,12 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Return the object; its arrays and tensors lie where those of `packed` do, and must not be changed."""
+    """Return the object; it shares the memory of `packed`, so its arrays must not be changed."""
     return pickle.loads(packed.head, buffers=packed.arrays)
 
 
 def _fits_numpy(tensor: torch.Tensor) -> bool:
-    """Whether numpy can hold a tensor where it is."""
+    """Whether numpy can hold a tensor in place."""
     known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
     return (
         known
@@ -85,7 +85,9 @@ def _fits_numpy(tensor: torch.Tensor) -> bool:
 
 def _make_tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written to: nobody does
+        warnings.simplefilter(
+            "ignore"
+        )  # torch warns that the array cannot be written to, which no code here does
         return torch.from_numpy(array)
 
 
@@ -93,7 +95,8 @@ def find_named_modules(settings: Any) -> set[str]:
     """Return the modules that the import paths in a table of settings name.
 
     Example:
-        >>> sorted(named_in({"methods": [{"kind": "lab.rules:Mine"}], "loss": "lab.losses:focal", "name": "a: b"}))
+        >>> settings = {"methods": [{"kind": "lab.rules:Mine"}], "loss": "lab.losses:focal"}
+        >>> sorted(find_named_modules({**settings, "name": "a: b"}))
         ['lab.losses', 'lab.rules']
     """
     if isinstance(settings, Mapping):
@@ -114,17 +117,17 @@ def find_defining_modules(value: Any) -> set[str]:
     """Return the names of the modules that a function, a class or an object comes from.
 
     Example:
-        >>> sorted(behind(np.load))
+        >>> sorted(find_defining_modules(np.load))
         ['builtins', 'numpy']
     """
     return {getattr(value, "__module__", None) or type(value).__module__, type(value).__module__}
 
 
 def modules(names: Iterable[str]) -> dict[str, bytes]:
-    """Return the files of modules that are not installed, and of those that they import, by their path from the root.
+    """Return the files of modules that are not installed, by path, with what they import.
 
-    What lies in the folders of installed packages must be installed on every machine; what lies
-    elsewhere, such as a method file beside a study, is sent.
+    What is in the folders of installed packages must be installed on every machine; other modules,
+    such as a method file next to a study, are sent.
 
     Args:
         names: modules that this process has imported.
@@ -155,14 +158,15 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
         total = sum(map(len, files.values()))
         if total > LARGEST:
             raise ConfigError(
-                f"the modules beside the study are {total} bytes with those they import; expected at most {LARGEST}: "
+                f"the modules next to the study are {total} bytes with those they import; "
+                f"expected at most {LARGEST}: "
                 "install them on the machines of the cluster"
             )
     return files
 
 
 def install_modules(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write modules into a folder from which this process imports from now on; nothing happens where there are none."""
+    """Write modules into a folder and add it to the import path; without files, do nothing."""
     if not files:
         return
     for name, content in files.items():
@@ -186,7 +190,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _find_imports(source: bytes) -> set[str]:
-    """The roots of the modules that a file imports."""
+    """Return the roots of the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Places: what `--on` names, where the runs of a study are computed, and the connection to Ray.
+"""Places: where the runs of a study are computed, as `--on` names them, and the connection to Ray.
 
 local                 worker processes of this machine; the default
 ray:auto              the Ray cluster that this machine is part of
@@ -56,13 +56,13 @@ LOCAL = Place()
 
 
 def parse_place(text: str) -> Place:
-    """Return the place that a value of `--on` names; nothing is imported and nobody is called.
+    """Return the place that a value of `--on` names; nothing is imported or connected.
 
     Raises:
-        ConfigError: when it is no place, or the package that it needs is not installed.
+        ConfigError: when it is not a place, or the package that it needs is not installed.
 
     Example:
-        >>> read("local")
+        >>> parse_place("local")
         Place(kind='local', address='')
     """
     place = _parse_address(text.strip())
@@ -70,7 +70,8 @@ def parse_place(text: str) -> Place:
         module = _MODULES[place.kind]
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"--on {text} needs {module}, which is not installed; {extras.install_command('cluster')}"
+                f"--on {text} needs {module}, which is not installed; "
+                f"{extras.install_command('cluster')}"
             )
     return place
 
@@ -90,11 +91,11 @@ def _parse_address(text: str) -> Place:
 
 @contextmanager
 def connect_ray(place: Place, **started: Any) -> Iterator[None]:
-    """Be connected to Ray for the block, and say nothing about it.
+    """Connect to Ray for the block, without its messages.
 
     At its end the connection is closed, with which Ray ends every task and every actor of this
-    process, however it ends; a Ray that was started here is stopped. A connection that the process
-    had before is used, and left as it is.
+    process; a Ray that was started here is stopped. A connection that the process had before is
+    used, and stays.
 
     Args:
         place: a place of Ray.
@@ -102,7 +103,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
             object_store_memory.
 
     Raises:
-        ConfigError: when nobody answers, or the place is none of Ray.
+        ConfigError: when no Ray answers, or the place is not one of Ray.
     """
     if place.kind != "ray":
         raise ConfigError(
@@ -120,9 +121,9 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     _reach(place)
     if place.address == "local":
-        # nobody's home, or read-only: then Ray leaves no token either
+        # without a writable home, Ray leaves no token either
         with suppress(OSError, RuntimeError):
-            # where Ray puts a token that all may read
+            # Ray would make this folder readable for all, and puts a token there
             (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)
     own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
@@ -136,7 +137,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
         raise ConfigError(
             f"--on {place}: no Ray answers there ({_shorten_error(error)}); {_advise_on_token()}"
         ) from None
-    except ImportError as error:  # of what only Ray's client needs
+    except ImportError as error:  # of a package that only Ray's client needs
         raise ConfigError(
             f"--on {place}: {_shorten_error(error)}; {extras.install_command('cluster')}"
         ) from None
@@ -147,25 +148,29 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
 
 
 def _shorten_error(error: Exception) -> str:
-    """The beginning of what an error says, in one line."""
+    """Return the beginning of an error's message, in one line."""
     return " ".join(str(error).split())[:200]
 
 
 def _advise_on_token() -> str:
-    """What to try where a Ray is there, and does not let this process in."""
+    """Return what to try where a Ray answers and refuses this process."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return "put the token of that cluster into ~/.ray/auth_token here; `ray get-auth-token` there prints it"
+        return (
+            "put the token of that cluster into ~/.ray/auth_token here; `ray get-auth-token` there "
+            "prints it"
+        )
     return (
-        "if it was started with a token, export RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from there; else "
-        "`ray status` on that machine tells"
+        "if it was started with a token, export RAY_AUTH_MODE=token, and copy ~/.ray/auth_token "
+        "from there; else "
+        "`ray status` on that machine shows whether it runs"
     )
 
 
 def _reach(place: Place) -> None:
-    """Refuse at once where nobody listens: Ray itself waits for minutes.
+    """Refuse at once where nothing listens: Ray itself waits for minutes.
 
     Raises:
-        ConfigError: when that is so.
+        ConfigError: when nothing listens.
     """
     if place.address == "local":
         return
@@ -187,5 +192,6 @@ def _reach(place: Place) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--on {place}: no Ray answers at {address} ({error}); `ray status` on its machine tells whether it runs"
+            f"--on {place}: no Ray answers at {address} ({error}); `ray status` on its machine "
+            "shows whether it runs"
         ) from None

@@ -1,12 +1,12 @@
-"""Whole runs on Ray: the jobs of a study or of tuning as Ray tasks, with the files they would leave on this machine.
+"""Whole runs on Ray: the jobs of a study or of tuning as Ray tasks.
 
     with runs_on("ray:auto") as over:
         run_study("study.toml", over=over)
 
-Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. Its
-folder stays claimed by this process, which sends what is there, and writes what comes back with
-each checkpoint: no folder is shared. When a worker dies, its run starts again from the last
-checkpoint that came home. The data of a seed are held once a machine.
+Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. This
+process claims its folder, sends the files in it, and writes the files that come back with each
+checkpoint: no folder is shared. When a worker dies, its run starts again from the last checkpoint
+that came back. Each machine holds the data of a seed once.
 """
 
 import atexit
@@ -35,8 +35,8 @@ from coterie.simulation.workers import Emit, FanOut, WorkerDied
 from coterie.studies.run import FAILURE_FILE, write_failure
 
 RETRIES = 3
-_TOGETHER = 0.2  # seconds for which messages of a worker are collected
-_TURN = 1.0  # seconds after which this process looks up from waiting
+_TOGETHER = 0.2  # seconds for which messages of a worker are collected before they are sent
+_TURN = 1.0  # seconds between two counts of the cluster's free room
 
 
 @runtime_checkable
@@ -46,20 +46,20 @@ class FolderWork(Protocol):
     folder: Path
 
     def folder_of(self, job: Any, /) -> Path:
-        """The folder of a job, below `folder`."""
+        """Return the folder of a job, below `folder`."""
         ...
 
     def moved(self, folder: Path, /) -> "FolderWork":
-        """The same work in another folder, on another machine."""
+        """Return the same work in another folder, on another machine."""
         ...
 
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Numbers of a fan-out, for measurements.
+    """What a fan-out has sent and lost, for measurements.
 
     Args:
-        data: bytes put into Ray's store: of work, data and what is there of runs.
+        data: bytes put into Ray's store: of work, data and stored files of runs.
         home: bytes of files that came back.
         lost: workers that died.
     """
@@ -79,7 +79,7 @@ def runs_on(
     check: bool | None = None,
     **started: Any,
 ) -> Iterator["RayRuns"]:
-    """Be connected to a Ray cluster for the block, after a look at its machines; give what does runs there.
+    """Connect to a Ray cluster for the block, check its machines, and yield what does runs there.
 
     Args:
         where: a place of Ray, or a value of `--on`.
@@ -91,7 +91,7 @@ def runs_on(
         started: further arguments of `ray.init` for "ray:local".
 
     Raises:
-        ConfigError: when nobody answers, or a machine has another Coterie or torch.
+        ConfigError: when no Ray answers, or a machine has another version of Coterie or torch.
     """
     require(cpus > 0, "cpus", cpus, "more than 0")
     require(
@@ -127,7 +127,7 @@ class RayRuns(FanOut):
         cpus: processors of a run.
         gpus: GPUs of a run.
         retries: how often a run starts again after its worker died.
-        far: that no file of this machine is seen by workers.
+        far: that workers cannot read files of this machine.
         sent: numbers, for measurements.
     """
 
@@ -140,20 +140,20 @@ class RayRuns(FanOut):
     def __call__(
         self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
     ) -> Iterator[tuple[Any, Any]]:
-        """Do every job and yield (job, result) as they finish.
+        """Run every job and yield (job, result) as they finish.
 
         Args:
             work: as that of `fan_out`; with `folder`, `folder_of` and `moved` its jobs write
-                folders, which come home.
+                folders, which are copied back.
             jobs: the jobs. One whose folder another process has claimed gives False.
-            workers: runs under way at most; there are also no more than the cluster has room for,
-                and two that wait.
+            workers: the largest number of runs under way; there are also no more than the cluster
+                has room for, and two that wait.
             emit: receives the values that jobs emit.
 
         Raises:
             CoterieError, OSError, MemoryError: the error of a job.
-            WorkerDied: when a worker died more often than `retries`, or failed by an error that is
-                none of these.
+            WorkerDied: when a worker died more often than `retries`, or failed with an unexpected
+                error.
         """
         import ray
         from ray.exceptions import RayError
@@ -227,7 +227,7 @@ class RayRuns(FanOut):
                 run.claim.close()
 
     def _make_final_error(self, run: _ActiveRun, value: Any) -> Exception:
-        """The error of a run whose worker died too often."""
+        """Return the error of a run whose worker died too often."""
         if not isinstance(value, MemoryError):
             value = WorkerDied(f"{run.job}: {value}, {run.tries} times; resume goes on")
         if run.folder is not None:
@@ -235,7 +235,7 @@ class RayRuns(FanOut):
         return value
 
     def _claim_run(self, job: Any, keeper: FolderWork | None) -> _ActiveRun | None:
-        """A job with its folder claimed; None when another process has it."""
+        """Return a job with its folder claimed; None when another process has it."""
         claim = ExitStack()
         if keeper is None:
             return _ActiveRun(job, None, claim, None)
@@ -256,7 +256,7 @@ class RayRuns(FanOut):
         )
 
     def _count_room(self, ray: Any) -> int:
-        """How many runs the cluster has room for now."""
+        """Return how many runs the cluster has room for now."""
         have = ray.cluster_resources()
         room = have.get("CPU", 0.0) / self.cpus
         if self.gpus:
@@ -275,7 +275,7 @@ _NOTHING = object()
 
 
 def _find_modules(work: Any) -> set[str]:
-    """The modules that a work's settings name, and those of its functions and classes."""
+    """Return the modules that a work's settings name, and those of its functions and classes."""
     from coterie.studies import config
 
     names: set[str] = set()
@@ -302,7 +302,8 @@ class _FederationStore:
 
         Args:
             job: with or without a `federation`.
-            others: the payloads of the jobs under way; what none of them refers to is let go.
+            others: the payloads of the jobs under way; federations that none of them refers to are
+                released.
         """
         data = getattr(job, "federation", None)
         used = {id(ref) for _, refs in others for ref in refs}
@@ -321,7 +322,7 @@ class _FederationStore:
 
 
 def _put_object(value: Any) -> Any:
-    """Put something into Ray's store, which writes to disk what its memory has no room for.
+    """Put an object into Ray's store, which writes to disk what its memory has no room for.
 
     Raises:
         WorkerDied: when there is no room at all, or Ray is gone.
@@ -343,14 +344,17 @@ def _shorten_error(error: BaseException) -> str:
 
 
 def _tasks(ray: Any, cpus: float, gpus: float) -> Any:
-    """What starts tasks and hears them: in this process, or, where it is no part of the cluster, in an actor there."""
+    """Return what submits tasks and receives their messages, in this process or on the cluster.
+
+    A process that is not part of the cluster needs an actor there.
+    """
     if not ray.util.client.ray.is_connected():
         return Tasks(cpus, gpus)
     return _Relay(ray, cpus, gpus)
 
 
 class Tasks:
-    """Ray tasks by number: started, heard, stopped.
+    """Submits Ray tasks by number, and receives their messages.
 
     Args:
         cpus: processors of each.
@@ -370,7 +374,7 @@ class Tasks:
         self._numbers[self._task.remote(*arguments)] = number
 
     def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
-        """Return what tasks said, as (number, kind, value); nothing when none has spoken after so many seconds.
+        """Return messages of tasks as (number, kind, value); nothing after so many silent seconds.
 
         Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died,
         with the reason. After the last three, nothing comes from that task.
@@ -405,7 +409,7 @@ class Tasks:
 
 
 class _Relay:
-    """`Tasks` in an actor of the cluster, for a process outside of it: what a task yields is only heard within."""
+    """`Tasks` in an actor of the cluster: only there a task's yielded values can be received."""
 
     def __init__(self, ray: Any, cpus: float, gpus: float) -> None:
         self._ray = ray
@@ -433,13 +437,13 @@ def _is_reference(value: Any) -> bool:
 
 
 def _describe_loss(error: Exception) -> str:
-    """Why a worker is gone, in a few words."""
+    """Return in a few words why a worker is gone."""
     words = {
         "OutOfMemoryError": "its worker was ended, because the machine had no more memory",
         "NodeDiedError": "its machine is gone",
         "WorkerCrashedError": "its worker died",
-        "ObjectLostError": "its machine is gone, and what it said with it",
-        "OwnerDiedError": "its machine is gone, and what it said with it",
+        "ObjectLostError": "its machine is gone, and its result with it",
+        "OwnerDiedError": "its machine is gone, and its result with it",
     }
     return words.get(type(error).__name__, f"its worker is gone ({type(error).__name__})")
 
@@ -451,13 +455,13 @@ def _run_task(common, payload, there, home):  # Ray asks for a plain generator
 def run_job(
     common: Any, payload: tuple[Packed, list[Any]], there: Mapping[str, bytes], home: str
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Do one job in a worker of Ray, and yield what it says; see `Tasks.wait`.
+    """Do one job in a worker of Ray, and yield its messages; see `Tasks.wait`.
 
     Args:
-        common: the work and the user's modules, or a list with a reference to them.
+        common: the work and custom modules, or a list with a reference to them.
         payload: the job, and references to its data.
         there: the files of its folder.
-        home: the folder on the machine that sent it, as messages shall name it; empty where the job
+        home: the folder on the machine that sent it, as messages must name it; empty where the job
             has none.
     """
     import ray
@@ -484,10 +488,11 @@ def run_job(
 
 
 def _run_in_thread(
-    packed: Packed, carried: Mapping[str, bytes], argv: list[str], cpus: float, payload: tuple[Packed, list[Any]],
-    there: Mapping[str, bytes], home: str, root: Path, heard: "queue.SimpleQueue[tuple[str, Any]]",
+    packed: Packed, carried: Mapping[str, bytes], argv: list[str], cpus: float,
+    payload: tuple[Packed, list[Any]], there: Mapping[str, bytes], home: str, root: Path,
+    heard: "queue.SimpleQueue[tuple[str, Any]]",
 ) -> None:  # fmt: skip
-    """Do one job in a thread, whose threads of arithmetic are its own, and say everything into a queue."""
+    """Do one job in a thread with its own arithmetic threads, and put all messages into a queue."""
     import ray
     import torch
 
@@ -496,7 +501,7 @@ def _run_in_thread(
     abroad = ""
 
     def localize_error(error: Any) -> Any:
-        """A message in which the folder is called as at home."""
+        """Return an error that names the folder as on the sending machine."""
         if not abroad or not all(isinstance(part, str) for part in error.args):
             return error
         return type(error)(*(part.replace(abroad, home) for part in error.args))
@@ -505,7 +510,7 @@ def _run_in_thread(
         heard.put(("warning", localize_error(message) if isinstance(message, Warning) else message))
 
     try:
-        sys.argv = argv  # what provenance says is the command that the user gave
+        sys.argv = argv  # provenance records it as the command that was given
         torch.set_num_threads(1)
         use_threads(max(1, int(cpus)))
         warnings.showwarning = report_warning
@@ -545,7 +550,7 @@ _imported: set[str] = set()
 
 
 def _import_carried(carried: Mapping[str, bytes]) -> None:
-    """Make the user's modules importable, once in a process: those of one command do not change."""
+    """Make custom modules importable, once in a process: those of one command do not change."""
     if carried and not _imported:
         packing.install_modules(carried, _carried_folder.enter_context(folders.temporary_folder()))
         _imported.update(carried)

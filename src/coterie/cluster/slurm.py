@@ -1,9 +1,8 @@
-"""Runs as jobs of Slurm, through submitit: an array of them, into a folder that all its machines see.
+"""Runs as jobs of Slurm through submitit: an array of jobs, in a folder that all machines see.
 
-submitit writes and hands in the jobs, hears of their states, and hands a job in again that ran out
-of its time. What it keeps lies in the study's folder `.jobs`, with what was asked for
-(`asked.json`), by which `coterie status` finds it. A run goes on from its checkpoint, whoever made
-that.
+submitit writes and submits the jobs, receives their states, and submits a job again that ran out of
+time. Its files are in the study's folder `.jobs`, with the request (`asked.json`), by which
+`coterie status` finds them. A run continues from its checkpoint, whichever process made that.
 """
 
 import json
@@ -36,16 +35,17 @@ FOLDER, ASKED = ".jobs", "asked.json"
 MINUTES = 24 * 60
 """The time limit of a job, where the place says none."""
 MAX_RESUBMISSIONS = 20
-"""How often a job that runs out of its time is handed in again."""
+"""How often a job that runs out of its time is submitted again."""
 _TURN = 5.0  # seconds between two looks at the jobs
 _ENDED = re.compile(
-    r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED|.*NO .*"
+    r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED"
+    r"|.*NO .*"
 )
 
 
 @dataclass
 class SlurmRuns(FanOut):
-    """`fan_out` over jobs of Slurm; what the jobs write lies in the study's folder, which all machines see.
+    """`fan_out` over jobs of Slurm, which write into the study's folder that all machines see.
 
     Args:
         place: a partition, or "local" for processes of this machine.
@@ -68,7 +68,7 @@ class SlurmRuns(FanOut):
     def __call__(
         self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit
     ) -> Iterator[tuple[Any, Any]]:
-        """Hand in all jobs, and yield (job, result) as they end.
+        """Submit all jobs, and yield (job, result) as they end.
 
         A job that fails does not stop the others; the first error is raised when all have ended.
 
@@ -76,16 +76,17 @@ class SlurmRuns(FanOut):
             work: as that of `fan_out`, with `folder` and `folder_of`.
             jobs: the jobs.
             workers: how many may run at once.
-            emit: receives the progress of runs, as their checkpoints tell it.
+            emit: receives the progress of runs, as their checkpoints show it.
 
         Raises:
             CoterieError, OSError, MemoryError: the error of a job.
-            WorkerDied: when a job ended without a result: killed, out of time, or by an error that
-                its log has.
+            WorkerDied: when a job ended without a result: killed, out of time, or by an error in
+                its log.
         """
         if not hasattr(work, "folder_of"):
             raise ConfigError(
-                f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on Ray"
+                f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on "
+                "Ray"
             )
         asked, failed = list(jobs), list[BaseException]()
         batch, place = uuid.uuid4().hex, work.folder / FOLDER
@@ -144,7 +145,7 @@ class SlurmRuns(FanOut):
 
 @dataclass
 class _SlurmTask:
-    """A job on another machine: the run, if nobody else has it and it is still asked for."""
+    """A run on another machine, if no other job has it and it is still requested."""
 
     work: Any
     job: Any
@@ -160,7 +161,7 @@ class _SlurmTask:
         try:
             doctor.check_same_software(self.wanted)
             if _load_request(self.work.folder / FOLDER).get("batch") != self.batch:
-                return "done", False  # the study was asked for again since
+                return "done", False  # the study was submitted again since then
             with (
                 turns.claim_turn(folder, _own_job_id(), is_over),
                 claim_folder(folder),
@@ -174,19 +175,19 @@ class _SlurmTask:
             return "failed", error
 
     def checkpoint(self) -> Any:
-        """Return what submitit hands in again when the time of the job is over: the same, which goes on."""
+        """Resubmit on timeout: return the same task, which continues from its checkpoint."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def run_question(place: Place, question: Callable[[], Any]) -> Any:
-    """Return what a job of a partition answers.
+    """Run a function as a job of a partition, and return its result.
 
     Raises:
         ConfigError: when it fails.
     """
-    # where all machines see it
+    # in a folder that all machines see
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))
     try:
         with (
@@ -196,7 +197,7 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
             return executor.submit(question).result()
     except CoterieError:
         raise
-    except Exception as error:  # submitit's, or the job's own
+    except Exception as error:  # of submitit, or of the job
         raise ConfigError(
             f"a job on {place} failed: {' '.join(str(error).split())[-300:]}"
         ) from error
@@ -205,9 +206,9 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
 
 
 def states(study: Path) -> dict[str, tuple[str, str]]:
-    """Return the state of the jobs of a study by run ("LABEL/seed-N"): Slurm's word for it, and why it failed.
+    """Return Slurm's state of each run's job ("LABEL/seed-N"), and why it failed.
 
-    Empty where no job was handed in, or submitit is not installed.
+    Empty where no job was submitted, or submitit is not installed.
     """
     found = _load_request(study / FOLDER)
     if not found.get("jobs"):
@@ -229,7 +230,7 @@ def states(study: Path) -> dict[str, tuple[str, str]]:
 
 
 def is_over(job: str) -> bool:
-    """Whether a job has ended, however it did; False where nobody knows.
+    """Return whether a job has ended in any way; False where that is unknown.
 
     Args:
         job: "local:" and the process of this machine, or the id of a job of Slurm.
@@ -257,7 +258,7 @@ def is_over(job: str) -> bool:
 
 
 def _own_job_id() -> str:
-    """This job's id; that of a process where it is one of this machine."""
+    """Return this job's id; that of a process where it is one of this machine."""
     import submitit
 
     environment = submitit.JobEnvironment()
@@ -265,14 +266,14 @@ def _own_job_id() -> str:
 
 
 def _ignore_message(message: object) -> None:
-    """Nobody hears a job but by its files."""
+    """Drop a message: jobs report through files, not live messages."""
 
 
 @contextmanager
 def _make_executor(
     place: Place, folder: Path, cpus: int, gpus: int, at_once: int, study: Path
 ) -> Iterator[Any]:
-    """Submitit's executor of a place."""
+    """Yield submitit's executor of a place."""
     import submitit
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -300,21 +301,21 @@ def _make_executor(
 
 
 def _parse_partition(place: Place) -> tuple[str, dict[str, str]]:
-    """The partition, and further settings of its jobs."""
+    """Return the partition, and further settings of its jobs."""
     partition, _, rest = place.address.partition(":")
     return partition, dict(part.split("=", 1) for part in rest.split(",") if part)
 
 
 @contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Submitit's own remarks are for those who write with it."""
+    """Suppress submitit's warnings inside the block: they are for programmers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _job_result(job: Any) -> Any:
-    """What a job came to.
+    """Return the result of a job.
 
     Raises:
         CoterieError, OSError, MemoryError: its own error.
@@ -322,7 +323,7 @@ def _job_result(job: Any) -> Any:
     """
     try:
         kind, value = job.result()
-    except Exception:  # submitit's: killed, out of time, or an error that nobody expected
+    except Exception:  # of submitit: killed, out of time, or an unexpected error
         raise WorkerDied(
             f"job {job.job_id} ended without a result: {_failure_reason(job)}; resume goes on"
         ) from None
@@ -332,10 +333,10 @@ def _job_result(job: Any) -> Any:
 
 
 def _failure_reason(job: Any) -> str:
-    """Why a job failed: its own error if it had one, else the last line of its log; "" where it did not."""
+    """Return why a job failed: its error, else the last line of its log; "" if it did not."""
     try:
         outcome = job._get_outcome_and_result()
-    except Exception:  # submitit's: there is no result
+    except Exception:  # of submitit: there is no result
         log = job.stderr() or ""
         lines = [line.strip() for line in log.splitlines() if line.strip()]
         return lines[-1][:200] if lines else f"Slurm says {job.state}"
@@ -355,7 +356,7 @@ def _load_request(place: Path) -> dict[str, Any]:
 
 
 def _write_request(folder: Path, batch: str, place: Place, jobs: Mapping[str, str]) -> None:
-    """Write down what was handed in, by run."""
+    """Write down which jobs were submitted, by run."""
     what = {
         "batch": batch,
         "place": str(place),
@@ -368,7 +369,7 @@ def _write_request(folder: Path, batch: str, place: Place, jobs: Mapping[str, st
 def _report_progress(
     folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit
 ) -> None:
-    """Tell the round that a run has come to, when its checkpoint says another than before."""
+    """Report a run's round when its checkpoint has a later one than before."""
     now = checkpoint.count_stored_rounds(folder) or 0
     if now <= rounds.get(number, 0):
         return

@@ -1,4 +1,4 @@
-"""How each run of a study stands now: queued, running, done, failed, and why. For studies of any place."""
+"""How each run of a study stands now: queued, running, done or failed, and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from coterie.studies.run import (
 
 State = Literal["done", "running", "queued", "failed", "damaged", "stopped", "waiting"]
 STATES: tuple[State, ...] = ("done", "running", "queued", "failed", "damaged", "stopped", "waiting")
-"""In the order of a line: "stopped" has begun and nobody works on it, "waiting" has not begun."""
+"""In the order of output. No process works on a "stopped" run; a "waiting" one has not begun."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class JobStatus:
     Args:
         job: the run.
         state: its state.
-        reason: who works on it, how far it has come, or why it failed; "" where there is nothing to
-            say.
+        reason: which process works on it, how far it is, or why it failed; "" without any of these.
     """
 
     job: Job
@@ -54,7 +53,8 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
     if study.sweep and not (place / "federation.json").exists():
         inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
         raise ConfigError(
-            f"{folder} is a sweep of several studies; give one of them: {inside or 'none has begun'}"
+            f"{folder} is a sweep of several studies; give one of them: "
+            f"{inside or 'none has begun'}"
         )
     known = {Job(one.label, one.seed): one for one in list_standings(place)}
     handed_in = slurm.states(place)
@@ -92,14 +92,16 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
 
 
 def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
-    """Write a first line with the counts, and one for each group of runs of a method of which the same is to be said.
+    """Format a line of counts, and a line for each group of runs of a method in the same state.
 
     Args:
         stands: the runs.
         width: of a line, in characters; longer ones go on below.
 
     Example:
-        >>> for line in lines([Stand(Job("DAC", 0), "done"), Stand(Job("DAC", 1), "failed", "no memory")]):
+        >>> done = JobStatus(Job("DAC", 0), "done")
+        >>> failed = JobStatus(Job("DAC", 1), "failed", "no memory")
+        >>> for line in format_statuses([done, failed]):
         ...     print(line)
         2 runs: 1 done, 1 failed
         done     DAC: seed 0
@@ -125,6 +127,6 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
 
 
 def exit_status(stands: Sequence[JobStatus]) -> int:
-    """Return 0 when all runs are done, 1 when one failed or is damaged, 3 when there is more to do."""
+    """Return 0 when all runs are done, 1 when one failed or is damaged, else 3."""
     states = {one.state for one in stands}
     return 1 if states & {"failed", "damaged"} else 0 if states <= {"done"} else 3

@@ -1,8 +1,8 @@
-"""What the blocks of a population report, put together to the tables that one process would have written.
+"""Merge what the blocks of a population report into the tables of one process.
 
-A block notes what it would write into the tables, in the order of its calls. The process that
-drives the blocks makes each call anew with the rows of all blocks, so that even the order of the
-names in the files is that of one process.
+A block records its calls of the tables in order. The process that drives the blocks repeats each
+call with the rows of all blocks, so that even the order of the names in the files is that of one
+process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ _EDGE_FILLS = {
     **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
     **{"similarities": torch.nan, "probabilities": torch.nan},  # there where the run records them
 }
-"""What the table of reads takes of a report, with the value of a slot that a client does not have."""
+"""What the table of reads takes of a report, with the value for a client's missing slots."""
 
 
 @dataclass(frozen=True)
 class RecordCall:
-    """One call.
+    """One call of a record.
 
     Args:
         kind: "metrics", "drop", "edges" or "undefined".
@@ -44,13 +44,13 @@ class RecordCall:
 
     @property
     def call_key(self) -> tuple[object, ...]:
-        """What the same call has in all blocks."""
+        """The parts of a call that are the same in all blocks."""
         names = () if self.kind == "undefined" else tuple(sorted(self.values))
         return self.kind, self.round, self.split, self.model, names
 
 
 class BlockRecord(Record):
-    """A record that notes what would be written, instead of it."""
+    """A record that stores its calls instead of executing them."""
 
     def __init__(self, population: int) -> None:
         super().__init__(torch.full((population,), -1))
@@ -64,25 +64,25 @@ class BlockRecord(Record):
         model: str,
         values: Mapping[str, Tensor],
     ) -> None:
-        """Note values of metrics."""
+        """Store a call that adds metrics."""
         if values:
             values = {name: value.detach().cpu() for name, value in values.items()}
             self._entries.append(RecordCall("metrics", round, split, model, ids, values))
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
-        """Note that values are measured again."""
+        """Store a call that drops metrics."""
         self._entries.append(RecordCall("drop", round, split, model))
 
     def add_edges(
         self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
     ) -> None:
-        """Note who was read."""
+        """Store a call that adds edges."""
         values = {name: info[name].cpu() for name in _EDGE_FILLS if name in info}
         if "peers" in values:
             self._entries.append(RecordCall("edges", round, ids=ids, values=values))
 
     def add_undefined(self, ids: Int[Tensor, " clients"], values: Mapping[str, Tensor]) -> None:
-        """Note which clients have no value of a metric."""
+        """Store which clients have no value of a metric."""
         values = {
             name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())
         }
@@ -90,7 +90,7 @@ class BlockRecord(Record):
             self._entries.append(RecordCall("undefined", 0, ids=ids, values=values))
 
     def take_calls(self) -> list[RecordCall]:
-        """Return what was noted since the last call."""
+        """Return the calls since the last time, and forget them."""
         entries, self._entries = self._entries, []
         return entries
 
@@ -99,7 +99,7 @@ def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
     """Return the calls of one process, from those of its blocks in one round.
 
     Args:
-        blocks: what each block noted; some may have made fewer calls, in the same order.
+        blocks: the calls of each block; some may have made fewer, in the same order.
 
     Raises:
         CoterieError: when their orders do not agree.
@@ -111,7 +111,8 @@ def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
         key = next((one for one in heads if one not in behind), None)
         if key is None:
             raise CoterieError(
-                f"the blocks of a population report {heads} in different orders; expected the same one"
+                f"the blocks of a population report {heads} in different orders; expected the "
+                "same one"
             )
         out.append(
             _merge_call(

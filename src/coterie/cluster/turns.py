@@ -1,8 +1,8 @@
-"""Turns: one job of a batch system at a time works on a run, also where the file system passes no locks on.
+"""Turns: one batch job at a time works on a run, even where the file system has no locks.
 
 A claim is a file `.turn-N.json` that is made by a hard link, which is atomic on every file system
 that machines share. The highest N has the run. The next job may take the turn after it when that
-job is over, as the batch system says; of two that try, one gets the link.
+job is over, according to the batch system; of two that try, one gets the link.
 """
 
 import json
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\.turn-(\d+)\.json")
 
 @contextmanager
 def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
-    """Have the turn on a run's folder for the block.
+    """Claim the turn on a run's folder for the block.
 
     Args:
         folder: the folder; it is made if missing.
@@ -51,36 +51,37 @@ def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[
         os.link(name, mine)
     except FileExistsError:
         raise FolderInUse(
-            f"{folder} is in use by {describe_owner(find_holder(folder)[1])}; wait for it, or cancel it first"
+            f"{folder} is in use by {describe_owner(find_holder(folder)[1])}; wait for it, or "
+            "cancel it first"
         ) from None
     finally:
         Path(name).unlink(missing_ok=True)
     try:
         yield
     finally:
-        # the highest last: at no moment does a lower one seem to have the run
+        # the highest last: a lower one must at no moment seem to have the run
         for _, path in sorted(_list_turns(folder)):
             path.unlink(missing_ok=True)
 
 
 def find_holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
-    """Return the number of the turn on a folder, and who has it, as `job`, `host` and `since`; 0 and nothing if none.
+    """Return the number of the turn on a folder, and its owner (`job`, `host`, `since`); 0 if none.
 
-    Its job may be over: it does not put its claim away when it is killed.
+    The owner's job may be over: a job that is killed does not remove its claim.
     """
     for number, path in sorted(_list_turns(folder), reverse=True):
         try:
             found = json.loads(path.read_text("utf-8"))
             return number, {key: str(found[key]) for key in ("job", "host", "since")}
-        except FileNotFoundError:  # put away since it was listed
+        except FileNotFoundError:  # removed since it was listed
             continue
-        except (ValueError, KeyError, TypeError):  # no job wrote that
+        except (ValueError, KeyError, TypeError):  # not written by a job
             return number, {}
     return 0, {}
 
 
 def describe_owner(owner: Mapping[str, Any]) -> str:
-    """Return who has a turn, in words."""
+    """Describe the owner of a turn."""
     return (
         f"job {owner['job']} on {owner['host']} since {owner['since']}" if owner else "another job"
     )

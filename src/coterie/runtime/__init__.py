@@ -1,1 +1,1 @@
-"""One run, in a simulation or between machines: settings, loop of rounds, record, checkpoint, trained models."""
+"""A run in a simulation or between machines: settings, rounds, record, checkpoint, models."""

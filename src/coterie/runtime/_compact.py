@@ -1,9 +1,9 @@
-"""Large tables with few entries, or with short ones, as a checkpoint keeps them: without loss, in less room.
+"""Lossless compact storage of sparse or low-precision tables in a checkpoint.
 
 What a method remembers of the whole population (a row for each client, a column for each member) is
-mostly zeros at first, and its entries need fewer bits than their type has. Nothing here knows a
-method: each table is stored as bits that say where an entry is not zero, followed by those entries,
-where that takes less room than the table itself.
+mostly zeros at first, and its entries need fewer bits than their type has. A table is stored as a
+bit mask of its non-zero entries followed by those entries, where that takes less room than the
+table itself. No method is known here.
 """
 
 from typing import Any
@@ -16,25 +16,28 @@ from torch import Tensor
 from coterie._util import pages
 
 LEAST = 1 << 20
-"""Bytes below which a table is kept as it is."""
-_MAX_SHARE = 0.75  # of the table, which the compact form may take at most
-_CHUNK_ROWS = 64  # treated at once
+"""Tables smaller than this number of bytes are stored unchanged."""
+_MAX_SHARE = 0.75  # of the table: a compact form above this size is not worth it
+_CHUNK_ROWS = 64  # packed at a time, so that no second copy of the table exists
 _KEPT, _SHORT, _LONG, _WHICH = "#kept", "#short", "#long", "#which"
 
 
 def pack_table(
     name: str, table: Shaped[Tensor, "..."]
 ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return the tensors that stand for a table, and what `unpack_table` must know; the table itself where that is less.
+    """Return the tensors that store a table, and the header that `unpack_table` needs.
 
-    The parts are: `#kept`, a bit for each entry, which says whether any of its bits is set, row by
-    row; `#short`, the entries that are so, in order, in the smallest whole type that holds them
-    all, or those of float64 that float32 holds exactly; then `#long` has the others, and `#which` a
-    bit for each entry that says which it is.
+    The header is None where the table is stored unchanged, because the compact form would not be
+    smaller.
+
+    The parts are: `#kept`, a bit for each entry that says whether any of its bits is set, row by
+    row; `#short`, those entries in order, in the smallest integer type that holds them all, or the
+    float64 entries that float32 holds exactly; then `#long` has the other entries, and `#which` a
+    bit for each entry that says which of the two it is in.
 
     Args:
         name: of the table in the checkpoint.
-        table: at least two-dimensional where it is to be made smaller.
+        table: only two-dimensional tables are made smaller.
     """
     whole = {name: table}
     if table.ndim != 2 or table.nbytes < LEAST or table.dtype not in _UNSIGNED:
@@ -65,7 +68,7 @@ def pack_table(
 def unpack_table(
     name: str, header: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Shaped[Tensor, "rows columns"]:
-    """Return a table from its parts, bit by bit what it was.
+    """Return the table that `pack_table` stored, bit for bit.
 
     Args:
         name: of the table.
@@ -93,13 +96,14 @@ def unpack_table(
 
 
 _UNSIGNED = {
-    torch.bool: np.uint8, torch.int8: np.uint8, torch.uint8: np.uint8, torch.int16: np.uint16, torch.int32: np.uint32,
-    torch.int64: np.uint64, torch.float32: np.uint32, torch.float64: np.uint64,
+    torch.bool: np.uint8, torch.int8: np.uint8, torch.uint8: np.uint8, torch.int16: np.uint16,
+    torch.int32: np.uint32, torch.int64: np.uint64, torch.float32: np.uint32,
+    torch.float64: np.uint64,
 }  # fmt: skip
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """The entries as whole numbers of the same bits: a negative zero and a NaN are entries like others."""
+    """View the entries as unsigned integers: a negative zero or a NaN is an entry like others."""
     return array.view(f"u{array.itemsize}")
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: everything that a later round depends on, in one safetensors file.
 
 A run that is killed at any moment continues from its last checkpoint and ends with the same bytes.
-The one before is kept: a checkpoint that is not what was written, by the digest in the folder's
-manifest, is never used.
+The previous checkpoint is retained as well. A checkpoint whose digest differs from the one in the
+folder's manifest is never used.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _OPTIONAL = (
     "record_similarities",
 )
 _NEWER_FIELDS = ("aggregation", "selection")
-"""Settings of methods that are younger than checkpoints that are about; those have them unset."""
+"""Fields of methods that older checkpoints do not have; there they are unset."""
 
 
 def has_run(folder: Path) -> bool:
@@ -63,7 +63,7 @@ def compute_identity(
     task: Task,
     model: str = "",
 ) -> str:
-    """Return a hash of everything in which a checkpoint must agree with the run that continues from it.
+    """Return a hash of all settings and data that a continued run must share with its checkpoint.
 
     Args:
         method: of the run.
@@ -109,7 +109,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         folder: the run's folder; created if missing.
         loop: the run between two rounds.
         run: its identity.
-        timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ
+        timing: seconds so far; stored in provenance.json, outside the checkpoint, since they differ
             between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def finish_run(
         loop: the run after its final evaluation.
         run: its identity.
         timing: seconds in all.
-        models: the file by which its models are taken home, see `runtime.models`.
+        models: the file that its trained models can be loaded from, see `runtime.models`.
     """
     manifest.replace_files(folder, {**models, **_make_result_files(loop, run, timing, done=True)})
 
@@ -172,16 +172,16 @@ def _make_result_files(
 
 
 def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
-    """Restore a loop from the newest whole checkpoint in a folder; do nothing when the run has not begun.
+    """Restore a loop from the newest undamaged checkpoint; do nothing when the run has not begun.
 
-    Damaged files are named in a warning: they are written again. What a killed process left
-    half-written is removed.
+    A warning names damaged files: they are written again. What a killed process left half-written
+    is removed.
 
     Returns:
         The timing so far.
 
     Raises:
-        CheckpointError: when no checkpoint is whole, or it belongs to another run.
+        CheckpointError: when every checkpoint is damaged, or it belongs to another run.
     """
     for unfinished in folder.glob(".*.tmp"):
         unfinished.unlink()
@@ -193,12 +193,14 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     name, found = _find_newest(folder)
     if found["identity"] != run:
         raise CheckpointError(
-            f"{folder / name} belongs to a run with other settings or data (found {found['identity']}, expected "
+            f"{folder / name} belongs to a run with other settings or data (found "
+            f"{found['identity']}, expected "
             f"{run}); choose another folder or overwrite it"
         )
     if found["round"] > loop.settings.rounds:
         raise CheckpointError(
-            f"{folder / name} is that of round {found['round']}; expected at most rounds = {loop.settings.rounds}: "
+            f"{folder / name} is that of round {found['round']}; expected at most rounds = "
+            f"{loop.settings.rounds}: "
             "a run can be made longer, not shorter"
         )
     for fault in filter(None, faults.values()):
@@ -237,7 +239,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
 
 
 def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, those that were made smaller as they were."""
+    """Return the tensors of a checkpoint; compact tables are unpacked."""
     if not compact:
         return load_file(str(path), device=device)
     stored = load_file(str(path))
@@ -248,23 +250,24 @@ def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str,
 
 
 def _find_newest(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The newest whole checkpoint in a folder, and what it says of itself."""
+    """Return the name and the metadata of the newest undamaged checkpoint in a folder."""
     for name in (FILE, BEFORE):
         if not manifest.describe_fault(folder, name):
             with safe_open(str(folder / name), framework="pt") as file:
                 return name, json.loads((file.metadata() or {})["coterie"])
     raise CheckpointError(
-        f"{folder}: {manifest.describe_fault(folder, FILE)}; {manifest.describe_fault(folder, BEFORE)}; delete the folder to start again"
+        f"{folder}: {manifest.describe_fault(folder, FILE)}; "
+        f"{manifest.describe_fault(folder, BEFORE)}; delete the folder to start again"
     )
 
 
 def load_engine(folder: Path) -> dict[str, Any]:
-    """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to continue.
+    """Return the engine and the block of a stored run as settings; nothing without a stored run.
 
     Engines agree up to rounding only, so a run continues with the engine it began with.
 
     Raises:
-        CheckpointError: when no checkpoint is whole.
+        CheckpointError: when every checkpoint is damaged.
     """
     if not has_run(folder):
         return {}
@@ -273,7 +276,7 @@ def load_engine(folder: Path) -> dict[str, Any]:
 
 
 def find_faults(folder: Path) -> list[str]:
-    """Say what is wrong with the results in a folder: which of the files that make them are missing or damaged."""
+    """Describe which result files of a run are missing or damaged."""
     return [
         fault
         for name in (METRICS, EDGES, PROVENANCE)
@@ -282,22 +285,22 @@ def find_faults(folder: Path) -> list[str]:
 
 
 def is_done(folder: Path) -> bool:
-    """Return whether the run in a folder has come to its end, whatever happened to its files since."""
+    """Return whether a run has ended, even if its files have been damaged since."""
     return bool(_load_provenance(folder).get("done"))
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run in a folder has come to its end, and its results are whole."""
+    """Return whether a run has ended and its results are undamaged."""
     return is_done(folder) and not find_faults(folder)
 
 
 def count_stored_rounds(folder: Path) -> int | None:
-    """Return the number of stored rounds of the run in a folder; None when there are none."""
+    """Return the number of stored rounds of the run in a folder; None without any."""
     return _load_provenance(folder).get("round")
 
 
 def _load_provenance(folder: Path) -> dict[str, Any]:
-    """What a run noted of itself; nothing when that is missing or damaged."""
+    """Load what a run noted of itself; nothing when the file is missing or damaged."""
     return (
         {}
         if manifest.describe_fault(folder, PROVENANCE)
@@ -353,7 +356,7 @@ def _list_tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _fill_fields(like: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a dataclass of the kind of `like` with stored tensors, each where the other is."""
+    """Return a dataclass like another, with stored tensors on the same devices."""
     if like is None:
         return None
     missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
@@ -368,9 +371,9 @@ def _fill_fields(like: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _write_tensors(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:
-    # safetensors' torch variant keeps a ctypes type for each size
+    # safetensors.torch leaks memory here: it keeps a ctypes type for each size it has seen
     arrays = {k: v.detach().cpu().contiguous().numpy() for k, v in tensors.items()}
     try:
         save_file(arrays, path, metadata={"coterie": json.dumps(meta)})
-    except SafetensorError as error:  # the library hides what the system said in its text
+    except SafetensorError as error:  # the library hides the system's error in its text
         raise OSError(f"{path}: {error}") from error

@@ -37,7 +37,7 @@ class Extension:
     name: ClassVar[str] = ""
     """The name under which checkpoints hold `state`."""
     state: Any = None
-    """What later rounds depend on: a frozen dataclass of tensors with a row for each hosted client."""
+    """What later rounds depend on: a frozen dataclass of tensors, a row for each hosted client."""
 
     def report_metrics(self) -> Sequence[Metric]:
         """Return the metrics that it adds to the reports of rounds."""
@@ -119,13 +119,13 @@ class AcceptanceExtension(Extension):
         reachable = rnd.reachable
         if self.rules.quarantine:
             readable = reputation.readable_members(rnd.index)
-            # One row for all clients takes less memory, so that a row each is made only where needed.
+            # A row for each client takes memory, so one for all stays where nobody is barred.
             if not bool(readable.all()):
                 reachable = reachable & readable
         return replace(rnd, exchange=exchange, reachable=reachable)
 
     def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
-        """Remember whom the clients refused and accepted, and add both to the report."""
+        """Remember which members the clients refused and accepted, and add both to the report."""
         assert isinstance(rnd.exchange, AcceptingExchange)
         new, info = rnd.exchange.finish_round(info)
         if len(rows) < len(self.state.first):

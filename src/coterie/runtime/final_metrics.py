@@ -1,4 +1,4 @@
-"""Metrics of a whole run: its final test, found clusters compared with planted ones, and the best round."""
+"""Metrics of a whole run: final test, found against planted clusters, and the best round."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ from coterie.functional import metrics
 
 
 def select_final_tests(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the final test evaluation: of the best models where those were kept, else of the last.
+    """Return the rows of the final test: of the best models where stored, else of the last.
 
     Args:
         table: the metrics table of a run.
@@ -29,9 +29,9 @@ def select_final_tests(table: pd.DataFrame) -> pd.DataFrame:
 def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
     """Return the clients over which a mean of a metric is taken.
 
-    Whoever's test samples leave a metric of outputs undefined is left out, the same clients for
-    every method. A client whose loss is not finite stays, since its model diverged: no mean hides
-    that.
+    Clients whose test samples leave a metric of outputs undefined are left out, the same clients
+    for every method. A client whose loss is not finite stays, since its model diverged: no mean may
+    hide that.
 
     Args:
         values: the final test value of each client.
@@ -52,9 +52,11 @@ def compute_cluster_metrics(
     truth: Int[Tensor, " clients"] | None,
     counts: Int[Tensor, "clients classes"],
 ) -> dict[str, float]:
-    """Score found clusters: `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with classes).
+    """Score found clusters.
 
-    An undefined score, such as WAS of one cluster, is NaN; `explain_cluster_metrics` says why.
+    The scores are `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with
+    classes). An undefined score, such as WAS of one cluster, is NaN; `explain_cluster_metrics` says
+    why.
 
     Args:
         label: the found clusters.
@@ -69,7 +71,7 @@ def explain_cluster_metrics(
     truth: Int[Tensor, " clients"] | None,
     counts: Int[Tensor, "clients classes"],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """As `compute_cluster_metrics`, with the reason for each score that is NaN."""
+    """Return the scores of `compute_cluster_metrics`, and the reason for each that is NaN."""
     scores, reasons = {metrics.N_CLUSTERS.name: float(len(label.unique()))}, {}
     measures: dict[str, Callable[[], float]] = {}
     if truth is not None:
@@ -92,7 +94,7 @@ def compute_reductions(
     samples: Int[Tensor, " clients"],
     label: Int[Tensor, " clients"] | None,
 ) -> dict[str, Tensor]:
-    """Average the accuracy of the clients by sample counts, and cluster by cluster; each client gets the same value.
+    """Average the accuracy by samples and by clusters; each client gets the same value.
 
     Args:
         accuracy: the accuracy of each client.
@@ -109,10 +111,11 @@ def compute_reductions(
 
 
 def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
-    """Return each client's value in the round in which the mean over clients was largest, for each of `metrics.MAXIMA`.
+    """Return each client's value in the best round, for each metric of `metrics.MAXIMA`.
 
-    Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test
-    data, which is optimistic.
+    The best round is the one with the largest mean over clients. The mean of its values is ACC as
+    papers of personalized learning report it: the maximum over rounds on test data, which is
+    optimistic.
 
     Args:
         table: the metrics table of a run, with the evaluations of the newest models on the test
@@ -133,7 +136,7 @@ def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
 
 
 def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the mean over the rounds of what clients reported in each; rounds without a value are left out.
+    """Return the mean over rounds of reported metrics; rounds without a value are left out.
 
     Args:
         table: the metrics table of a run.

@@ -44,7 +44,10 @@ class Undeclared(UserWarning):
 
 @dataclass(frozen=True)
 class Tracker:
-    """What early stopping and the choice of the best model remember of each hosted client; `best` may be empty."""
+    """The state of early stopping and of the choice of each client's best model.
+
+    `best` is empty where best models are not stored.
+    """
 
     best_loss: Float[Tensor, " clients"]
     best: Float[Tensor, "kept params"]
@@ -53,7 +56,7 @@ class Tracker:
 
     @staticmethod
     def start(params: Float[Tensor, "clients params"], keep: bool = True) -> "Tracker":
-        """Return the tracker before anything was measured; it keeps the best models only where somebody needs them."""
+        """Return the tracker before the first evaluation; `keep` stores best models."""
         number = len(params)
         nothing = torch.full((number,), torch.inf, dtype=params.dtype)
         zero = torch.zeros(number, dtype=torch.int64)
@@ -68,7 +71,7 @@ class Tracker:
         patience: int | None,
         rounds: int = 1,
     ) -> "Tracker":
-        """Take note of new models and their validation losses.
+        """Update the tracker with new models and their validation losses.
 
         Args:
             params: the models now.
@@ -127,7 +130,7 @@ class Loop:
         self.tracker = Tracker.start(self.state.params, settings.keeps_best_models(method.server))
         self.evaluated_models: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
-        # rounds left out, from the first to the last of each gap
+        # the first and the last round of each gap
         self.skipped_rounds: list[tuple[int, int]] = []
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
@@ -137,7 +140,7 @@ class Loop:
             self.recorded_metrics |= {one.name: one for one in extension.report_metrics()}
         self.counted = self.select_counted(task.ids)  # hosted clients that count in results
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
-        self._undeclared: set[str] = set()  # what rounds report in vain
+        self._undeclared: set[str] = set()  # reported names that a warning has named already
 
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
@@ -163,7 +166,7 @@ class Loop:
 
     @property
     def computes_run_metrics(self) -> bool:
-        """Whether metrics of the whole run are computed here: of all clients."""
+        """Whether this process hosts all clients, and so computes metrics of the whole run."""
         return len(self.task) == self.task.population
 
     @property
@@ -172,14 +175,14 @@ class Loop:
         return self.task.train_seconds
 
     def gather_state(self) -> None:
-        """Bring here what is hosted elsewhere, before it is written: nothing where all clients are hosted here."""
+        """Collect the state of clients that other processes host; here it does nothing."""
 
     def scatter_state(self) -> None:
-        """Pass on what was read of a checkpoint to where it is hosted: nothing where all clients are hosted here."""
+        """Send restored state to the processes that host the clients; here it does nothing."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: all rounds are done, or every client has stopped."""
+        """Whether all rounds are done, or every client has stopped."""
         return self.next_round >= self.settings.rounds or (
             self.next_round >= 0 and bool(self.tracker.stopped.all())
         )
@@ -191,7 +194,7 @@ class Loop:
         return left_out > 0 and left_out >= self.next_round
 
     def skip_rounds(self, to: int) -> None:
-        """Leave out rounds, so that `to` is the next one. Results say which: they are not presented as trained."""
+        """Leave out rounds so that `to` is the next one; results mark them as not trained."""
         first, last = self.next_round, to - 1
         if self.skipped_rounds and self.skipped_rounds[-1][1] == first - 1:
             first = self.skipped_rounds.pop()[0]
@@ -205,7 +208,7 @@ class Loop:
         self.next_round += 1
 
     def _task_at(self, index: int) -> Task:
-        """Return the task as it measures in a round."""
+        """Return the task with the random streams with which it evaluates in a round."""
         return self.task.for_round(self.rng.at_round(index))
 
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
@@ -300,7 +303,7 @@ class Loop:
         return check_returned_round(self.method, "round", self.method.round(rnd, state), rnd.task)
 
     def _finish_round(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
-        """Measure, remember the best, stop who does not improve, record."""
+        """Evaluate the round's models, keep the best, stop clients that do not improve, record."""
         ids = self.task.ids
         if "train_samples" in info:
             self.train_samples += int(info["train_samples"].sum())
@@ -309,7 +312,8 @@ class Loop:
         if index >= 0 and (index + 1) % self.settings.validate_every and not last:
             return
         params, extra = self._fetch_served_models(index)
-        # the models before a round's last exchange, where it ends with one
+        # Where a round ends with an exchange, the models before it are the ones to judge: they are
+        # trained last
         trained = info.get("trained")
         judged = params
         if trained is not None:
@@ -388,9 +392,11 @@ class Loop:
             - set(self.recorded_metrics)
         ):
             self._undeclared.add(key)
-            text = f"{self.method.kind} reports {key!r}, which is not recorded; declare it in `reports` of its class: "
             warnings.warn(
-                f'{text}reports = (Metric({key!r}, "what it is"),)', Undeclared, stacklevel=2
+                f"{self.method.kind} reports {key!r}, which is not recorded; declare it in "
+                f'`reports` of its class: reports = (Metric({key!r}, "what it is"),)',
+                Undeclared,
+                stacklevel=2,
             )
 
     def _fetch_served_models(self, index: int) -> tuple[Tensor, Info]:
@@ -449,7 +455,7 @@ class Loop:
         return values
 
     def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
-        """Note why clients have no value of a metric, and which."""
+        """Note why clients have no value of a metric, and which clients."""
         known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
         for name, value in values.items():
             entry = known[name]

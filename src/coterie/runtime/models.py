@@ -1,8 +1,8 @@
-"""Models: those of a run's clients, to take home: the user's own modules, with trained weights and running statistics.
+"""The trained models of a run's clients, as modules of the class that was given.
 
-A run that has ended leaves `models.safetensors` in its folder: how a row of the checkpoint becomes
-the module that its user gave, what inputs it takes and what its outputs mean. Models that the
-checkpoint does not hold are in it too.
+A finished run leaves `models.safetensors` in its folder: how a row of the checkpoint becomes the
+module that was trained, what inputs it takes and what its outputs mean. The file also has the
+models that the checkpoint does not hold.
 """
 
 import copy
@@ -77,7 +77,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How the rows of a run become modules, and what these take and say. Kept as JSON.
+    """How the rows of a run become modules, and what their inputs and outputs are; stored as JSON.
 
     Args:
         label: of the method.
@@ -86,12 +86,12 @@ class ModelSpec:
         rounds: of the run.
         evaluated: which models the final test was of: "best_val" or "final".
         tensors: where the rows are: a file of the folder and the name of a tensor in it, for each
-            that was kept.
+            choice that was stored.
         model: kind and options of the model; None where it was given from Python.
         module: the class of the module.
-        outputs: numbers for each sample that a network of Coterie's own is made for.
+        outputs: number of outputs that a built-in network is made with.
         state: the entries of the module's `state_dict`, in order.
-        hidden: further buffers of the module that belong to a model, which no `state_dict` has.
+        hidden: further buffers that belong to a model and are in no `state_dict`.
         whole: whether the module takes inputs as whole numbers.
         inputs: what an input is.
         form: what outputs are, see `functional.scores`.
@@ -125,12 +125,12 @@ class ModelSpec:
     version: str = __version__
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the plain values that `from_json` reads."""
         return {**asdict(self), "inputs": self.inputs.to_json()}
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> "ModelSpec":
-        """Return the recipe that `as_json` described."""
+        """Return the specification that `as_json` returned as plain values."""
 
         def parse_entries(name: str) -> tuple[TensorEntry, ...]:
             return tuple(
@@ -155,10 +155,10 @@ class Models(Described):
     Args:
         recipe: how rows become modules.
         fixed: the tensors of the module that are the same for all clients, by their names.
-        fitted: what each client does to rows of a table; empty for nothing.
+        fitted: the fitted preprocessing of each client's table rows; empty without any.
         network: the model; None where it was given from Python, and is not here.
-        held: rows that are at hand.
-        folder: the run's folder, where others are; None where nothing was written.
+        held: the rows in memory, by choice.
+        folder: the run's folder, which holds the other rows; None where nothing was written.
     """
 
     spec: ModelSpec
@@ -174,7 +174,7 @@ class Models(Described):
         return self.spec.names or self.spec.ids
 
     def facts(self) -> tuple[str, dict[str, Any]]:
-        """Return a title, and what there is to know in a few words."""
+        """Return a title and a short description by name."""
         recipe, names = self.spec, dict(zip(self.spec.ids, self.spec.names, strict=False))
         return f"Models of {recipe.label!r} with seed {recipe.seed}", {
             "clients": f"{len(recipe.ids)} ({format_clients(names, recipe.ids)})",
@@ -205,14 +205,14 @@ class Models(Described):
         )
 
     def client_name(self, client: int | str) -> str:
-        """Return how people call a client."""
+        """Return a client's name, or "client N" where clients are numbers."""
         row = self.find_row(client)
         return self.spec.names[row] if self.spec.names else format_client({}, self.spec.ids[row])
 
     # ------------------------------------------------------------------ models
 
     def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
-        """Return the model that serves a client: a module of the class that was given, in evaluation mode.
+        """Return a client's model: a module of the class that was given, in evaluation mode.
 
         It has trained weights, and the running statistics of its normalizations. It is a copy, and
         needs nothing of Coterie.
@@ -225,7 +225,8 @@ class Models(Described):
 
         Raises:
             ConfigError: when the client or that model is not here.
-            ModelError: when the module was given from Python and is not here, or is another.
+            ModelError: when the module was given from Python and is missing here, or is a different
+                one.
         """
         row = self.load_row(client, which)
         module = copy.deepcopy(self._make_template()).cpu().eval()
@@ -238,7 +239,7 @@ class Models(Described):
         )
 
     def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
-        """Return what `load_state_dict` of the user's own module takes: its keys, shapes and types; see `model`."""
+        """Return a client's `state_dict` for the original module; see `model`."""
         return self._name_tensors(self.load_row(client, which), self.spec.state)
 
     def load_row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
@@ -252,12 +253,14 @@ class Models(Described):
             return self.loaded_rows[wanted][place].cpu()
         if wanted not in recipe.tensors:
             raise ConfigError(
-                f"which is {which!r}; this run kept only {', '.join(map(repr, recipe.tensors))}: evaluate = {wanted!r} "
+                f"which is {which!r}; this run kept only {', '.join(map(repr, recipe.tensors))}: "
+                f"evaluate = {wanted!r} "
                 "would keep it"
             )
         if self.folder is None:
             raise ConfigError(
-                f"which is {which!r}; without a folder a run keeps only {', '.join(map(repr, self.loaded_rows))}: give "
+                f"which is {which!r}; without a folder a run keeps only "
+                f"{', '.join(map(repr, self.loaded_rows))}: give "
                 "simulate a folder"
             )
         return _load_stored_row(self.folder, *recipe.tensors[wanted], place, recipe.rounds)
@@ -278,12 +281,14 @@ class Models(Described):
         return found
 
     def _make_template(self) -> nn.Module:
-        """The user's own module, with values of no meaning."""
+        """Return a module of the class that was trained, with meaningless values."""
         recipe = self.spec
         if self.network is None:
             raise ModelError(
-                f"this run has a module of your own, a {recipe.module}, which was given from Python; give it again: "
-                "load_models(folder, model=...), or on the command line its import path: --model package.module:Net"
+                f"this run has a module of your own, a {recipe.module}, which was given from "
+                "Python; give it again: "
+                "load_models(folder, model=...), or on the command line its import path: --model "
+                "package.module:Net"
             )
         own = make_template(resolve_model(self.network, recipe.inputs.features, recipe.outputs))
         found = {
@@ -295,7 +300,8 @@ class Models(Described):
         if found != wanted:
             odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
             raise ModelError(
-                f"the module is another than in this run: {odd!r} is {_describe_shape(found.get(odd))} in it, and "
+                f"the module is another than in this run: {odd!r} is "
+                f"{_describe_shape(found.get(odd))} in it, and "
                 f"{_describe_shape(wanted.get(odd))} in the run; give the module that was trained"
             )
         return own
@@ -303,7 +309,7 @@ class Models(Described):
     # ------------------------------------------------------------------ use
 
     def convert_inputs(self, client: int | str, x: Any) -> Tensor:
-        """Return inputs as the federation held them, of what a user has; see `predict`."""
+        """Return inputs as the federation held them, from raw ones; see `predict`."""
         place = self.find_row(client)
         found = self.spec.inputs.prepare_inputs(x, self.fitted[place] if self.fitted else None)
         if not len(found):
@@ -313,7 +319,7 @@ class Models(Described):
     def make_forward_arguments(
         self, x: Tensor, module: nn.Module
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the module's `forward` is called with.
+        """Return the arguments of the module's `forward`.
 
         Args:
             x: inputs, as `convert_inputs` returns them.
@@ -334,13 +340,13 @@ class Models(Described):
         which: Which = "evaluated",
         batch_size: int = 256,
     ) -> Tensor | np.ndarray:
-        """Return what a client's model says of samples.
+        """Return what a client's model predicts for samples.
 
         Args:
             client: its name, or its number.
-            x: the samples, as the user has them. For a model of a table: rows of such a table
-                (pandas, polars, arrow, a file), which are filled and scaled with this client's own
-                numbers. Otherwise arrays or tensors as in `from_arrays`, or as a federation holds
+            x: the raw samples. For a model of a table: rows of such a table (pandas, polars, arrow,
+                a file), which are filled and scaled with this client's own numbers. Otherwise
+                arrays or tensors as in `from_arrays`, or as a federation holds
                 them: images as bytes, which are normalized as in training; a tuple or a table of
                 arrays where an input is several tensors.
             kind: "outputs" of the module as they are; "probabilities" of classes or labels; or
@@ -380,7 +386,7 @@ class Models(Described):
     # ------------------------------------------------------------------ files
 
     def make_files(self) -> dict[str, Callable[[Path], None]]:
-        """Return the file that a run leaves, by name, as a function that writes it."""
+        """Return the file that a run leaves: its name, and a function that writes it."""
         tensors = {f"{_FIXED}{name}": tensor.cpu().clone() for name, tensor in self.fixed.items()}
         tensors |= stack_fitted(self.fitted)
         kept = self.spec.tensors.get(self.spec.evaluated)
@@ -462,18 +468,20 @@ def load_models(folder: str | Path, *, model: ModelSource | None = None) -> Mode
     Example:
         >>> load_models("runs/none/DAC/seed-0")
         Traceback (most recent call last):
-        coterie.errors.ConfigError: runs/none/DAC/seed-0 has no models.safetensors; expected the folder of a finished \
-run, <study>/<method>/seed-<n>
+        coterie.errors.ConfigError: runs/none/DAC/seed-0 has no models.safetensors; expected the \
+folder of a finished run, <study>/<method>/seed-<n>
     """
     path = Path(folder)
     if not (path / FILE).exists():
         raise ConfigError(
-            f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>"
+            f"{folder} has no {FILE}; expected the folder of a finished run, "
+            "<study>/<method>/seed-<n>"
         )
     _check_file(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
         recipe = ModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
-        kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118 (no mapping)
+        # `file` is no mapping, so it can be read by `keys` alone.
+        kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in kept}
     fixed = {
         name.removeprefix(_FIXED): tensor
@@ -487,7 +495,7 @@ run, <study>/<method>/seed-<n>
 
 
 def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
-    """Kind and options of a model by name, as JSON holds them; None for others."""
+    """Return kind and options of a model by name as JSON values; None for other models."""
     named = NamedModel(model) if isinstance(model, str) else model
     if not isinstance(named, NamedModel):
         return None
@@ -501,14 +509,14 @@ def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
 def _list_entries(
     own: nn.Module, slots: Sequence[Slot], rest: Mapping[str, Tensor]
 ) -> tuple[tuple[TensorEntry, ...], tuple[TensorEntry, ...], dict[str, Tensor]]:
-    """Return the entries of a module's state and its other buffers in rows, and the tensors that are in no row."""
+    """Return a module's state entries, its further buffers in rows, and tensors in no row."""
     places, fixed = {slot.name: slot for slot in slots}, {}
-    # tensors with two names have the first here
+    # a tensor with two names is listed under the first
     once = [*own.named_parameters(), *own.named_buffers()]
     first = {id(tensor): name for name, tensor in once}
     state = []
     for key, tensor in own.state_dict(keep_vars=True).items():
-        # what `get_extra_state` returns is the module's own affair
+        # `get_extra_state` may return any object; only tensors can be stored
         if not isinstance(tensor, Tensor):
             continue
         name = first.get(id(tensor), key)
@@ -541,7 +549,7 @@ def _describe_shape(shape: tuple[int, ...] | None) -> str:
 def _deduplicate_rows(
     rows: Float[Tensor, "clients params"],
 ) -> tuple[Float[Tensor, "models params"], Int[Tensor, " clients"]]:
-    """Return the models that differ, and which of them each client has."""
+    """Return the distinct models, and which of them each client has."""
     seen: dict[bytes, int] = {}
     firsts, index = [], []
     for place, row in enumerate(rows):
@@ -570,13 +578,14 @@ def _check_file(folder: Path, name: str) -> None:
 def _load_stored_row(
     folder: Path, name: str, tensor: str, place: int, rounds: int
 ) -> Float[Tensor, " params"]:
-    """Read one row of a tensor of a file, which is of so many rounds."""
+    """Load one row of a tensor of a file that was written after so many rounds."""
     _check_file(folder, name)
     with safe_open(str(folder / name), framework="pt") as file:
         found = rounds if name == FILE else json.loads((file.metadata() or {})["coterie"])["round"]
         if found != rounds:
             raise CheckpointError(
-                f"{folder} had ended after {rounds} rounds and was made longer; it is at {found}: resume it to its end"
+                f"{folder} had ended after {rounds} rounds and was made longer; it is at {found}: "
+                "resume it to its end"
             )
         row = int(file.get_tensor(_ROW_OF)[place]) if tensor == _ROWS else place
         return file.get_slice(tensor)[row : row + 1][0]

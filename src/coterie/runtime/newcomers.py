@@ -1,15 +1,15 @@
-"""Newcomers: clients that were in no round, join when a run has ended, train a few rounds, and are tested.
+"""Newcomers: clients that join after the last round, train a few rounds, and are tested.
 
-They tell how a method serves clients that it has not seen ("new" or "unseen" clients). The others
-stay as they are: peers go on publishing their last models, a server keeps its own, and nothing that
-a newcomer does changes them. Or, with `new_client_others = "training"`, the run goes on with the
+They show how a method serves clients that it has not seen ("new" or "unseen" clients). The others
+stay as they are: peers keep publishing their last models, a server keeps its own, and nothing that
+a newcomer does changes them. Or, with `new_client_others = "training"`, the run continues with the
 newcomers in it; the results of the others are those of the run's end in any case.
 
 In a peer-to-peer method a newcomer acts as the method does from its first round on: it begins with
 the first model and an empty memory, and reads only clients that were in the run (others that train
-read it, and newcomers each other). With a server it measures the models that serve clients now,
-takes the one with the least loss on its training data, and trains it on; where the others train, it
-is in every cohort from then on.
+read it, and newcomers each other). With a server it evaluates the models that serve clients now,
+takes the one with the least loss on its training data, and continues to train it; where the others
+train, it is in every cohort from then on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,17 +44,17 @@ from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 
 SPLIT, RECEIVED = "new_clients", "received"
-"""What the tables of a run call the tests of newcomers, and a server's model before a newcomer trained it."""
+"""The names in a run's tables for tests of newcomers, and for a server's model as received."""
 
 
 @dataclass(frozen=True)
 class NewcomerSplit:
-    """A federation whose clients do not all take part.
+    """A federation separated into participants of the rounds and newcomers.
 
     Args:
-        taking: those that do, as a federation of their own.
-        whole: all of them: first those that take part, then the newcomers.
-        ids: the id of each row of `all_clients` in the federation that was given.
+        taking: the clients that take part, as a federation of their own.
+        whole: all clients: first the participants, then the newcomers.
+        ids: the id of each row of `all_clients` in the original federation.
     """
 
     participants: Federation
@@ -70,9 +70,9 @@ class NewcomerSplit:
 def separate_newcomers(
     federation: Federation, settings: Settings, method: Method, seed: int
 ) -> NewcomerSplit | None:
-    """Set newcomers apart; None where the settings ask for none.
+    """Separate the newcomers from the others; None where the settings ask for none.
 
-    Who they are depends on the seed alone, or is told.
+    Who they are depends on the seed alone, or is given by the settings.
 
     Args:
         federation: all clients.
@@ -88,7 +88,8 @@ def separate_newcomers(
         return None
     if not isinstance(method, PeerMethod | ServerMethod):
         raise ConfigError(
-            f"new_clients is {settings.new_clients!r}; {method.kind} is neither a PeerMethod nor a ServerMethod, so "
+            f"new_clients is {settings.new_clients!r}; {method.kind} is neither a PeerMethod nor "
+            "a ServerMethod, so "
             "nothing says how a client joins late"
         )
     new = choose_newcomers(settings.new_clients, len(federation), federation.client_names, seed)
@@ -97,7 +98,8 @@ def separate_newcomers(
     others = inside.nonzero().flatten()
     if len(others) < 2:
         raise ConfigError(
-            f"new_clients is {settings.new_clients!r}: of {len(federation)} clients {len(others)} would take part; "
+            f"new_clients is {settings.new_clients!r}: of {len(federation)} clients {len(others)} "
+            "would take part; "
             "expected two or more"
         )
     order = torch.cat([others, new])
@@ -116,7 +118,7 @@ def choose_newcomers(
         seed: of the run.
 
     Raises:
-        ConfigError: when there is no such client, or nobody would be left.
+        ConfigError: when there is no such client, or no other client would be left.
     """
     if not isinstance(wanted, float | int):
         return torch.tensor(sorted({_find_client(one, population, names) for one in wanted}))
@@ -149,14 +151,14 @@ def _find_client(wanted: int | str, population: int, names: Sequence[str]) -> in
 
 @dataclass(frozen=True)
 class JoinContext:
-    """A run that newcomers join, as the process that hosts them knows it.
+    """A run that newcomers join, as the process that hosts them sees it.
 
     Args:
         method: of the run.
         settings: of the run.
         order: of exchange and training in a round.
         rng: the random streams of the run.
-        task: of the clients hosted here, numbered as `NewcomerSplit.all_clients` numbers them.
+        task: of the clients hosted here, numbered as in `NewcomerSplit.all_clients`.
         rows: of the newcomers in it.
         exchange: the door to other clients.
         reachable: which members of the whole population they may read.
@@ -177,7 +179,7 @@ class JoinContext:
         return self.task.select_clients(self.rows)
 
     def make_round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
-        """Return a round of some clients. Newcomers count from their first: their draws are those of any client."""
+        """Return a round of some clients; a newcomer's rounds count from its first."""
         rng = self.rng.at_round(index)
         return Round(
             index=index,
@@ -195,7 +197,7 @@ class JoinContext:
         self.exchange.set_active(ids)
 
     def fresh_moments(self) -> OptimizerState | None:
-        """Return what the newcomers' optimizers begin with, where their state is kept."""
+        """Return the newcomers' initial optimizer states, where they outlast a round."""
         keeps = self.settings.local.persistent_client_optimizer
         return (
             self.newcomer_task.init_optimizer_state(self.settings.local, self.method.tracks)
@@ -205,17 +207,17 @@ class JoinContext:
 
 
 ModelSteps = Iterator[tuple[Float[Tensor, "newcomers params"], Float[Tensor, "newcomers params"]]]
-"""The newcomers' models after each step, and those that are judged on their validation data."""
+"""The newcomers' models after each step, and the models to judge on their validation data."""
 
 
 def join_newcomers(
     loop: Loop, task: Task, parts: NewcomerSplit
 ) -> Float[Tensor, "newcomers params"]:
-    """Let the newcomers join a run that has ended, train and be tested; the run's tables get the results.
+    """Let the newcomers join a finished run, train and be tested; add the results to its tables.
 
     Args:
         loop: the run of the others, after its final evaluation; not changed, but for its tables.
-        task: of all clients, as `parts.whole` has them.
+        task: of all clients, as in `parts.all_clients`.
         parts: who is new.
 
     Returns:
@@ -249,7 +251,7 @@ def join_newcomers(
 def evaluate_newcomers(
     now: JoinContext, models: ModelSteps, record: Record, last: int
 ) -> Float[Tensor, "newcomers params"]:
-    """Test the newcomers' last models, or those that were best on their validation data, as the settings say.
+    """Test the newcomers' last or best models, as the settings say.
 
     Args:
         now: the run that they join.
@@ -287,11 +289,12 @@ def evaluate_newcomers(
 
 
 def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"]) -> ModelSteps:
-    """Yield the newcomers' models of a method with a server that stays as it is: as received, then after each round.
+    """Yield the newcomers' models with a frozen server: as received, then after each round.
 
     Args:
         now: the run that they join.
-        table: the server's models that serve clients; see `ServerMethod.newcomer_candidates`.
+        table: the models with which the server serves clients; see
+            `ServerMethod.newcomer_candidates`.
     """
     method, own = now.method, now.newcomer_task
     assert isinstance(method, ServerMethod)
@@ -308,9 +311,10 @@ def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"
 def _choose_received_models(
     now: JoinContext, table: Float[Tensor, "models params"]
 ) -> tuple[Tensor, Tensor]:
-    """Return the models that newcomers receive, of all the one with the least loss; and the server's rows of them.
+    """Return the model that each newcomer receives, and the server's row of it.
 
-    What clients keep at home they have of their own first model.
+    It is the one of all models with the least loss on the newcomer's training data. What clients do
+    not share comes from their own first model.
     """
     own, mine = now.newcomer_task, now.newcomer_task.initial_models(now.rng)
     offer = Reply.to_every_client(table, len(own)).to_inbox()
@@ -324,7 +328,7 @@ def _choose_received_models(
 def _iterate_cohort_models(
     now: JoinContext, table: Float[Tensor, "models params"], loop: Loop
 ) -> ModelSteps:
-    """Yield the models that serve the newcomers while the run goes on with them in every cohort."""
+    """Yield the newcomers' serving models while the run continues with them in every cohort."""
     method, task, rows = now.method, now.task, now.rows
     assert isinstance(method, ServerMethod)
     received, chosen = _choose_received_models(now, table)
@@ -364,12 +368,12 @@ def _iterate_cohort_models(
 
 
 def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = None) -> ModelSteps:
-    """Yield the newcomers' models of a peer-to-peer method, and those to judge: after the warm-up and each round.
+    """Yield the newcomers' peer-to-peer models, and the ones to judge, after each round.
 
-    Everybody hosted here exchanges, so that the others answer as the method says. What they would
-    learn from it is dropped, unless their run goes on: then each round is two passes over the same
-    messages, one in which newcomers learn, in their own count of rounds, and one in which the
-    others do, in theirs.
+    The first is that after the warm-up. All clients hosted here exchange, so that the others answer
+    as the method says. What the others would learn from it is dropped, unless their run continues:
+    then each round is two passes over the same messages, one in which newcomers learn, in their own
+    count of rounds, and one in which the others do, in theirs.
 
     Args:
         now: the run that they join.
@@ -382,7 +386,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
     reachable = now.reachable
 
     def choose_active_others(index: int) -> Int[Tensor, " active"]:
-        """Who of the others takes part in a round, by the rule of their run."""
+        """Choose which of the others take part in a round, by the rule of their run."""
         if going is None or index < 0:
             return rows[:0]
         rng, cohort = now.rng.at_round(going.next_round + index), torch.arange(len(going.task))
@@ -432,7 +436,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
         if going is not None and index >= 0:
             reachable = torch.zeros_like(now.reachable)
             reachable[rows], reachable[active] = True, True
-            reachable[: len(going.task)] |= going.tracker.stopped  # who stopped goes on publishing
+            reachable[: len(going.task)] |= going.tracker.stopped  # stopped clients keep publishing
         if index < 0:
             local = settings.local
             if settings.warmup_epochs is not None:
@@ -455,7 +459,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
 
 
 def join_states(loop: Loop, task: Task) -> State:
-    """Return the state of all clients hosted here: that of the others as a run left it, of newcomers as one begins.
+    """Return the state of all clients hosted here: the others' from the run, the newcomers' new.
 
     Args:
         loop: the run of the others.
@@ -484,12 +488,13 @@ def join_states(loop: Loop, task: Task) -> State:
 
 
 def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """What is there of the others goes to the same places of the larger table."""
+    """Return a function that copies a table into the same places of a larger one."""
 
     def enlarge_table(new: Tensor, before: Tensor) -> Tensor:
         if any(a < b for a, b in zip(new.shape, before.shape, strict=True)):
             raise ConfigError(
-                f"new_clients: {kind} remembers a table of {tuple(before.shape)} where a larger population "
+                f"new_clients: {kind} remembers a table of {tuple(before.shape)} where a larger "
+                "population "
                 f"begins with {tuple(new.shape)}; a client cannot join it"
             )
         out = new.clone()

@@ -1,8 +1,8 @@
 """Record: the results of a run as two long tables.
 
 `metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that
-a client asked for, with the similarity that the client found and the probability of its draw where
-a run records them. Columns are kept as chunks of arrays, so that adding a round is cheap and a
+a client requested, with the similarity that the client found and the probability of its draw where
+a run records them. Columns are stored as chunks of arrays, so that adding a round is cheap and a
 checkpoint can hold the record exactly.
 """
 
@@ -22,7 +22,7 @@ METRICS, EDGES = "metrics.parquet", "edges.parquet"
 METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "value")
 EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
 SIMILARITY_COLUMNS = ("similarity", "probability")
-"""Further columns of the edges of a run that records similarities; NaN where a method knows none."""
+"""Further columns of edges in a run that records similarities; NaN where a method has none."""
 _NAMES = ("split", "model", "metric", "purpose")
 _TYPES = {
     "value": "float64",
@@ -51,7 +51,7 @@ class _ColumnTable:
             self.chunks.append(chunk)
 
     def join_chunks(self) -> dict[str, np.ndarray]:
-        """Return whole columns. They replace the chunks, since thousands of short arrays are mostly overhead."""
+        """Return whole columns instead of chunks: thousands of short arrays waste memory."""
         out = {}
         for name in self.columns:
             parts = [chunk[name] for chunk in self.chunks]
@@ -111,8 +111,8 @@ class Record:
         Args:
             round: -1 for the warm-up.
             ids: the clients.
-            split: "train", "validation" or "test"; "new_clients" for the tests of those that joined
-                at the end.
+            split: "train", "validation" or "test"; "new_clients" for the tests of clients that
+                joined at the end.
             model: "current" (after the round) or "best" (the best on validation so far); of clients
                 that joined also "received" (that of the server, before they trained).
             values: metrics by name, a value a client; NaN where undefined.
@@ -137,7 +137,7 @@ class Record:
             )
 
     def table_ids(self, ids: Int[Tensor, " clients"]) -> np.ndarray:
-        """Return the ids in the tables of clients of the run."""
+        """Return the ids under which the tables have clients of the run."""
         return ids.numpy() if self.ids is None else self.ids[ids.numpy()]
 
     def list_refused(self, round: int) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ class Record:
         return out
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
-        """Remove the values of a split and a model in a round, which are measured again."""
+        """Remove the values of a split and a model in a round, before they are measured again."""
         wanted = {"round": round, "split": self._name_code(split), "model": self._name_code(model)}
         for number, chunk in enumerate(self._metrics.chunks):
             old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
@@ -161,7 +161,7 @@ class Record:
     def add_edges(
         self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
     ) -> None:
-        """Add the models that clients asked for in a round, from the report of a method.
+        """Add the models that clients requested in a round, from the report of a method.
 
         A received model that was mixed has the purpose "mix", one that was only evaluated "probe";
         a message that did not arrive gives an edge with purpose "missing" and no bytes, and one
@@ -243,7 +243,7 @@ class Record:
             buffer = io.BytesIO()
             pq.write_table(pa.table(columns), buffer, compression="zstd")
             files[name] = buffer.getvalue()
-        # it keeps two megabytes more whenever a table outgrows a size
+        # arrow's pool keeps two megabytes more whenever a table outgrows a size
         pa.default_memory_pool().release_unused()
         return files
 

@@ -38,7 +38,9 @@ Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 @dataclass(frozen=True)
 class Settings(Configurable):
-    """Everything about a run that does not depend on its method; a method of a study may override any of it.
+    """Everything about a run that does not depend on its method.
+
+    A method of a study may override any of these settings.
 
     Args:
         rounds: rounds of exchange and training after the warm-up ($T$).
@@ -143,10 +145,11 @@ class Settings(Configurable):
     checkpoint_seconds: NonNegativeFloat = 30.0
 
     def check(self) -> None:
-        """Test evaluations come with validation; optimizer states are kept in the synchronous schedule only.
+        """Check settings that depend on each other.
 
-        Losses and metrics are kept as plain values. What has an import path is looked up when a run
-        begins, so that results can be read where it cannot be imported.
+        Test evaluations coincide with validation; optimizer states can outlast a round in the
+        synchronous schedule only. Losses and metrics are stored as plain values. What has an import
+        path is imported when a run begins, so that results can be read where it cannot be imported.
         """
         object.__setattr__(
             self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
@@ -194,12 +197,12 @@ class Settings(Configurable):
 
     @property
     def custom_loss(self) -> Loss | None:
-        """The loss; None for the one that the targets call for."""
+        """The loss of the settings; None for the usual one of the targets."""
         return None if self.loss is None else make_loss(self.loss)
 
     @property
     def acceptance_rules(self) -> Acceptance | None:
-        """The rules by which clients judge what they receive; None where they do not."""
+        """The rules by which clients judge what they receive; None where they accept everything."""
         if self.acceptance is None or self.acceptance is False:
             return None
         return parse_settings(
@@ -207,7 +210,7 @@ class Settings(Configurable):
         )
 
     def acceptance_rules_for(self, method: Method) -> Acceptance | None:
-        """Return the rules by which clients of a method judge: None for methods with a server or without exchanges."""
+        """Return the acceptance rules of a method's clients; None with a server or no exchange."""
         return (
             self.acceptance_rules if isinstance(method, PeerMethod) and method.exchanges else None
         )
@@ -221,7 +224,7 @@ class Settings(Configurable):
         )
 
     def keeps_best_models(self, server: bool) -> bool:
-        """Return whether the best model of each client is needed: in the final test, or to be published when it stops.
+        """Return whether each client's best model is needed, in the final test or when it stops.
 
         Args:
             server: whether the method has a server; then nobody stops early.

@@ -21,7 +21,7 @@ def make_task(
     secret: int | None = None,
     pool: Federation | None = None,
 ) -> Task:
-    """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
+    """Check everything that a run needs, and return its task for all clients of a federation.
 
     Args:
         federation: the data; the task has its planted clusters only if the method declares that it

@@ -21,14 +21,15 @@ except ImportError:  # not on Windows
 Shape = tuple[tuple[int, ...], int]
 """The shape of a tensor, and the bytes of a number."""
 
-_COPIES = 3  # of the models: before a round's exchange, mixed, and while they are trained
+_COPIES = 3  # of the models in a round: before the exchange, mixed, and in training
 _BLOCK_ROWS = 4  # of a block, per client: parameters, gradients and two moments
 _ENTRY = 32  # bytes of a row of the record's tables
 _METRICS = 5  # rows of a client in a round's metrics: what it trained with, and its validation
 _TABLES = 3  # copies of the tables: as they grow, as they are written, and as data frames
-# bytes that the allocator may lose between tensors below its largest threshold (32 MiB)
+# glibc's allocator maps tensors above its largest threshold (32 MiB) on their own; below it, up to
+# this many bytes may be lost between tensors
 _FRAGMENTED = 64 << 20
-_TRIAL_BYTES = 64 << 20  # bytes of models up to which a method's memory is tried out
+_TRIAL_BYTES = 64 << 20  # models up to this size are used to measure a method's memory
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class Forecast:
     """Estimated bytes that a run holds at one time; `benchmarks/memory.py` measures the error.
 
     Args:
-        models: the population's models, the best models where they are kept, copies within a round,
-            and what an allocator loses between them.
+        models: the population's models, the best models where they are stored, copies within a
+            round, and what the allocator loses between them.
         block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
         memory: what the method remembers of each client, before and after a round, and what clients
             publish of it.
         record: the tables of metrics and of reads at the end.
-        writing: what a checkpoint takes beside, beyond the copies of a round, which it does not
-            need.
-        received: models of clients that other processes host, as they came and as they are read.
+        writing: what writing a checkpoint takes beyond the copies of a round, which are free by
+            then.
+        received: models of clients that other processes host, as received and as read.
     """
 
     models: int
@@ -58,7 +59,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes beside the data."""
+        """Bytes in addition to the data."""
         return self.models + self.block + self.memory + self.record + self.writing + self.received
 
 
@@ -87,19 +88,21 @@ def forecast_memory(
         itemsize: bytes of a number.
         block: clients trained at once.
         data: bytes of inputs and targets.
-        keeps_best: whether each client's best model is kept beside its current one.
+        keeps_best: whether each client's best model is stored in addition to its current one.
         moments: optimizer values per parameter that are kept between rounds; a round has two
             copies.
-        further: copies of the models beyond those of a round that ends with training; see `count_model_copies`.
+        further: copies of the models beyond those of a round that ends with training; see
+            `count_model_copies`.
         remembered: bytes of the method's memory and of what its server role keeps.
-        published: bytes of what clients publish beside their models.
+        published: bytes of what clients publish in addition to their models.
         rounds: of the run; each leaves rows in the record.
-        reads: models that a client asks for in a round.
+        reads: models that a client requests in a round.
         stored: whether checkpoints are written.
         received: models of clients hosted elsewhere that come in a round.
 
     Example:
-        >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
+        >>> small = {"clients": 10, "params": 100, "itemsize": 4, "block": 5, "data": 7}
+        >>> forecast_memory(**small, keeps_best=True)
         Forecast(models=24000, block=8000, data=7, memory=0, record=0, writing=0, received=0)
     """
     row = params * itemsize
@@ -127,7 +130,7 @@ def forecast_driver_memory(
     rounds: int,
     reads: float,
 ) -> Forecast:
-    """Return the estimated memory of a process that hosts no clients, and writes what those that do report.
+    """Return the estimated memory of a process that hosts no clients and writes all results.
 
     Args:
         clients: of the population.
@@ -138,7 +141,7 @@ def forecast_driver_memory(
         data: bytes of inputs and targets.
         remembered: bytes of the method's memory and of what its server role keeps.
         rounds: of the run.
-        reads: models that a client asks for in a round.
+        reads: models that a client requests in a round.
     """
     models = 2 * clients * params * itemsize * kept  # as they come, and as one
     record = int(_TABLES * _ENTRY * clients * rounds * (_METRICS + reads))
@@ -148,10 +151,10 @@ def forecast_driver_memory(
 def extrapolate_bytes(
     small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int
 ) -> int:
-    """Return the bytes of tensors in a population, from their shapes in two small ones.
+    """Return the size of tensors in a population, extrapolated from two small populations.
 
-    A dimension that grows with every further member goes on to grow; one that differs by less has
-    come to its end.
+    A dimension that grows with every further member keeps growing; one that grows by less has
+    reached its limit.
 
     Args:
         small: shape and bytes of a number of each tensor in the first.
@@ -160,7 +163,8 @@ def extrapolate_bytes(
         population: the size that is asked for.
 
     Example:
-        >>> grown([((4, 4), 8), ((4, 5), 1)], [((6, 6), 8), ((6, 5), 1)], (4, 6), 100)
+        >>> small, larger = [((4, 4), 8), ((4, 5), 1)], [((6, 6), 8), ((6, 5), 1)]
+        >>> extrapolate_bytes(small, larger, (4, 6), 100)
         80500
     """
     total, step = 0, sizes[1] - sizes[0]
@@ -174,11 +178,12 @@ def extrapolate_bytes(
 
 
 def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
-    """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
+    """Return the bytes of a method's memory, and of what clients publish besides models.
 
-    The method's own `init_state` and `publish` are called for two small populations, and their tensors'
-    shapes go on to grow. A task of a block of the population has its clients' share of what they
-    remember and publish, and all of what a server keeps.
+    The method's own `init` and `message` are called for two small populations, and the shapes of
+    their tensors are extrapolated, so nothing large is allocated. A task of a block of the
+    population counts its clients' share of what they remember and publish, and all of what a server
+    keeps.
     """
     limits = [
         value
@@ -202,7 +207,7 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
 
 
 def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
-    """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
+    """List the shapes of a small population's memory, server state and published extras."""
     part = task.first_clients_alone(size)
     state = check_returned_state(method, "init_state", method.init_state(part, Rng(0)), part)
     sent = (
@@ -215,20 +220,20 @@ def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Sha
 def count_model_copies(
     *, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False
 ) -> int:
-    """Return the number of copies of all models in a round beyond those of a round that ends with training.
+    """Return how many copies of all models a round needs in addition to the usual ones.
 
     Args:
-        server: whether the method has a server: models sent to it are copies of those that clients
-            keep.
-        whole: whether all clients take part; if not, nothing is counted for a server.
+        server: whether the method has a server: models sent to it are copies of the clients'
+            models.
+        whole: whether all clients take part; otherwise nothing is counted for a server.
         tracks: models that each client trains; each further one needs two copies.
         train_first: whether training comes first: the trained, the mixed and the previous models
             exist together.
-        narrowed: whether a part of the models stays at home: what is sent and what is received are
+        narrowed: whether a part of the models is not shared: sent and received models are then
             further copies.
 
     Example:
-        >>> copies(server=True, whole=True, tracks=2, train_first=False)
+        >>> count_model_copies(server=True, whole=True, tracks=2, train_first=False)
         3
     """
     if server:
@@ -239,8 +244,8 @@ def count_model_copies(
 def available(device: str) -> int | None:
     """Return the bytes available on a device now; None where this is unknown.
 
-    On a CPU that is the least of what the system has, what the control groups of the process leave
-    it, and what the limits on its address space and data do (`ulimit -v`, `-d`).
+    On a CPU that is the least of three: the system's free memory, what the control groups of the
+    process leave, and what the limits on its address space and data leave (`ulimit -v`, `-d`).
     """
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
@@ -251,7 +256,7 @@ def available(device: str) -> int | None:
 
 
 def _parse_numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines "name number ...", or of a single number under ""."""
+    """Parse a file of lines "name number ...", or of a single number, which has the name ""."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -269,7 +274,7 @@ def _iterate_system_limits() -> Iterator[int]:
 def _iterate_cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """What each control group of this process leaves it, in version 2 and in version 1."""
+    """Yield what each control group of this process leaves it, in version 2 and in version 1."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -300,7 +305,7 @@ def _iterate_process_limits() -> Iterator[int]:
 
 
 def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
-    """Refuse a run that cannot fit.
+    """Refuse a run that cannot fit into the available memory.
 
     Args:
         wanted: the estimate.
@@ -314,7 +319,8 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
         return
     names = {
         "models": "models", "received": "models of others", "block": "the clients trained at once",
-        "memory": "what the method remembers", "record": "the tables of results", "writing": "writing checkpoints",
+        "memory": "what the method "
+                  "remembers", "record": "the tables of results", "writing": "writing checkpoints",
     }  # fmt: skip
     sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
     parts = ", ".join(f"{_format_bytes(size)} for {text}" for text, size in sizes.items())
@@ -324,14 +330,15 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
         else "a smaller model or a smaller block"
     )
     raise ConfigError(
-        f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} beside its data ({_format_bytes(wanted.data)}): "
+        f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} in "
+        f"addition to its data ({_format_bytes(wanted.data)}): "
         f"{parts}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a machine with more"
     )
 
 
 @contextmanager
 def translate_memory_errors(device: str) -> Iterator[None]:
-    """Say in one line that the memory was used up during the block, whichever library said so.
+    """Raise `OutOfMemory` in place of any library's out-of-memory error inside the block.
 
     Args:
         device: the device of the run.
@@ -345,7 +352,8 @@ def translate_memory_errors(device: str) -> Iterator[None]:
         if not OutOfMemory.matches(error):
             raise
         raise OutOfMemory(
-            f"{device} has no more memory: set a smaller block, use fewer workers, or take a smaller model; the run "
+            f"{device} has no more memory: set a smaller block, use fewer workers, or take a "
+            "smaller model; the run "
             "goes on from its checkpoint"
         ) from error
 
@@ -354,7 +362,7 @@ def _format_bytes(number: int) -> str:
     """Return bytes as text.
 
     Example:
-        >>> _size(3 * 2**29), _size(2048)
+        >>> _format_bytes(3 * 2**29), _format_bytes(2048)
         ('1.5 GiB', '2.0 KiB')
     """
     for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):

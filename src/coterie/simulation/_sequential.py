@@ -50,7 +50,8 @@ class SequentialLoop(Loop):
         super().__init__(task, method, exchange, settings, rng, record, extensions)
         if not isinstance(method, PeerMethod):
             raise ConfigError(
-                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
+                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has "
+                "a server"
             )
         check_messages(method, self.task, self.state, settings.schedule)
 
@@ -77,7 +78,7 @@ def select_loop(settings: Settings) -> type[Loop]:
 
 
 class LiveExchange:
-    """An exchange over tables that change during the round.
+    """An exchange whose tables change during the round.
 
     Args:
         boards: the messages of each exchange at the start, with ids; copied.
@@ -85,7 +86,7 @@ class LiveExchange:
     """
 
     def __init__(self, boards: Sequence[Message], population: int) -> None:
-        # one for exchanges of the same models
+        # exchanges of the same models share one copy
         models = {id(board.params): board.params.clone() for board in boards}
         self.boards = [
             Message(
@@ -99,7 +100,7 @@ class LiveExchange:
         self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
 
     def begin_round(self, rng: Rng) -> None:
-        """Start a round; the table is kept."""
+        """Start a round; the tables stay."""
 
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that act now. Their exchanges are numbered from 0."""
@@ -109,7 +110,7 @@ class LiveExchange:
         """Read the newest messages of the chosen peers in this exchange.
 
         Raises:
-            ConfigError: when the method publishes something else than it said.
+            ConfigError: when the method publishes something else than its `messages` announced.
         """
         if self._number >= len(self.boards):
             raise ConfigError(
@@ -155,7 +156,7 @@ class LiveExchange:
 def run_sequential_round(
     method: PeerMethod, rnd: Round, state: State, schedule: str, standing: Sequence[Message]
 ) -> tuple[State, Info]:
-    """Run one round client after client, in an order drawn anew each round.
+    """Run one round client after client, in an order drawn for each round.
 
     Clients that do not depend on each other act together, which changes only the speed.
 
@@ -167,10 +168,10 @@ def run_sequential_round(
             order train_first all train before) or "sequential" (each client exchanges and trains,
             or trains and exchanges, before the next one acts).
         standing: the messages that stopped clients keep publishing in each exchange, with ids;
-            empty where none does.
+            empty when no client has stopped.
     """
     early = rnd.order == "train_first"
-    together: dict[str, Tensor] = {}  # what is reported of a training of all
+    together: dict[str, Tensor] = {}  # what training all clients at once reports
     if early and schedule == "sequential_exchange":
         state, info = method.train_locally(rnd, state)
         together = {**info, "trained": state.params}
@@ -184,7 +185,7 @@ def run_sequential_round(
     ]
     live = LiveExchange(boards, rnd.task.population)
     order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
-    # who trains first may ask for other peers than it would now
+    # a client that trains first may choose other peers than from its state now
     readings = (
         None if early and schedule == "sequential" else _predict_reads(method, rnd, state, live)
     )
@@ -218,7 +219,7 @@ def run_sequential_round(
 
 
 def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) -> None:
-    """Find out before the first round whether a method can be run by clients that act one after another.
+    """Check before the first round that a method works with clients acting in sequence.
 
     Args:
         method: of the run.
@@ -227,7 +228,7 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
         schedule: of the run.
 
     Raises:
-        ConfigError: when it does not say what it publishes, or cannot.
+        ConfigError: when it cannot say in advance what it publishes.
     """
     one = torch.zeros(1, dtype=torch.int64)
     try:
@@ -239,7 +240,7 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
 def _make_published_messages(
     method: PeerMethod, shares: ParameterSharing, task: Task, state: State
 ) -> list[Message]:
-    """Return what leaves clients in each exchange; models that several exchanges carry are cut once."""
+    """Return what leaves clients in each exchange; models shared by exchanges are cut once."""
     models: dict[int, Tensor] = {}
     out = []
     for message in method.publish_all(task, state):
@@ -254,7 +255,7 @@ def _describe_message(message: Message) -> str:
 
 
 class _PeersAsked(Exception):
-    """Carries the peers that a method asks for out of its exchange, before any result is computed."""
+    """Carries the peers that a method asks for out of its exchange, before anything is computed."""
 
     def __init__(self, peers: Tensor, *, last: bool) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class _PeersAsked(Exception):
 
 
 class _PeerProbe(ExchangeWrapper[LiveExchange]):
-    """An exchange that records which peers the clients ask for first, and passes over exchanges that ask nobody."""
+    """An exchange that records which peers clients ask for first, skipping empty exchanges."""
 
     def __init__(self, live: LiveExchange) -> None:
         self.inner, self._left = live, len(live.boards)
@@ -278,10 +279,10 @@ class _PeerProbe(ExchangeWrapper[LiveExchange]):
 def _predict_reads(
     method: PeerMethod, rnd: Round, state: State, live: LiveExchange
 ) -> list[list[int]] | None:
-    """Return the rows that each row will read, which a client chooses from its state before the round.
+    """Return the rows that each row will read in the round, or None where that is not known.
 
-    None where it is not known then: whom clients ask in a later exchange may depend on what they
-    read in an earlier.
+    A client chooses its peers from its state before the round. In a later exchange the choice may
+    depend on what was read in an earlier one, so it is not known in advance.
     """
     live.set_active(rnd.ids)
     door = narrow_exchange(_PeerProbe(live), rnd.task.sharing, state.params)
@@ -313,7 +314,8 @@ def group_into_waves(
         The rows of each wave, ascending.
 
     Example:
-        >>> waves([2, 0, 1], [[2], [], [1]])  # 0 reads what 2 publishes; 2 reads 1 before 1 acts
+        >>> # 0 reads what 2 publishes; 2 reads 1 before 1 acts
+        >>> group_into_waves([2, 0, 1], [[2], [], [1]])
         [tensor([1, 2]), tensor([0])]
     """
     wave = [0] * len(order)

@@ -1,4 +1,4 @@
-"""Attackers: who attacks in a simulation, and the training data of those that flip labels.
+"""Attackers of a simulation: which clients attack, and the labels that label flippers train on.
 
 Results are of the honest clients: attackers have no rows in the table of metrics, while the table
 of reads has theirs.
@@ -30,7 +30,7 @@ AttackGroups = list[tuple[Attack, Int[Tensor, " attackers"]]]
 
 
 def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: int) -> AttackGroups:
-    """Return the rows of the clients of each attack, ascending; none is in two.
+    """Return the rows of the clients of each attack, ascending; no client has two attacks.
 
     Args:
         federation: all clients.
@@ -76,7 +76,8 @@ def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: in
         if short or population - len(taken) < 2:
             left = 0 if short else population - len(taken)
             raise ConfigError(
-                f"{where} is {wanted!r}: of {population} clients {left} would be honest; expected two or more"
+                f"{where} is {wanted!r}: of {population} clients {left} would be honest; expected "
+                "two or more"
             )
         groups.append((attack, torch.tensor(sorted(rows))))
     return groups
@@ -96,10 +97,10 @@ def _find_client(federation: Federation, wanted: int | str, where: str) -> int:
 
 
 def flip_labels(federation: Federation, groups: AttackGroups) -> Federation:
-    """Return the data, with the training labels of those that flip them: class c of C becomes C - 1 - c.
+    """Return the data with flipped training labels of the label flippers: c becomes C - 1 - c.
 
     Raises:
-        ConfigError: when somebody flips labels and targets are no classes.
+        ConfigError: when there are label flippers and the targets are not classes.
     """
     rows = [ids for attack, ids in groups if attack.kind == LABEL_FLIP]
     if not rows:
@@ -117,7 +118,7 @@ def flip_labels(federation: Federation, groups: AttackGroups) -> Federation:
 
 
 def make_attacker_mask(groups: AttackGroups, population: int) -> Bool[Tensor, " population"] | None:
-    """Return who attacks; None where nobody does."""
+    """Return which clients attack; None where there are no attackers."""
     if not groups:
         return None
     found = torch.zeros(population, dtype=torch.bool)
@@ -141,7 +142,7 @@ class AttackExtension(Extension):
             self.reports = ()
 
     def report_metrics(self) -> Sequence[Metric]:
-        """Return the attackers' share of mixing weights and of mixed models, of peer-to-peer methods."""
+        """Return the attackers' shares of mixing weight and of mixed models, with peers only."""
         return self.reports
 
     def select_counted(self, ids: Int[Tensor, " clients"]) -> Bool[Tensor, " clients"]:
@@ -169,7 +170,7 @@ class AttackExtension(Extension):
 def make_all_extensions(
     method: Method, settings: Settings, groups: AttackGroups, population: int
 ) -> list[Extension]:
-    """Return the extensions of a simulation: those of every run, and the one for attackers, if any."""
+    """Return the extensions of a simulation: those of every run, and one for attackers."""
     found = make_extensions(method, settings)
     attackers = make_attacker_mask(groups, population)
     if attackers is not None:
@@ -178,7 +179,7 @@ def make_all_extensions(
 
 
 def wrap_exchange(inner: Exchange, groups: AttackGroups, task: Task, seed: int) -> Exchange:
-    """Return the exchange in which these clients attack: the exchange itself where nobody does."""
+    """Return the exchange in which these clients attack; the given one without attackers."""
     if not groups:
         return inner
     part, first = task.sharing, task.origin(Rng(seed))

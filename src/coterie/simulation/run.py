@@ -48,7 +48,7 @@ __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What an observer hears after each round.
+    """The state of a run after a round, as an observer receives it.
 
     `score` is the mean over clients of the validation metric that goes with the loss, and `metric`
     its name; NaN where there is none. `reported` has means over clients of what the method
@@ -74,7 +74,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Note:
-    """What a run does before its first round, where that takes seconds: it compiles the model."""
+    """What a run does before its first round where that takes seconds: it compiles the model."""
 
     label: str
     seed: int
@@ -83,7 +83,7 @@ class Note:
 
 @dataclass(frozen=True)
 class FilesSaved:
-    """What a run of a study says when it has written its files: a checkpoint, or its end."""
+    """A run of a study has written its files: a checkpoint, or its results."""
 
     folder: Path
 
@@ -93,7 +93,7 @@ Observer = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run consists of, for whoever hosts its clients elsewhere.
+    """What a run consists of, for a process that hosts its clients elsewhere.
 
     Args:
         federation: of the clients that take part in the rounds, with their planted clusters.
@@ -101,7 +101,7 @@ class RunPlan:
         model: what they train.
         settings: of the run, with the engine and the block that the whole population calls for.
         seed: of the run.
-        attacked: who attacks, and how.
+        attacked: the attackers, and how they attack.
     """
 
     federation: Federation
@@ -113,7 +113,7 @@ class RunPlan:
 
 
 HostClients = Callable[[RunPlan, Task, Record], Loop]
-"""Returns the rounds of a run whose clients are hosted elsewhere: see `cluster.blocks`."""
+"""Returns the loop of a run whose clients other processes host; see `cluster.blocks`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +128,7 @@ class Run(Described):
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
         names: the names of the clients by id; empty where clients are numbers.
-        models: the models of the clients, to take home.
+        models: the trained models of the clients.
     """
 
     label: str
@@ -145,7 +145,7 @@ class Run(Described):
     models: Models | None = None
 
     def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
-        """Return the model that serves a client, by its name or number: a module of your own class; see `ModelSteps`."""
+        """Return a client's trained model, by its name or number; see `Models.model`."""
         return self._available_models.model(client, which)
 
     def predict(
@@ -157,7 +157,7 @@ class Run(Described):
         which: Which = "evaluated",
         batch_size: int = 256,
     ) -> Tensor | np.ndarray:
-        """Return what a client's model says of samples: outputs, probabilities or classes; see `ModelSteps.predict`."""
+        """Return what a client's model predicts for samples; see `Models.predict`."""
         return self._available_models.predict(client, x, kind, which=which, batch_size=batch_size)
 
     @property
@@ -174,7 +174,7 @@ class Run(Described):
         return self.metrics.assign(client=pd.Series(known, dtype=object).loc[ids].to_numpy())
 
     def facts(self) -> tuple[str, dict[str, Any]]:
-        """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
+        """Return a title and a summary of the results by name; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.report_metrics()}), {}
@@ -243,10 +243,11 @@ def simulate(
 
     Raises:
         ConfigError: when the run cannot fit into memory.
-        OutOfMemory: when the memory was used up on the way.
+        OutOfMemory: when the memory was used up during the run.
         RunExistsError: when the folder holds a run and `resume` is False.
         FolderInUse: when another process runs in the folder.
-        CheckpointError: when no checkpoint in the folder is whole, or they belong to another run.
+        CheckpointError: when every checkpoint in the folder is damaged, or they belong to another
+            run.
     """
     settings = settings or Settings()
     _check_types(federation, method, model, settings)
@@ -311,11 +312,13 @@ def simulate(
                     if saved is not None:
                         saved()
                     written = time.perf_counter()
-                    # a large population, or a slow disk: writing takes a twentieth of the time at
-                    # most
+                    # With a large population or a slow disk, writing must not take more than a
+                    # twentieth of the time.
                     if pause:
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
-            if folder is not None:  # before the final evaluation, so that more rounds can follow
+            if (
+                folder is not None
+            ):  # before the final evaluation, so that the run can be made longer later
                 checkpoint.save(folder, loop, identity, _collect_timing(loop, started, earlier))
                 if saved is not None:
                     saved()
@@ -339,8 +342,8 @@ def simulate(
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
-        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder, federation.names_by_id, models,
+        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params,
+        tuple(sorted(lost)), folder, federation.names_by_id, models,
     )  # fmt: skip
 
 
@@ -353,7 +356,7 @@ def reopen_loop(
     settings: Settings,
     seed: int,
 ) -> Loop:
-    """Return a run in the state of its checkpoint: after the last round, when the run is finished.
+    """Return a stored run's loop as its checkpoint left it: after its last round when finished.
 
     Args:
         folder: the run's folder.
@@ -420,7 +423,7 @@ def _make_record(
 
 
 def _check_types(federation: object, method: object, model: object, settings: object) -> None:
-    """Refuse what is of another kind: it would fail somewhere inside."""
+    """Refuse arguments of a wrong type, which would fail somewhere inside."""
     named = isinstance(model, str | NamedModel)
     for name, found, fits, words in (
         (
@@ -450,10 +453,9 @@ def _check_types(federation: object, method: object, model: object, settings: ob
 def check_run(
     federation: Federation, method: Method, model: ModelSource, settings: Settings
 ) -> None:
-    """Find what is impossible before anything is written: one training step, and what the method begins with.
+    """Check a run before anything is written: one training step, and the method's first state.
 
-    The arguments and errors are those of `make_task`; a method may refuse data that it can do
-    nothing with.
+    The arguments and errors are those of `make_task`; a method may refuse data that it cannot use.
     """
     _check_types(federation, method, model, settings)
     _forecast_run(
@@ -483,7 +485,7 @@ def check_memory(
 def check_driver_memory(
     task: Task, federation: Federation, method: Method, settings: Settings
 ) -> None:
-    """Refuse a run that cannot fit into the memory of the process that drives blocks; see `check_memory`."""
+    """Refuse a run whose blocks' driver needs more memory than there is; see `check_memory`."""
     moments = (
         method.tracks * settings.local.num_moments * settings.local.persistent_client_optimizer
     )
@@ -505,7 +507,7 @@ def _forecast_run(
 ) -> _memory.Forecast:
     remembered, published = _memory.estimate_method_memory(method, task)
     judges = settings.acceptance_rules_for(method) is not None
-    if judges:  # strikes and pauses, of a byte and four
+    if judges:  # a reputation has strikes of one byte and pauses of four, for each pair of clients
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
     reads = 0.0 if method.server else _expected_reads(method, task)
@@ -534,7 +536,7 @@ def _forecast_run(
         * settings.local.persistent_client_optimizer,
         remembered=remembered,
         published=published,
-        rounds=0 if elsewhere else settings.rounds,  # the tables of blocks are with the driver
+        rounds=0 if elsewhere else settings.rounds,  # the driver has the tables of blocks
         reads=reads,
         stored=stored,
         received=share * elsewhere if method.server else min(elsewhere, reads * len(task)),
@@ -542,7 +544,7 @@ def _forecast_run(
 
 
 def _expected_reads(method: Method, task: Task) -> float:
-    """Return how many models a client asks for in the first round; for a method that does not predict it, ten."""
+    """Return how many models a client requests in the first round; ten where not predicted."""
     try:
         return method.cost(CostSetting.from_task(task), 0).models
     except ConfigError:

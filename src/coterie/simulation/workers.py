@@ -33,20 +33,20 @@ Work = Callable[[J, Emit], R]
 
 @runtime_checkable
 class FanOut(Protocol):
-    """What does jobs in place of `fan_out`, on a cluster (`coterie.cluster`)."""
+    """Runs jobs in place of `fan_out`, on a cluster (`coterie.cluster`)."""
 
     far: bool
-    """Whether workers see no files of this machine: each job then brings its data."""
+    """Whether workers cannot read files of this machine: each job then carries its data."""
 
     def __call__(
         self, work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit
     ) -> Iterator[tuple[J, R]]:
-        """Do every job and yield (job, result) as they finish; see `fan_out`."""
+        """Run every job and yield (job, result) as they finish; see `fan_out`."""
         ...
 
 
 class WorkerDied(CoterieError, RuntimeError):
-    """A worker process ended without a result: killed, out of memory, or by an error that it printed."""
+    """A worker process ended without a result: killed, out of memory, or by a printed error."""
 
 
 @dataclass
@@ -62,12 +62,12 @@ def count_cores() -> int:
 
 
 def default_workers(device: str) -> int:
-    """Return the number of processes where nobody says it: one for each core, or one for the memory of a device."""
+    """Return the default number of processes: one for each core, or one for a device's memory."""
     return count_cores() if device == "cpu" else 1
 
 
 def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
-    """Do every job and yield (job, result) as they finish.
+    """Run every job and yield (job, result) as they finish.
 
     Args:
         work: (job, emit) -> result; it must be picklable when there is more than one worker.
@@ -129,11 +129,15 @@ def _start_worker(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: it comes to the whole group, even while they import; we decide."""
+    """Block Ctrl-C for processes started inside the block.
+
+    The signal goes to the whole process group, even to a worker that is still importing. The parent
+    decides what to do with it.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # with the first worker, it would let the signal through
+    resource_tracker.ensure_running()  # started with the first worker, it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -178,7 +182,7 @@ def _serve_jobs(connection: Connection, work: Work[J, Any], threads: int) -> Non
     def send_progress(message: object) -> None:
         connection.send(("progress", message))
 
-    # as one that was given in the main process
+    # shown in the main process, as if it was given there
     def send_warning(message: Warning | str, *_: object, **__: object) -> None:
         connection.send(("warning", message))
 

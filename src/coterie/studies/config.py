@@ -37,7 +37,7 @@ from coterie.studies.definition import (
 from coterie.studies.named import find_builtin_studies
 
 DEFAULT_STUDY = "rotated-digits"
-_MAX_SEEDS = 10_000  # as a number of them; whoever gives a larger one means a seed
+_MAX_SEEDS = 10_000  # a larger "number of seeds" is more likely meant to be one seed
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
 _FREE = tuple(
@@ -46,7 +46,7 @@ _FREE = tuple(
 
 
 def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
-    """Read a study.
+    """Load a study from a study file or by the name of a built-in study.
 
     Args:
         source: path of a TOML file, or the name of a built-in study. What it `extends` is read
@@ -76,15 +76,15 @@ def parse_study_text(
     name: str = "study",
     to_run: bool = True,
 ) -> StudyConfig:
-    """Read a study from the text of a study file; see `load`.
+    """Parse the text of a study file; see `load_study`.
 
     Args:
         text: TOML.
         where: what to call it in messages.
         overrides: assignments.
         name: of the study, when the text has none.
-        to_run: whether it shall run. To read its results no module is imported: methods that are
-            not built in are `registry.StoredMethod`.
+        to_run: whether it will be run. Otherwise no module is imported: methods that are not built
+            in are `registry.StoredMethod`, which suffices to read results.
     """
     return parse_study({"name": name, **_parse_text(text, where)}, overrides, to_run=to_run)
 
@@ -153,19 +153,20 @@ def _join_extra_metrics(content: dict[str, Any]) -> None:
 
 
 def parse_seeds(text: str) -> int | list[int]:
-    """Read what a command line says of seeds: their number, or the seeds.
+    """Parse the seeds of a command line: their number, or a list of seeds.
 
     Raises:
         ConfigError: when it is neither.
 
     Example:
-        >>> read_seeds("5"), read_seeds("0,3,7"), read_seeds("7,")
+        >>> parse_seeds("5"), parse_seeds("0,3,7"), parse_seeds("7,")
         (5, [0, 3, 7], [7])
     """
     parts = [part.strip() for part in text.strip().removesuffix(",").split(",")]
     if not all(part.isdecimal() and len(part) < 100 for part in parts):
         raise ConfigError(
-            f"--seeds is {text!r}; expected a number of seeds (5), a list (0,3,7), or a list of one seed (7,)"
+            f"--seeds is {text!r}; expected a number of seeds (5), a list (0,3,7), or a list of "
+            "one seed (7,)"
         )
     return [int(part) for part in parts] if "," in text else int(parts[0])
 
@@ -175,8 +176,8 @@ def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, A
 
     Args:
         study: the study.
-        decided: fully resolved: with what the presets of its methods decide. Without, another
-            preset in the table decides anew.
+        decided: fully resolved, with what the presets of its methods set. Otherwise a preset that
+            is changed in the table sets its values again.
     """
     parts = tables.to_plain(study)
     settings = parts.pop("settings")
@@ -199,7 +200,10 @@ def format_study(study: StudyConfig, *, decided: bool = True) -> str:
 
 
 def make_identity(study: StudyConfig) -> dict[str, Any]:
-    """Return what decides the results, as a flat table: no names, and nothing that only changes the speed."""
+    """Return the settings that determine the results as a flat table.
+
+    Names and settings that only change the speed are left out.
+    """
     content = make_study_table(study)
     words, speed = (
         ("name", "description", "paper", "sweep", "tune"),
@@ -207,7 +211,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     )
     for key in (*words, *speed, "checkpoint_seconds"):
         content.pop(key, None)
-    # so that studies from before it was a setting are the same
+    # the default is left out, so that studies older than the setting stay the same
     if content.get("precision") == "full":
         del content["precision"]
     # `extra_metrics` was a setting of its own when stored studies got their identity
@@ -228,12 +232,12 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
 
 
 def hash_study(study: StudyConfig) -> str:
-    """Hash what decides the results."""
+    """Hash the settings that determine the results."""
     return hashlib.sha256(json.dumps(make_identity(study)).encode()).hexdigest()[:16]
 
 
 def describe_difference(found: StudyConfig, wanted: StudyConfig) -> str:
-    """Name the first setting in which two studies differ, or "" when they give the same results."""
+    """Describe the first setting in which two studies differ; "" when results would be equal."""
     a, b = make_identity(found), make_identity(wanted)
     for key in sorted({*a, *b}):
         if a.get(key) != b.get(key):
@@ -244,7 +248,7 @@ def describe_difference(found: StudyConfig, wanted: StudyConfig) -> str:
 def _find_study(
     source: str, named: Mapping[str, Traversable], folder: Path = Path()
 ) -> tuple[str, Traversable]:
-    """The name and the file of a study: one that has a name, or one at a path from a folder."""
+    """Return the name and file of a study: a built-in one, or one at a path from a folder."""
     if source in named:
         return source, named[source]
     path = folder / source
@@ -255,14 +259,14 @@ def _find_study(
     if not path.exists():
         if path.suffix == ".toml":
             raise ConfigError(
-                f"there is no study file {path}; `coterie studies` lists those that have a name"
+                f"there is no study file {path}; `coterie studies` lists the built-in ones"
             )
         raise ConfigError(describe_unknown("study", source, named))
     return path.stem, path
 
 
 def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
-    """The table of a study file with all that it extends.
+    """Load the table of a study file with everything that it extends.
 
     Args:
         file: where it is.
@@ -282,7 +286,10 @@ def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any
 
 
 def _resolve_data_paths(data: object, folder: Path) -> None:
-    """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
+    """Resolve paths of custom data relative to the study file, in place.
+
+    A path that exists from the current folder stays.
+    """
     options = (
         data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
     )
@@ -301,7 +308,7 @@ def _resolve_data_paths(data: object, folder: Path) -> None:
 def _parse_text(
     text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The table of a study file's text with all that it extends; see `_load_file`."""
+    """Parse a study file's text with everything that it extends; see `_load_file`."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -325,7 +332,7 @@ def _parse_text(
 
 
 def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
-    """Change the table of a study, in place, as a file says that extends it.
+    """Change the table of a study, in place, as a file that extends it says.
 
     First what it unsets goes. Then tables merge key by key, and any other value replaces.
     `methods.NAME.key` changes methods as `--set` does; a [[methods]] entry changes the method of
@@ -355,7 +362,8 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
                 merged.append(entry)
             else:
                 raise ConfigError(
-                    f"{describe_unknown('method', label, map(_entry_label, merged))}; a new one needs a kind"
+                    f"{describe_unknown('method', label, map(_entry_label, merged))}; a new one "
+                    "needs a kind"
                 )
     if used is not None:
         base["methods"] = [
@@ -376,7 +384,7 @@ def _check_names(key: str, value: Any) -> list[str]:
 
 
 def _unset_path(content: dict[str, Any], parts: Sequence[str], path: str) -> None:
-    """Take out what is at a path; `methods.NAME` reaches a method, or all of a kind, as `--set` does."""
+    """Remove what is at a path; `methods.NAME` reaches methods as in `--set`."""
     first, *rest = parts
     if first not in content:
         raise ConfigError(f"unset {path}: {describe_unknown('key', first, content)}")
@@ -413,7 +421,7 @@ def _get_section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _flatten_grid(name: str, grid: object) -> dict[str, list[Any]]:
-    """A grid by dotted path, whether the paths were quoted or not."""
+    """Return a grid by dotted path, whether its paths were quoted or not."""
     if not isinstance(grid, Mapping):
         raise ConfigError(
             f"{name} is {grid!r}; expected a table with a list of values for each setting"
@@ -427,7 +435,7 @@ def _flatten_grid(name: str, grid: object) -> dict[str, list[Any]]:
 
 
 def _iterate_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by dotted path; methods by their labels."""
+    """Yield the values of nested tables by dotted path; methods by their labels."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _iterate_leaves(f"{prefix}.{key}" if prefix else key, inner)
@@ -460,10 +468,10 @@ _HEAD_KEYS = tuple(f.name for f in fields(_MethodHead))
 
 
 def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
-    """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
+    """Parse one [[methods]] table: its own fields, any key of [local], any setting of the study.
 
-    Where a method has a field of the same name, its own is meant; `local.NAME` says local
-    training's all the same.
+    Where a method has a field of the same name, the key means that field; `local.NAME` still
+    reaches the setting of local training.
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
@@ -500,7 +508,11 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
 
 
 def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
-    """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
+    """Return the keys of a [[methods]] table that may be fields of a method not imported here.
+
+    These are the keys that neither [local] nor the study has as a setting, or whose value does not
+    fit that setting.
+    """
     known = {
         key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))
     }
@@ -519,7 +531,7 @@ def _field_values(value: Any) -> dict[str, Any]:
 
 
 def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any]:
-    """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
+    """Return one [[methods]] table: its fields, and settings that differ from the study's."""
     method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
     if isinstance(method, registry.StoredMethod):
         return {"kind": entry.kind, "label": entry.label, **paper, **method.settings}
@@ -553,7 +565,7 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
 
 
 def apply_assignment(content: dict[str, Any], assignment: str) -> None:
-    """Put one `path=value` into the table of a study file, in place.
+    """Apply one `path=value` to the table of a study file, in place.
 
     The value is TOML; what is not TOML is taken as text. `methods.NAME.key` reaches the method of
     that label, or else all methods of that kind; see `definition.match_methods`.
@@ -563,7 +575,7 @@ def apply_assignment(content: dict[str, Any], assignment: str) -> None:
 
     Example:
         >>> content = {"methods": [{"kind": "dac"}]}
-        >>> assign(content, "methods.dac.tau=30")
+        >>> apply_assignment(content, "methods.dac.tau=30")
         >>> content
         {'methods': [{'kind': 'dac', 'tau': 30}]}
     """
@@ -593,7 +605,7 @@ def apply_assignment(content: dict[str, Any], assignment: str) -> None:
 
 
 def set_path(content: dict[str, Any], path: str | Sequence[str], value: Any) -> None:
-    """Put a plain value at a path, dotted or in parts, into the table of a study file; see `apply_assignment`."""
+    """Set a plain value at a path, dotted or in parts, in the table of a study file, in place."""
     nested: Any = value
     for key in reversed(parse_path(path) if isinstance(path, str) else path):
         nested = {key: nested}
@@ -604,7 +616,7 @@ def parse_path(path: str) -> list[str]:
     """Return the parts of a dotted path, as TOML reads it.
 
     Example:
-        >>> keys('methods."my DAC".tau')
+        >>> parse_path('methods."my DAC".tau')
         ['methods', 'my DAC', 'tau']
     """
     try:
@@ -644,7 +656,7 @@ def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]
 
 
 def _find_methods(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The methods of a label, or else those of a kind; see `called`."""
+    """Return the methods of a label, or else all of a kind; see `match_methods`."""
     names = [(_entry_label(entry), str(entry.get("kind"))) for entry in methods]
     found = [methods[place] for place in match_methods(name, names)]
     if not found:
@@ -655,6 +667,6 @@ def _find_methods(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str
 
 
 def _entry_kind(entry: Mapping[str, Any]) -> str:
-    """The kind of a method, by which it is called when it has no label: not the import path that leads to its class."""
+    """Return a method's kind, which is its label by default, also for an import path."""
     kind = str(entry.get("kind"))
     return registry.find_method(kind).kind if ":" in kind else kind

@@ -17,7 +17,10 @@ from coterie.runtime.settings import Settings
 
 OWN = "own"
 """The name of a dataset or model that is passed in Python."""
-LABEL = "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its ends, '_' not first"
+LABEL = (
+    "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its "
+    "ends, '_' not first"
+)
 """What a label of a method may be: it names a folder. So does each part of a study's name."""
 _MAX_LABEL_BYTES = 200  # bytes
 # files of a study's folder
@@ -25,32 +28,31 @@ _RESERVED_NAMES = {"config.toml", "federation.json", "summary.json", "report.htm
 
 
 def normalize_name(name: str) -> str:
-    """Return a name as it is kept: an accent and its letter are one sign (NFC), however they were typed."""
+    """Return a name in its stored form: a letter and its accent are one character (NFC)."""
     return unicodedata.normalize("NFC", name)
 
 
 def fold_name(name: str) -> str:
-    """Return what two names have in common that differ by case only, which some file systems take for one."""
+    """Return a name without case, since some file systems ignore case."""
     return normalize_name(normalize_name(name).casefold())
 
 
 def match_methods(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
-    """Return which methods of a study a name reaches: those of that label, or else all of that kind.
+    """Return which methods of a study a name selects: those of that label, or else of that kind.
 
-    A name that is written as a label or kind is goes before one that differs from it by case:
-    beside the labels FedGWC and coterie of the kind fedgwc, `FedGWC` is the first and `fedgwc`
-    both.
+    A label or kind that matches exactly takes precedence over one that differs by case: with the
+    labels FedGWC and coterie of the kind fedgwc, `FedGWC` selects the first and `fedgwc` both.
 
     Args:
-        name: as it was typed.
+        name: the name to match.
         methods: the label and the kind of each.
 
     Returns:
-        Their places, in order; none when no method is called so.
+        Their indices, in order; empty when no method matches.
 
     Example:
         >>> methods = [("FedGWC", "fedgwc"), ("coterie", "fedgwc"), ("IFCA", "ifca")]
-        >>> [called(name, methods) for name in ("FedGWC", "fedgwc", "Fedgwc", "local")]
+        >>> [match_methods(name, methods) for name in ("FedGWC", "fedgwc", "Fedgwc", "local")]
         [[0], [0, 1], [0], []]
     """
     for read in (normalize_name, fold_name):
@@ -62,10 +64,11 @@ def match_methods(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def is_label(name: str) -> bool:
-    """Return whether a method can be labeled so.
+    """Return whether a method can have this label.
 
     Example:
-        >>> [name for name in ("DAC, τ=30", "Größe 2", "../a", "a/b", ".a", "a.", "") if is_label(name)]
+        >>> names = ("DAC, τ=30", "Größe 2", "../a", "a/b", ".a", "a.", "")
+        >>> [name for name in names if is_label(name)]
         ['DAC, τ=30', 'Größe 2']
     """
     kinds = [unicodedata.category(sign)[0] for sign in name]
@@ -84,10 +87,10 @@ class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`; or the import path of your own, "package.module:Net": a
+        kind: a name of `models.NETS`; or the import path of a custom one, "package.module:Net": a
             subclass of nn.Module, or a function that returns a module.
-        options: arguments of your own; `features` (the shape of one input) and `outputs` are given
-            where it takes them.
+        options: arguments of a custom one; `features` (the shape of one input) and `outputs` are
+            given where it takes them.
     """
 
     kind: str = "cnn-b"
@@ -193,7 +196,7 @@ class StudyConfig(Configurable):
         return next(entry for entry in self.methods if entry.label == label)
 
     def scale_method(self, label: str) -> MethodConfig:
-        """Return the method of a label with every number of rounds multiplied by `scale`, 1 at least."""
+        """Return the method of a label with every number of rounds multiplied by `scale`."""
         entry = self.find_method(label)
         if self.scale == 1:
             return entry

@@ -1,6 +1,6 @@
-"""The description of a federation for federation.json and the report: counts per client and a few sample images.
+"""Describe a federation for federation.json and the report: counts and a few sample images.
 
-It never holds the data itself.
+The description does not contain the data itself.
 """
 
 import base64
@@ -75,7 +75,7 @@ def _count_labels(federation: Federation) -> tuple[list[str], Tensor]:
 
 
 def _sample_images(federation: Federation) -> list[list[str]]:
-    """A few training samples per planted cluster, of as many classes as there are, as PNG data addresses."""
+    """Return a few training samples of each planted cluster, of many classes, as PNG addresses."""
     if not _is_image(federation):
         return []
     cluster = (
@@ -114,7 +114,7 @@ def _is_image(federation: Federation) -> bool:
 
 
 def _pick_samples(y: Tensor) -> list[int]:
-    """Places of the first samples, one of each class before a second of any."""
+    """Return the indices of the first samples, one of each class before a second of any."""
     seen: dict[int, int] = {}
     ranked = []
     for place, label in enumerate(y.tolist()):
@@ -126,7 +126,7 @@ def _pick_samples(y: Tensor) -> list[int]:
 
 
 def _encode_png(image: Tensor) -> str:
-    """One input as a PNG data address; floats are stretched to the full range."""
+    """Encode one input as a PNG data address; floats are stretched to the full range."""
     values = image.float()
     if image.dtype != torch.uint8:
         low, high = float(values.min()), float(values.max())

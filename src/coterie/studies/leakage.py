@@ -1,9 +1,9 @@
-"""What published models tell of their training data: membership inference against each method of a study.
+"""Membership inference against each method of a study: what published models reveal.
 
 Every client's training samples are halved at random, several times over. Each half trains a run;
-the other half are the non-members: samples of the same client, drawn in the same way. A listener
-hears the newest model that each client published, and says of each sample of that client whether
-the model was trained on it.
+the other half are the non-members: samples of the same client, drawn in the same way. The attacker
+receives the newest model that each client published, and decides for each sample of that client
+whether the model was trained on it.
 """
 
 import math
@@ -39,15 +39,16 @@ _HELD_OUT = -1
 
 @dataclass(frozen=True)
 class LeakageResult:
-    """How well an attack on a method did; ends of intervals are 95 % over samples, by the bootstrap.
+    """The success of an attack on a method, with 95 % bootstrap intervals over samples.
 
     Args:
         label: of the method.
         noise_multiplier: of DP-SGD; None without.
         epsilon: the largest of any client; None without privacy, infinite without noise.
-        score: what models are judged by, the mean over clients and runs.
+        score: the main metric of the models, mean over clients and runs.
         target: "published": the newest models that clients sent; "unpublished": the last models, of
-            a method in which nobody sends any. "part": only a part is sent, which was not attacked.
+            a method in which no client sends any. "part": only a part is sent, which was not
+            attacked.
         attack: "loss", a threshold on the loss, or "lira", a likelihood ratio with shadow models.
         auc: how often a member is ranked before a non-member: 0.5 for guessing; with `auc_low` and
             `auc_high`.
@@ -71,7 +72,9 @@ class LeakageResult:
 def draw_halves(
     federation: Federation, runs: int, rng: Rng
 ) -> Bool[Tensor, "runs clients samples"]:
-    """Draw which training samples are members in each run: one half of each client's, in a pair of runs the other.
+    """Draw which training samples are members in each run.
+
+    They are one half of each client's samples; the second run of a pair has the other half.
 
     Args:
         federation: the data.
@@ -212,7 +215,10 @@ def _attack_method(
 def rate_attack(
     values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]
 ) -> dict[str, Any]:
-    """Return how well scores tell members from others, with intervals over samples; all runs together."""
+    """Return how well scores separate members from others, with intervals over samples.
+
+    The samples of all runs are rated together.
+    """
     draws: Int[Tensor, "times samples"] = membership.draw_bootstrap(values.shape[1], _DRAWS)
     out = {}
     for name, measure in (("auc", membership.attack_auc), ("tpr", membership.true_positive_rate)):
@@ -228,7 +234,7 @@ def rate_attack(
 
 
 def make_table(attacks: list[LeakageResult]) -> list[Mapping[str, Any]]:
-    """Return attacks as plain values for JSON: NaN and infinity are None and "infinite"."""
+    """Return results as plain values for JSON: NaN and infinity become None and "infinite"."""
 
     def to_plain(value: Any) -> Any:
         if not isinstance(value, float) or math.isfinite(value):

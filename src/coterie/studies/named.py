@@ -5,7 +5,10 @@ from importlib.resources.abc import Traversable
 
 
 def find_builtin_studies(*, bases: bool = False) -> dict[str, Traversable]:
-    """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
+    """Return the files of the built-in studies by name.
+
+    With `bases`, files called `_NAME` are included, which other studies extend.
+    """
 
     def find_files(folder: Traversable, prefix: str) -> dict[str, Traversable]:
         found: dict[str, Traversable] = {}

@@ -6,10 +6,10 @@
     runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint,
     provenance
 
-Runs are independent: they may go on in any order, in any number of processes, today or after an
+Runs are independent: they may be done in any order, in any number of processes, at once or after an
 interruption, and leave the same bytes. Each is claimed by the process that works on it, so that
-several processes can share a study. Beside the files of each folder lies a manifest of their
-digests (`_util/manifest.py`).
+several processes can share a study. Each folder has a manifest with the digests of its files
+(`_util/manifest.py`).
 """
 
 import copy
@@ -88,8 +88,8 @@ class Study(Described):
         diverged: for each run that lost clients to NaN or infinity: which clients.
         names: the names of the clients by id; empty where clients are numbers.
         server: whether a method of it has a server.
-        elsewhere: the runs that other processes were working on, and who; they are not in the
-            summary yet.
+        elsewhere: the runs that other processes were working on, and which processes; the summary
+            does not have them yet.
     """
 
     folder: Path
@@ -101,7 +101,7 @@ class Study(Described):
     names: Mapping[int, str] = field(default_factory=dict)
 
     def facts(self) -> tuple[str, dict[str, Any]]:
-        """Return a title, and what there is to know in a few words."""
+        """Return a title and a short description by name."""
         left_out = len(self.summary.get("left_out", ()))
         return f"Study {self.config.name!r}", {
             "methods": ", ".join(method.label for method in self.config.methods),
@@ -113,7 +113,7 @@ class Study(Described):
 
     @property
     def rows(self) -> pd.DataFrame:
-        """The rows of the summary: method, label, cluster, metric, mean and std over seeds, seeds."""
+        """The rows of the summary as a data frame."""
         columns = ("method", "label", "cluster", "metric", "mean", "std", "seeds")
         return pd.DataFrame(self.summary["rows"], columns=columns)
 
@@ -124,7 +124,7 @@ class Study(Described):
 
 @dataclass(frozen=True)
 class _JobWithData:
-    """A job with its data, which all workers share; None where they do not fit into the shared memory."""
+    """A job with the data that all workers share; None where shared memory is too small."""
 
     job: Job
     federation: Federation | None
@@ -135,7 +135,7 @@ class _JobWithData:
 
 @dataclass(frozen=True)
 class _StudyWork:
-    """What a worker needs to do any job of a study; `plan(given, emit)` does one."""
+    """What a worker needs to do any job of a study; a call does one."""
 
     config: StudyConfig
     folder: Path
@@ -145,7 +145,7 @@ class _StudyWork:
     run: Callable[..., object] = simulate
 
     def __call__(self, given: _JobWithData, emit: Callable[[object], None]) -> bool:
-        """Do a job, if no other process has it; return whether that is so."""
+        """Do a job unless another process has it; return whether this process did it."""
         job, folder = given.job, run_folder(self.folder, given.job)
         entry = self.config.scale_method(job.label)
         try:
@@ -190,12 +190,13 @@ class _StudyWork:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
             raise ConfigError(
-                "this study has a module of your own; give it from Python: run_study(..., model=...)"
+                "this study has a module of your own; give it from Python: run_study(..., "
+                "model=...)"
             )
         return self.config.model.named_model if self.model is None else self.model
 
     def check_methods(self, federation: Federation) -> None:
-        """Find what is impossible before anything is written: one training step of each method's model, no more."""
+        """Check before anything is written: one training step of each method's model."""
         for entry in self.config.methods:
             engine = entry.settings.engine
             if engine not in ("auto", *ENGINES):
@@ -204,20 +205,24 @@ class _StudyWork:
             check_run(federation, entry.method, self.model_source, quick)
 
     def data_to_send(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
-        """The federation of a seed if a job shall bring it: None where its worker makes it, or it is too large."""
+        """Return the federation of a seed if its job must carry it, else None.
+
+        None where the worker makes the data itself, or they do not fit into shared memory.
+        """
         if over is None:
             return _fit_shared_memory(self.make_federation(seed)) if crew > 1 else None
         return self.make_federation(seed) if over.far else None
 
     def make_federation(self, seed: int) -> Federation:
-        """The federation of a seed."""
+        """Return the federation of a seed."""
         if isinstance(self.federation, Federation):
             return self.federation
         if self.federation is not None:
             return self.federation(seed)
         if self.config.data.dataset == OWN:
             raise ConfigError(
-                "this study has data of your own; give them from Python: run_study(..., federation=...)"
+                "this study has data of your own; give them from Python: run_study(..., "
+                "federation=...)"
             )
         return _federation(config.format_study(self.config), seed, self.data_dir)
 
@@ -229,7 +234,7 @@ def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
 
 
 def _fit_shared_memory(federation: Federation) -> Federation | None:
-    """The federation, if the shared memory of this machine has room for it: containers often have little."""
+    """Return the federation if shared memory has room for it: containers often have little."""
     room = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else federation.nbytes
     return federation if federation.nbytes <= room else None
 
@@ -256,14 +261,15 @@ def run_study(
         data_dir: where datasets lie on disk; COTERIE_DATA when None.
         workers: processes to share the runs among; the results do not depend on it. From 2 on, a
             script needs the usual `if __name__ == "__main__":`.
-        resume: go on with a study that is there: finished runs are kept, half-done ones continue.
+        resume: continue a stored study: finished runs stay, unfinished ones continue.
         overwrite: delete the study's folder first.
         federation: your own data instead of the study's [data], or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
         notes: is called when a run begins something that takes seconds, before its first round.
-        over: what does the runs instead of processes of this machine, such as
-            `coterie.cluster.runs.runs_on` gives; `workers` is then how many are under way at most.
+        over: runs the jobs instead of processes of this machine, such as
+            `coterie.cluster.runs.open_ray_runs` gives; `workers` is then the largest number of runs
+            at the same time.
 
     Raises:
         RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is
@@ -279,7 +285,7 @@ def run_study(
         study, folder, None if data_dir is None else Path(data_dir), federation, model
     )
     _check_folder(study, folder, resume, overwrite)
-    _federation.cache_clear()  # the file that it was read from may have changed
+    _federation.cache_clear()  # the file that the data came from may have changed
     first = plan.make_federation(study.seeds[0])
     if resume:
         _check_data(study, folder, first)
@@ -317,7 +323,7 @@ def run_study(
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a run is finished and nothing is damaged; its checkpoint and its models may have been deleted."""
+    """Whether a run is finished and undamaged; its checkpoint and models may have been deleted."""
     kept = [
         name
         for name in (CONFIG, checkpoint.FILE, models.FILE)
@@ -343,7 +349,7 @@ def resume_study(
     observer: Observer | None = None,
     over: FanOut | None = None,
 ) -> Study:
-    """Go on with the study in a folder (that of a study, or of one of its runs).
+    """Continue the study in a folder (that of a study, or of one of its runs).
 
     `folder` is what `coterie run` named at its end, or when it was interrupted; the other arguments
     are those of `run_study`: a study with its own data or module needs `federation` or `model`
@@ -355,24 +361,24 @@ def resume_study(
     """
     study, out = load_stored_study(folder, to_run=True)
     return run_study(
-        study, out=out, data_dir=data_dir, workers=workers, resume=True, federation=federation, model=model,
-        observer=observer, over=over,
+        study, out=out, data_dir=data_dir, workers=workers, resume=True, federation=federation,
+        model=model, observer=observer, over=over,
     )  # fmt: skip
 
 
 def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
-    """Return the study in a folder and the folder above it, under which the study was started.
+    """Return the study in a folder, and the folder under which it was started.
 
-    A folder that was renamed gives its name to the study; in the files of its runs the earlier name
-    stays.
+    A renamed folder gives its name to the study; the files of its runs retain the earlier name.
 
     Args:
         folder: of a study, or of one of its runs.
-        to_run: whether it shall go on; to read its results needs no method, see `config.parse_study_text`.
+        to_run: whether it will be continued; to read its results needs no method, see
+            `config.parse_study_text`.
 
     Raises:
-        ConfigError: when there is none, or it shall go on and a package that has one of its methods
-            is missing.
+        ConfigError: when there is none, or it is to be continued and a package of one of its
+            methods is missing.
     """
     path = Path(folder).resolve()
     if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
@@ -394,7 +400,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
             is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it"
         )
     renamed = copy.copy(study)
-    # to read its results a folder may be called anything
+    # for reading results, any name of a folder is valid
     object.__setattr__(renamed, "name", path.name)
     return renamed, path.parent
 
@@ -406,7 +412,7 @@ def reopen_run(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
 ) -> Loop:
-    """Return a run of a study where its checkpoint left it, with its data and its model.
+    """Return the loop of a stored run as its checkpoint left it, with its data and model.
 
     Args:
         folder: of the run, `<study>/<method-label>/seed-<n>`.
@@ -416,8 +422,7 @@ def reopen_run(
 
     Raises:
         ConfigError: when the folder is not that of a run.
-        CheckpointError: when the run has not begun, or the data or settings are not those that it
-            had.
+        CheckpointError: when the run has not begun, or had other data or settings.
     """
     path = Path(folder)
     if not (path / CONFIG).exists():
@@ -442,7 +447,7 @@ def reopen_run(
 
 
 def load_study_results(folder: str | Path) -> Study:
-    """Read the finished runs of a study again; nothing is written.
+    """Load the finished runs of a study and summarize them; nothing is written.
 
     Args:
         folder: of a study, or of one of its runs.
@@ -481,15 +486,15 @@ def run_folder(folder: Path, job: Job) -> Path:
 
 
 def write_failure(folder: Path, error: BaseException) -> None:
-    """Keep the error of a run beside its files, for `coterie status`; its next start forgets it."""
-    with suppress(OSError):  # the disk may be what failed
+    """Write the error of a run into its folder, for `coterie status`; its next start removes it."""
+    with suppress(OSError):  # the disk may be the reason of the failure
         (folder / FAILURE_FILE).write_text(
             " ".join(str(error).split()) or type(error).__name__, encoding="utf-8"
         )
 
 
 def load_failure(folder: Path) -> str:
-    """Return the error with which the last start of a run ended; "" where it had none."""
+    """Return the error with which the last start of a run ended; "" without one."""
     try:
         return (folder / FAILURE_FILE).read_text(encoding="utf-8", errors="replace")[:300]
     except OSError:
@@ -514,13 +519,13 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse to change an existing folder, unless asked to and the folder is of this study."""
+    """Refuse to change an existing folder without permission, or one of another study."""
     begun = [
         path
         for path in folder.glob("*")
         if path.name != manifest.FILE and not path.name.startswith(".")
     ]
-    if not begun:  # also where a process was killed before it had written anything else
+    if not begun:  # a process may have been killed before it wrote anything else
         return
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
@@ -528,12 +533,13 @@ def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: boo
         _check_same_settings(study, folder)
     elif not overwrite:
         raise RunExistsError(
-            f"{folder} exists; go on with it with --resume, start again with --overwrite, or choose another --out"
+            f"{folder} exists; go on with it with --resume, start again with --overwrite, or "
+            "choose another --out"
         )
 
 
 def _check_same_settings(study: StudyConfig, folder: Path) -> None:
-    """Every run that is there must be the run that the study asks for."""
+    """Refuse stored runs that were made with other settings than the study's."""
     for entry in study.methods:
         for seed in study.seeds:
             path = run_folder(folder, Job(entry.label, seed)) / CONFIG
@@ -553,7 +559,8 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
             if config.hash_study(found) != config.hash_study(wanted):
                 change = config.describe_difference(found, wanted)
                 raise CheckpointError(
-                    f"{path.parent} was run with other settings ({change}); --overwrite starts again, --out keeps both"
+                    f"{path.parent} was run with other settings ({change}); --overwrite starts "
+                    "again, --out keeps both"
                 )
 
 
@@ -565,7 +572,10 @@ def _describes_data(study: StudyConfig, folder: Path) -> bool:
 
 
 def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
-    """The data must be those that the study began with: the settings cannot tell, where data come from a file."""
+    """Refuse other data than the study began with.
+
+    Settings cannot show it where data come from a file.
+    """
     if not _describes_data(study, folder):
         return
     described = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))[
@@ -573,16 +583,15 @@ def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
     ]
     if described != first.compute_fingerprint():
         raise CheckpointError(
-            f"{folder} was run with other data (their fingerprint is {described} there and {first.compute_fingerprint()} "
+            f"{folder} was run with other data (their fingerprint is {described} there and "
+            f"{first.compute_fingerprint()} "
             "here); --overwrite starts again, --out keeps both"
         )
 
 
 def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
-    """The study with the seeds that are there already: going on with other seeds adds to them."""
-    if manifest.describe_fault(
-        folder, CONFIG
-    ):  # there is none, or it is damaged: it is written again
+    """Return the study with its stored seeds first: continuing with other seeds adds to them."""
+    if manifest.describe_fault(folder, CONFIG):  # missing or damaged: it is written again
         return study
     there = load_stored_study(folder)[0].seeds
     return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
@@ -591,14 +600,14 @@ def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
 def _prepare_folder(
     study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool
 ) -> None:
-    """Make the study's folder: what is run, and on which data."""
+    """Make the study's folder, with the study and the description of its data."""
     if overwrite and folder.exists():
         with ExitStack() as all_of_it:
             for lock in folder.rglob(LOCK):
                 all_of_it.enter_context(claim_folder(lock.parent))
             shutil.rmtree(folder)
     described = json.dumps(describe_federation(federation)) + "\n"
-    # the seeds that are there are read and written as one
+    # no other process may change the stored seeds between reading and writing
     with claim_folder(folder, wait=summary.STUDY_WAIT):
         other = (
             resume

@@ -58,7 +58,7 @@ class _SweepAxis:
         return self.path[0] in _FEDERATED
 
     def format_tag(self, value: Any) -> str:
-        """Return a name of a value that can be part of a folder's name."""
+        """Return a value as part of a folder's name."""
         text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
         return f"{self.path[-1]}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
 
@@ -68,7 +68,8 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
 
     Args:
         study: the sweep.
-        to_run: whether they shall run; to read their results needs no method, see `config.parse_study_text`.
+        to_run: whether they will be run; to read their results needs no method, see
+            `config.parse_study_text`.
 
     Raises:
         ConfigError: when a setting does not exist, or a value does not fit.
@@ -143,7 +144,7 @@ def run_sweep(
 
 
 def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
-    """Read the finished runs of a sweep, or of a study, again; nothing is written.
+    """Load the finished runs of a sweep, or of a study, and summarize them; nothing is written.
 
     Args:
         folder: of a sweep, of a study, or of one of its runs.
@@ -166,13 +167,13 @@ def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
 
 
 def _load_point(study: StudyConfig, out: Path) -> Study:
-    """A point of a sweep, by the name that it has now: the folder of the sweep may have been renamed."""
+    """Load one point of a sweep under its present name: the sweep may have been renamed."""
     found = load_study_results(out / study.name)
     return replace(found, config=replace(found.config, name=study.name))
 
 
 def _make_missing_point(study: StudyConfig, folder: Path) -> Study:
-    """A point of a sweep of which no run is there."""
+    """Return a point of a sweep that has no runs yet."""
     absent = statuses_to_json(
         [RunStatus(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds]
     )
@@ -181,9 +182,9 @@ def _make_missing_point(study: StudyConfig, folder: Path) -> Study:
 
 
 def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
-    """Return the content of one summary.json for several studies of a sweep: their points are part of the labels.
+    """Return one summary.json for several studies of a sweep, with their points in the labels.
 
-    All means are over the same seeds: those that every study has.
+    All means are over the same seeds, the ones that every study has.
     """
     if len(studies) == 1:
         return dict(studies[0].summary)
@@ -209,7 +210,7 @@ def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
 
 
 def _iterate_points(axes: Sequence[_SweepAxis]) -> Iterator[list[tuple[_SweepAxis, Any]]]:
-    """Every choice of one value for each axis."""
+    """Yield every choice of one value for each axis."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield list(zip(axes, values, strict=True))
 
@@ -217,7 +218,7 @@ def _iterate_points(axes: Sequence[_SweepAxis]) -> Iterator[list[tuple[_SweepAxi
 def _expand_methods(
     entries: Sequence[dict[str, Any]], axes: Sequence[_SweepAxis]
 ) -> Iterator[dict[str, Any]]:
-    """Each method once for every point of the axes that concern it, with the point in its label."""
+    """Yield each method once for every point of the axes that apply to it, with a new label."""
     used = set()
     for entry in entries:
         concerning = [axis for axis in axes if _applies_to(axis, entry, entries)]

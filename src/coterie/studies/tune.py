@@ -1,4 +1,4 @@
-"""tune(): the best settings of each method of a study by its clients' own validation data, and nothing else.
+"""tune_study(): choose each method's settings by its clients' own validation data alone.
 
 The test sets are taken out of the federation before anything runs: no choice here can have seen
 them.
@@ -36,7 +36,8 @@ Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
 
 _OWN_PIECES = (
-    "this study has data or a module of your own; give them from Python: tune(..., federation=..., model=...), or name "
+    "this study has data or a module of your own; give them from Python: tune(..., "
+    "federation=..., model=...), or name "
     "them by import path in the study file"
 )
 FederationSource = Federation | Callable[[int], Federation]
@@ -44,7 +45,7 @@ FederationSource = Federation | Callable[[int], Federation]
 
 @dataclass(frozen=True)
 class Trial:
-    """What one choice came to.
+    """The validation result of one choice.
 
     Args:
         label: the method.
@@ -97,13 +98,13 @@ class TuningResult:
 
 
 def parse_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
-    """Read a grid from texts such as "lr=0.001,0.003" or "methods.DAC.tau=[10, 30]".
+    """Parse a grid from texts such as "lr=0.001,0.003" or "methods.DAC.tau=[10, 30]".
 
     Raises:
-        ConfigError: when one is no list of values.
+        ConfigError: when one is not a list of values.
 
     Example:
-        >>> read_grid(["lr=0.001,0.003", "similarity=inv_loss,cos_grad"])
+        >>> parse_grid(["lr=0.001,0.003", "similarity=inv_loss,cos_grad"])
         {'lr': [0.001, 0.003], 'similarity': ['inv_loss', 'cos_grad']}
     """
     grid: dict[str, list[Any]] = {}
@@ -149,15 +150,15 @@ def tune_study(
         grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau"); under
             "seeds" the seeds of the trials.
         seeds: seeds of the trials; those of the grid when None, and those of the study where it has
-            none. Others than the study's keep what is chosen apart from the data that results are
+            none. Other seeds than the study's separate the choice from the data that results are
             reported on.
         data_dir: where datasets lie on disk.
         workers: processes.
         widenings: how often a grid is continued at most.
         federation: your own data instead of the study's, or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
-        observer: hears each trial.
-        over: what does the trials instead of processes of this machine; see `run_study`.
+        observer: is called with each trial.
+        over: runs the trials instead of processes of this machine; see `run_study`.
 
     Raises:
         ConfigError: when a setting fits no method, or the clients have no validation data.
@@ -207,14 +208,15 @@ def tune_study(
 
 
 def write_result(tuned: TuningResult, folder: str | Path) -> Path:
-    """Write the study with the chosen values, and all trials beside it; return the path of the study file.
+    """Write the tuned study and a JSON file of all trials; return the path of the study file.
 
     A trial in which a client diverged has no value, and counts as tried.
     """
     path = Path(folder) / f"{tuned.study.name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "".join(
-        f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation {one.metric} {one.value:.6g})\n"
+        f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation "
+        f"{one.metric} {one.value:.6g})\n"
         for one in tuned.choices
         if one.point
     )
@@ -231,7 +233,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
 
 
 def remove_test_sets(federation: Federation) -> Federation:
-    """Return a federation without its test sets: each holds one sample of zeros instead."""
+    """Return a federation whose test sets hold one sample of zeros each."""
     x, y = federation.x[0, :1], federation.y[0, :1]
     empty = tuple(
         TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name) for test in federation.tests
@@ -241,7 +243,7 @@ def remove_test_sets(federation: Federation) -> Federation:
 
 @dataclass(frozen=True)
 class _TrialJob:
-    """A trial to be made, with its data where the worker cannot have them."""
+    """A trial to run, with its data where the worker cannot have them."""
 
     label: str
     point: Point
@@ -256,7 +258,7 @@ class _TrialJob:
 
 @dataclass(frozen=True)
 class _TuningWork:
-    """What a worker needs to do any trial."""
+    """What a worker needs to do any trial; a call does one."""
 
     study: str
     data_dir: str | Path | None
@@ -272,7 +274,8 @@ class _TuningWork:
         without = (federation.count_samples("validation") == 0).nonzero().flatten().tolist()
         if without:
             raise ConfigError(
-                f"tuning needs validation data of every client, and {federation.client_name(without[0])} has none; give "
+                "tuning needs validation data of every client, and "
+                f"{federation.client_name(without[0])} has none; give "
                 "data.validation, or validation= where the federation is made"
             )
         entry = _apply_point(study, label, point).scale_method(label)
@@ -287,7 +290,7 @@ class _TuningWork:
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
     def make_federation(self, seed: int) -> Federation:
-        """The federation of a seed."""
+        """Return the federation of a seed."""
         study = config.parse_study_text(self.study)
         if OWN in (
             self.federation is None and study.data.dataset,
@@ -304,7 +307,7 @@ class _TuningWork:
 
 
 def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
-    """The final validation value of each client, and of which metric."""
+    """Return the main metric, and its final validation value of each client."""
     last = (metrics["split"] == "validation") & (metrics["round"] == metrics["round"].max())
     rows = metrics.loc[(last & (metrics["model"] == model)).to_numpy()]
     metric = REGISTRY.choose_main(rows["metric"].unique())
@@ -321,7 +324,7 @@ def _apply_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
 def _make_method_grid(
     study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Any, ...]]:
-    """The axes of one method: settings that it has; those given for it alone come before those for all."""
+    """Return the axes of one method; values given for it alone replace those for all methods."""
     entry = study.find_method(label)
     own = {f.name for f in fields(entry.method) if f.init}
     known = own | {
@@ -339,7 +342,7 @@ def _make_method_grid(
 
 
 def _find_setting(path: str, label: str, study: StudyConfig) -> str | None:
-    """The setting that an axis names for a method, given for all, or under a name that reaches it; else None."""
+    """Return the setting that an axis names for a method; None where it is for another method."""
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
@@ -352,7 +355,7 @@ def _list_points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
 
 
 def _choose_best(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
-    """The point with the best mean over seeds; the first of equals."""
+    """Return the point with the best mean over seeds; the first of equals."""
     metric = trials[0].metric
     sign = REGISTRY[metric].sign
     values: dict[Point, list[float]] = {}
@@ -369,7 +372,7 @@ def _choose_best(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequenc
 
 
 def _find_edge(values: Sequence[Any], chosen: Any) -> int:
-    """-1 or 1 where a value is the smallest or largest of a numeric axis with more than one, else 0."""
+    """Return -1 or 1 where a value is the smallest or largest of a numeric axis, else 0."""
     if len(values) < 2 or not all(
         isinstance(v, int | float) and not isinstance(v, bool) for v in values
     ):
@@ -378,12 +381,15 @@ def _find_edge(values: Sequence[Any], chosen: Any) -> int:
 
 
 def _widen_grid(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
-    """Continue the axes at whose edge the best point lies."""
+    """Extend the axes at whose edge the best point lies."""
     return {key: _extend_axis(axes[key], dict(choice.point)[key]) for key in axes}
 
 
 def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
-    """Add one value beyond the edge: by the ratio of the last two when all are positive, else by their step."""
+    """Add one value beyond the edge.
+
+    It continues the ratio of the last two values when all are positive, else their step.
+    """
     side = _find_edge(values, chosen)
     if not side:
         return values
