@@ -33,7 +33,7 @@ def study_of(rounds: int, seeds: int) -> StudyConfig:
         f"rounds={rounds}",
         f"seeds={list(range(seeds))}",
     ]
-    return config.load("rotated-digits", own)
+    return config.load_study("rotated-digits", own)
 
 
 def seconds(study: StudyConfig, workers: int, over: RayRuns | None) -> float:

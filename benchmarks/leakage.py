@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def study() -> StudyConfig:
     """Return the study that is attacked."""
-    base = config.load("rotated-digits", CHANGES)
+    base = config.load_study("rotated-digits", CHANGES)
     methods = tuple(
         MethodConfig(kind, METHODS[kind](**given), base.settings) for kind, given in KINDS.items()
     )

@@ -81,7 +81,7 @@ def run(name: str, engine: str, rounds: int) -> Timing:
         rounds: at least 2.
     """
     study_name, label, classes = STUDIES[name]
-    study = config.load(study_name)
+    study = config.load_study(study_name)
     entry = study.find_method(label)
     data = images(
         study.data.num_clients, study.data.train + study.data.validation, 32, 3, classes=classes,

@@ -98,7 +98,7 @@ def studies() -> str:
     ]
     lines += ["| name | methods | seeds | rounds | |", "|---|---:|---:|---:|---|"]
     for name in config.find_builtin_studies():
-        study = config.load(name)
+        study = config.load_study(name)
         size = f"{len(study.methods)} | {len(study.seeds)} | {study.settings.rounds}"
         lines.append(f"| `{name}` | {size} | {study.description} |")
     return "\n".join([*lines, ""])

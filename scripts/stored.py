@@ -502,7 +502,7 @@ def _of_commits(commits: Iterable[str]) -> Content:
 def _command(begun: str, study: config.StudyConfig) -> str:
     """Return a command that ran a part of a built-in study, with the methods and seeds of this one."""
     kept = _without(begun, {"--seeds": "", "--set": "use_methods="})
-    seeds, built_in = list(study.seeds), config.load(study.name)
+    seeds, built_in = list(study.seeds), config.load_study(study.name)
     swept = [path.rpartition(".")[2] for path in built_in.sweep]
     labels = list(dict.fromkeys(strip_settings(entry.label, swept) for entry in study.methods))
     # of one seed; "7" would be seven

@@ -79,7 +79,7 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
     )
     assert Path("cleveland.key").stat().st_mode & 0o777 == 0o600
     assert nodefile.load(Path("node.toml")).metrics_port == 9464
-    assert config.load(Path("study.toml")).methods[0].label == "DAC"
+    assert config.load_study(Path("study.toml")).methods[0].label == "DAC"
 
 
 def test_the_unit_is_the_one_of_the_guide():

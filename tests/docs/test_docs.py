@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.app import app
 from coterie.net import nodefile
-from coterie.studies.config import load, parse_study_text
+from coterie.studies.config import load_study, parse_study_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -182,7 +182,9 @@ def quick(arguments):
     """What makes the study that is run short; folds use all samples."""
     named = bool(arguments) and not arguments[0].startswith("-")
     return (
-        [*QUICK[:6], *QUICK[8:]] if named and load(arguments[0]).data.folds is not None else QUICK
+        [*QUICK[:6], *QUICK[8:]]
+        if named and load_study(arguments[0]).data.folds is not None
+        else QUICK
     )
 
 

@@ -13,7 +13,7 @@ from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers import compare
 from coterie.papers.figures import SIMILARITIES
 from coterie.papers.numbers import load_published
-from coterie.studies.config import load
+from coterie.studies.config import load_study
 from coterie.studies.named import find_builtin_studies
 
 ROOT = Path(__file__).parents[2]
@@ -676,7 +676,7 @@ def test_the_claims_about_matched_neighbors():
 def test_the_claims_about_neighbors_with_fashion():
     four, two = in_percent("panm/fmnist-4"), in_percent("panm/fmnist-2")
     assert all(
-        compare.is_full_size(load(STORED / f"panm/fmnist-{clusters}/config.toml"))
+        compare.is_full_size(load_study(STORED / f"panm/fmnist-{clusters}/config.toml"))
         for clusters in (2, 4)
     )
     assert abs(four["Oracle"] - four["PANMGrad"]) < 0.05
@@ -1007,7 +1007,7 @@ def test_the_claims_about_a_late_start_of_regions():
 
 
 def test_the_claims_about_similarities_of_neighbors():
-    assert compare.is_full_size(load(STORED / "panm/ablation/config.toml"))
+    assert compare.is_full_size(load_study(STORED / "panm/ablation/config.toml"))
     accuracy = in_percent("panm/ablation")
     both, last, whole = (
         accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way")
@@ -1054,7 +1054,7 @@ def test_the_claims_about_similarities_of_neighbors():
     assert pairs["own_above_other"].min() > 0.98
     level = pairs.groupby(["method", "round", "pairs"])["mean"].first().unstack("pairs")
     assert (level["own cluster"] > level["another cluster"] + 0.1).all()
-    assert compare.is_full_size(load(STORED / "panm/similarities/config.toml"))
+    assert compare.is_full_size(load_study(STORED / "panm/similarities/config.toml"))
     late = (
         pairs[(pairs["method"] == "PANMLoss") & (pairs["round"] == 299)]
         .groupby("pairs")["mean"]
@@ -1166,7 +1166,7 @@ def test_the_choice_of_endpoints_and_radius_is_the_one_nearest_to_the_paper():
             off[name] = off.get(name, 0.0) + abs(found[name] - found["FedAvg"] - apart)
     assert len(off) == 8
     assert min(off, key=off.__getitem__) == "SosicFL endpoints=5 radius=1.0"
-    methods = [entry.method for entry in load(experiment).methods]
+    methods = [entry.method for entry in load_study(experiment).methods]
     assert {(one.endpoints, one.radius) for one in methods if isinstance(one, SimplexMethod)} == {
         (5, 1.0)
     }

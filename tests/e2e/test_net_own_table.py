@@ -57,8 +57,10 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
     rows = rows[rows["hospital"].isin(HOSPITALS)]
     rows.to_csv("hospitals.csv", index=False)
     Path("study.toml").write_text(STUDY)
-    study = config.load("study.toml")
-    judging = config.load("study.toml", ["acceptance=true"])  # as nodes do unless told otherwise
+    study = config.load_study("study.toml")
+    judging = config.load_study(
+        "study.toml", ["acceptance=true"]
+    )  # as nodes do unless told otherwise
     simulated = run_study(judging, out=tmp_path / "runs")
 
     files = fleet.lay_out(tmp_path / "nodes", study, port=port, network=QUICK)

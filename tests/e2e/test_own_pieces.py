@@ -209,6 +209,6 @@ def test_a_study_with_another_own_piece_is_another_study(change, place):
 
     everything = {**PLAIN, **OWN["model"], **OWN["shift"], **OWN["selection"], "name": "own"}
     Path("study.toml").write_text(STUDY.format(**everything))
-    run_study(config.load("study.toml", ["rounds=0"]))
+    run_study(config.load_study("study.toml", ["rounds=0"]))
     with pytest.raises(CheckpointError, match="was run with other settings"):
-        run_study(config.load("study.toml", ["rounds=0", change]), resume=True)
+        run_study(config.load_study("study.toml", ["rounds=0", change]), resume=True)

@@ -88,7 +88,7 @@ def test_three_processes_share_a_study(tmp_path: Path):
         (label, seed) for label in ("local", "random") for seed in range(4)
     ]
     alone = run_study(
-        config.load(tmp_path / "shared.toml", ["seeds=[2]"]), out=tmp_path / "alone"
+        config.load_study(tmp_path / "shared.toml", ["seeds=[2]"]), out=tmp_path / "alone"
     ).folder
     for path in alone.rglob("*.parquet"):
         there = folder / path.relative_to(alone)

@@ -71,7 +71,7 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
     reads them in every round, and its model learns.
     """
     (tmp_path / "study.toml").write_text(STUDY + method)
-    study, server = config.load(tmp_path / "study.toml"), "fedavg" in method
+    study, server = config.load_study(tmp_path / "study.toml"), "fedavg" in method
     coterie("net", "init", tmp_path, "--run", "three")
     for number, name in enumerate(["north", "stranger", "west"]):
         address = f"127.0.0.1:{port + number}"

@@ -79,7 +79,7 @@ def audit_privacy(
         if folder
         else None
     )
-    chosen = chosen or config.load(study, set_ or ())
+    chosen = chosen or config.load_study(study, set_ or ())
     private = None if noise is None else DPSGD(clip, noise, delta)
 
     def report_progress(text: str) -> None:

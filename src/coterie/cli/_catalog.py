@@ -93,7 +93,7 @@ def build_catalog() -> str:
     from coterie.studies import config
 
     entries = {kind: asdict(describe_method(kind, cls)) for kind, cls in METHODS.items()}
-    loaded = {name: config.load(name) for name in config.find_builtin_studies()}
+    loaded = {name: config.load_study(name) for name in config.find_builtin_studies()}
     sizes = {
         name: (
             f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds",

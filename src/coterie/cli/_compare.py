@@ -293,12 +293,12 @@ def tune_study(
     from coterie.studies import config
     from coterie.studies import tune as tuning
 
-    chosen = config.load(study, set_ or ())
+    chosen = config.load_study(study, set_ or ())
     axes: dict[str, list[Any]] = (
         tuning.parse_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
     )
     if seeds is not None:
-        axes["seeds"] = list(config.load(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
+        axes["seeds"] = list(config.load_study(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
     elif "seeds" in chosen.tune:
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
     if not set(axes) - {"seeds"}:

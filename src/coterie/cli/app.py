@@ -156,7 +156,7 @@ def run_study(
         changes.append(f"scale={float(scale)!r}")
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
-    chosen = config.load(study, changes)
+    chosen = config.load_study(study, changes)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
     _run_and_show(
         chosen,
@@ -302,7 +302,7 @@ def list_studies(
 def _resolve_study(name: str) -> str:
     from coterie.studies import config
 
-    return config.format_study(config.load(name))
+    return config.format_study(config.load_study(name))
 
 
 @app.command("list")

@@ -133,7 +133,7 @@ def modules(names: Iterable[str]) -> dict[str, bytes]:
         names: modules that this process has imported.
 
     Raises:
-        ConfigError: when they are more than `MAX_SIDE` bytes.
+        ConfigError: when they are more than `LARGEST` bytes.
     """
     files: dict[str, bytes] = {}
     waiting, seen = [name.partition(".")[0] for name in names], set[str]()

@@ -260,7 +260,7 @@ def join_results(
 
 def demo_study(clients: int, rounds: int) -> StudyConfig:
     """Return the study of the demonstration: DAC on the bundled digits in two rotations."""
-    return config.load(
+    return config.load_study(
         "rotated-digits",
         [
             'name="net-demo"',

@@ -159,7 +159,7 @@ class NodeFile(Configurable):
 
     def select_run(self) -> tuple[StudyConfig, str, int]:
         """Return the study, and the label and seed of this node's run."""
-        return select_run(config.load(self.resolve_path(self.study)), self.method, self.seed)
+        return select_run(config.load_study(self.resolve_path(self.study)), self.method, self.seed)
 
 
 def select_run(

@@ -134,7 +134,7 @@ def write_roster(
         raise ConfigError(
             f"{folder} has signed no member yet; answer requests with `coterie net sign`"
         )
-    chosen, _, _ = nodefile.select_run(config.load(study))
+    chosen, _, _ = nodefile.select_run(config.load_study(study))
     plan = nodefile.make_run_spec(chosen)
     if plan.method.server and not server:
         raise ConfigError(

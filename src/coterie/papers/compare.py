@@ -551,7 +551,7 @@ def is_full_size(study: StudyConfig) -> bool:
     """
     if study.name not in find_builtin_studies():
         return False
-    return _sizes_of_points(study) == _sizes_of_points(config.load(study.name))
+    return _sizes_of_points(study) == _sizes_of_points(config.load_study(study.name))
 
 
 def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
@@ -635,7 +635,7 @@ def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
             for one in numbers.load_published(numbers.EXPERIMENTS[name])
         )
     ]
-    return {name: predict_costs(config.load(name)) for name in printing}
+    return {name: predict_costs(config.load_study(name)) for name in printing}
 
 
 def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> ComparedNumber | None:

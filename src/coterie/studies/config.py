@@ -45,7 +45,7 @@ _FREE = tuple(
 )
 
 
-def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
+def load_study(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
     """Load a study from a study file or by the name of a built-in study.
 
     Args:
@@ -62,10 +62,6 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
     """
     name, file = _find_study(str(source), find_builtin_studies())
     return parse_study({"name": name, **_load_file(file)}, overrides)
-
-
-load_study = load
-"""`load` as it is called among the public names."""
 
 
 def parse_study_text(

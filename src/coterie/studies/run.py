@@ -276,7 +276,7 @@ def run_study(
             set.
         CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
     """
-    study = study if isinstance(study, StudyConfig) else config.load(study)
+    study = study if isinstance(study, StudyConfig) else config.load_study(study)
     require(workers >= 1, "workers", workers, "at least 1")
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")

@@ -119,7 +119,7 @@ def run_sweep(
         RunExistsError: when the sweep's folder is there and neither `resume` nor `overwrite` is
             set.
     """
-    study = study if isinstance(study, StudyConfig) else config.load(study)
+    study = study if isinstance(study, StudyConfig) else config.load_study(study)
     studies = expand_sweep(study)
 
     def run_point(one: StudyConfig) -> Study:

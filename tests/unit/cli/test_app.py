@@ -126,7 +126,7 @@ def test_options_reach_the_study(coterie, tmp_path):
         coterie, "--set", "methods.gossip.num_peers=1", "--seeds", "3,4", "--engine", "loop", "--out", "elsewhere",
         "--scale", "0.5",
     )  # fmt: skip
-    study = config.load(tmp_path / "elsewhere/tiny/config.toml")
+    study = config.load_study(tmp_path / "elsewhere/tiny/config.toml")
     assert status == 0
     assert (study.seeds, study.settings.engine, study.scale) == ((3, 4), "loop", 0.5)
     assert study.methods[0].method == METHODS["random"](num_peers=1)
@@ -145,7 +145,7 @@ def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp
     assert err.startswith("coterie: runs/tiny exists; go on with it with --resume")
     assert run(coterie, "--resume")[0] == 0
     assert run(coterie, "--overwrite", "--set", "rounds=1")[0] == 0
-    assert config.load(tmp_path / "runs/tiny/config.toml").settings.rounds == 1
+    assert config.load_study(tmp_path / "runs/tiny/config.toml").settings.rounds == 1
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say()
 @functools.cache
 def loaded():
     """The built-in studies."""
-    return {name: config.load(name) for name in config.find_builtin_studies()}
+    return {name: config.load_study(name) for name in config.find_builtin_studies()}
 
 
 def test_methods_of_other_packages_are_listed_too(coterie, monkeypatch):
@@ -564,7 +564,7 @@ def test_studies_lists_them_and_prints_a_file_to_start_from(coterie, tmp_path):
     assert "rotated-digits" in coterie("studies")[1]
     _, out, _ = coterie("studies", "rotated-digits")
     (tmp_path / "mine.toml").write_text(out)
-    assert config.load(tmp_path / "mine.toml") == config.load("rotated-digits")
+    assert config.load_study(tmp_path / "mine.toml") == config.load_study("rotated-digits")
 
 
 def test_studies_prints_what_a_study_extends_and_all_that_runs(coterie):
@@ -573,7 +573,7 @@ def test_studies_prints_what_a_study_extends_and_all_that_runs(coterie):
     assert 'label = "PENS"' in coterie("studies", "dac/_base")[1]
     _, out, _ = coterie("studies", "dac/tau", "--resolved")
     assert "extends" not in out
-    assert config.parse_study_text(out) == config.load("dac/tau")
+    assert config.parse_study_text(out) == config.load_study("dac/tau")
 
 
 @pytest.mark.parametrize("command", ["run", "resume", "methods", "list", "show", "studies"])

@@ -70,7 +70,9 @@ def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     text = io.StringIO()
     console = Console(file=text, force_terminal=lively, width=80)
     monkeypatch.setattr(_display, "is_live_terminal", lambda _: lively)
-    with _display.show_progress([config.load("rotated-digits")], console, quiet=False) as observe:
+    with _display.show_progress(
+        [config.load_study("rotated-digits")], console, quiet=False
+    ) as observe:
         observe(Note("DAC", 0, "compiling the model (once for this machine)"))
         for number in (18, 19):
             observe(

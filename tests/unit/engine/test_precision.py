@@ -123,8 +123,8 @@ def test_cuda_graphs_are_for_a_device_alone():
 
 
 def test_a_study_says_its_precision_and_one_that_does_not_is_what_it_was():
-    study = config.load("rotated-digits", ["precision='bf16'"])
+    study = config.load_study("rotated-digits", ["precision='bf16'"])
     assert study.settings.precision == "bf16"
-    assert config.hash_study(study) != config.hash_study(config.load("rotated-digits"))
-    assert "precision" not in config.make_identity(config.load("rotated-digits"))
+    assert config.hash_study(study) != config.hash_study(config.load_study("rotated-digits"))
+    assert "precision" not in config.make_identity(config.load_study("rotated-digits"))
     assert Settings().precision == "full"

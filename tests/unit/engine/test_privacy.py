@@ -110,7 +110,7 @@ def test_engines_agree(model, optimizer):
 
 
 def test_engines_agree_on_augmented_images():
-    federation = build_federation(config.load("rotated-digits").data, 0)
+    federation = build_federation(config.load_study("rotated-digits").data, 0)
     local = replace(SGD, steps=2, batch_size=6, augment="crop-flip", padding=1)
     ends = []
     for engine in ENGINES:

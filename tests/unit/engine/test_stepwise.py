@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
 
 def test_images_are_cropped_and_flipped_as_in_training():
     """Draws of an augmentation depend on the step, which a single gradient knows."""
-    federation = build_federation(config.load("rotated-digits").data, 0)
+    federation = build_federation(config.load_study("rotated-digits").data, 0)
     for engine in ENGINES:
         own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
         local = replace(SGD, batch_size=20, augment="crop-flip", padding=1)

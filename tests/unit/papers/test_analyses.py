@@ -155,7 +155,7 @@ def test_a_study_is_analyzed_run_by_run(study: Path):
     assert len(pd.read_parquet(path)) == 3 * 4
     loop = reopen_run(study / "fedgwc/seed-0")
     assert loop.is_finished
-    assert config.load(study / "config.toml").name == "small"
+    assert config.load_study(study / "config.toml").name == "small"
 
 
 def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):

@@ -473,21 +473,23 @@ def test_rows_chosen_here_are_counted_apart(tmp_path):
 
 def test_full_size_is_that_of_the_built_in_study():
     """Fewer seeds leave the size; fewer rounds, fewer clients or a study of one's own do not."""
-    assert compare.is_full_size(config.load("similarity/synthetic", ["seeds=1"]))
-    assert not compare.is_full_size(config.load("similarity/synthetic", ["scale=0.5"]))
-    assert not compare.is_full_size(config.load("similarity/synthetic", ["rounds=20"]))
+    assert compare.is_full_size(config.load_study("similarity/synthetic", ["seeds=1"]))
+    assert not compare.is_full_size(config.load_study("similarity/synthetic", ["scale=0.5"]))
+    assert not compare.is_full_size(config.load_study("similarity/synthetic", ["rounds=20"]))
     assert not compare.is_full_size(config.parse_study_text(STUDY))
-    assert compare.is_full_size(config.load("similarity/samples", ["seeds=1"])), (
+    assert compare.is_full_size(config.load_study("similarity/samples", ["seeds=1"])), (
         "its paper prints no numbers"
     )
-    assert not compare.is_full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
-    (stored,) = expand_sweep(config.load("dac/tau"))
+    assert not compare.is_full_size(
+        config.load_study("similarity/samples", ["sweep.data.train=[50]"])
+    )
+    (stored,) = expand_sweep(config.load_study("dac/tau"))
     assert compare.is_full_size(stored), "as it is stored: with a method for each point"
 
 
 def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
     """n = 100, l = 4, T1 = 100, T2 = 200, a correction in every tenth round; bags of the 24 others of a cluster."""
-    study = config.load("panm/low-budget")
+    study = config.load_study("panm/low-budget")
     lines = {
         (line.row.partition("/")[0], line.metric): line for line in compare.predict_costs(study)
     }
@@ -514,7 +516,7 @@ def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
 
 def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     """A tenth of the rounds moves a tenth of the models; the numbers are counted as predictions once."""
-    text = config.format_study(config.load("panm/low-budget", ["scale=0.1", "seeds=1"]))
+    text = config.format_study(config.load_study("panm/low-budget", ["scale=0.1", "seeds=1"]))
     result = compare.load_result(write_study(tmp_path / "mine", text, **{"FedAvg": 0.3}))
     found = compare.compare_with_paper(result)
     fedavg = next(

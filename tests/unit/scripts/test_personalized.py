@@ -21,7 +21,7 @@ def test_the_page_is_up_to_date():
 @pytest.mark.parametrize("name", personalized.STUDIES)
 def test_the_bundled_study_is_the_one_that_was_tuned_and_stored(name):
     """Its methods have the values that tuning found, its trials were as many for each, over seeds of their own."""
-    study, found = config.load(f"personalized/{name}"), personalized.trials(name)
+    study, found = config.load_study(f"personalized/{name}"), personalized.trials(name)
     assert {label: len(points) for label, points in found.items()} == dict.fromkeys(
         [entry.label for entry in study.methods], 18
     )
@@ -29,7 +29,7 @@ def test_the_bundled_study_is_the_one_that_was_tuned_and_stored(name):
     assert seeds == set(study.tune["seeds"])
     assert not seeds & set(study.seeds)
     assert set(study.seeds) == {one["seed"] for one in personalized.stored(name, "runs.json")}
-    stored = config.load(personalized.STORED / "personalized" / name / "config.toml")
+    stored = config.load_study(personalized.STORED / "personalized" / name / "config.toml")
     for entry in study.methods:
         kept = stored.find_method(entry.label)
         assert (entry.method, entry.settings.local, entry.settings.buffers) == (

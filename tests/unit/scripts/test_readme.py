@@ -23,11 +23,11 @@ def test_the_examples_of_own_model_and_data_run_in_ten_lines(capsys):
 
 
 def test_the_study_file_of_the_readme_is_valid(tmp_path):
-    from coterie.studies.config import load
+    from coterie.studies.config import load_study
 
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.S)
     (tmp_path / "mine.toml").write_text(text)
-    study = load(tmp_path / "mine.toml")
+    study = load_study(tmp_path / "mine.toml")
     assert [m.label for m in study.methods] == ["dac", "local"]
 
 

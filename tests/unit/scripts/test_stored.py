@@ -99,7 +99,7 @@ def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     no more than five points of accuracy.
     """
     folder = stored.STORED / "rotated-digits"
-    study = config.load(folder / "config.toml")
+    study = config.load_study(folder / "config.toml")
     head = json.loads((folder / "origin.json").read_text())
     runs = run_study(replace(study, seeds=study.seeds[:1]), out=tmp_path).folder
     expected = {
@@ -415,7 +415,7 @@ def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(
 
 def study_of(labels, seeds, **changes):
     """The settings of a built-in study with some of its methods."""
-    study = config.load("rotated-digits")
+    study = config.load_study("rotated-digits")
     methods = tuple(entry for label in labels for entry in study.methods if entry.label == label)
     return replace(study, methods=methods, seeds=tuple(seeds), **changes)
 
@@ -563,7 +563,7 @@ def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
     ],
 )
 def test_the_command_of_a_sweep_names_methods_and_not_their_points(name, labels, methods):
-    study = config.load(name)
+    study = config.load_study(name)
     expanded = replace(
         study, seeds=(0,), methods=tuple(replace(study.methods[0], label=label) for label in labels)
     )
@@ -577,10 +577,10 @@ def test_the_command_of_a_sweep_names_methods_and_not_their_points(name, labels,
     ("seeds", "said"), [((0,), "1"), ((0, 1), "2"), ((1,), "1,"), ((1, 2), "1,2")]
 )
 def test_the_command_of_joined_runs_says_their_seeds(seeds, said):
-    study = replace(config.load("dac/cifar10-rotation-4x25"), seeds=seeds)
+    study = replace(config.load_study("dac/cifar10-rotation-4x25"), seeds=seeds)
     command = stored._command("coterie run dac/cifar10-rotation-4x25 --seeds 5", study)
     assert command == f"coterie run dac/cifar10-rotation-4x25 --seeds {said}"
-    assert config.load(study.name, [f"seeds={config.parse_seeds(said)}"]).seeds == seeds
+    assert config.load_study(study.name, [f"seeds={config.parse_seeds(said)}"]).seeds == seeds
 
 
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
@@ -647,7 +647,7 @@ def test_parts_with_other_settings_or_seeds_are_not_joined(
             match="other methods with the same seeds, or other seeds of the same methods",
         ):
             stored.keep(part(name, *runs), join=True, where=where)
-    data = replace(config.load("rotated-digits").data, train=7)
+    data = replace(config.load_study("rotated-digits").data, train=7)
     with pytest.raises(CoterieError, match=r"other settings: data\.train is 60 there and 7 here"):
         stored.keep(part("other", ("Random", 0), data=data), join=True, where=where)
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == before

@@ -50,7 +50,7 @@ def source(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_can_start(name):
     """Its clients get few samples each; its first method takes a look at the model; clusters have the paper's names."""
-    study = config.load(name)
+    study = config.load_study(name)
     data = study.data
     if "hospital" in name or "heart" in name:  # bundled, and small
         federation = build_federation(data, 0)
@@ -79,7 +79,7 @@ def test_a_study_can_start(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_says_what_it_is(name):
-    study = config.load(name)
+    study = config.load_study(name)
     assert study.name == name
     assert study.description.endswith((".", "?"))
     assert study.paper == numbers.EXPERIMENTS.get(name)
@@ -88,16 +88,18 @@ def test_a_study_says_what_it_is(name):
         assert named == set(numbers.list_rows(study.paper)), "every published row has its method"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if config.load(name).sweep])
+@pytest.mark.parametrize("name", [name for name in NAMES if config.load_study(name).sweep])
 def test_a_sweep_changes_something_at_every_point(name):
-    studies = expand_sweep(config.load(name))
+    studies = expand_sweep(config.load_study(name))
     points = {
         config.hash_study(study.select_run(entry.label, 0))
         for study in studies
         for entry in study.methods
     }
     assert (
-        len(points) == sum(len(study.methods) for study in studies) > len(config.load(name).methods)
+        len(points)
+        == sum(len(study.methods) for study in studies)
+        > len(config.load_study(name).methods)
     )
 
 
@@ -106,7 +108,7 @@ def test_every_published_experiment_has_its_study():
 
 
 def test_the_synthetic_study_is_made_at_full_size():
-    study = config.load("similarity/synthetic")
+    study = config.load_study("similarity/synthetic")
     federation = build_federation(study.data, 0)
     assert len(federation) == 99
     assert federation.split.eq(0).sum(1).eq(50).all()
@@ -125,7 +127,7 @@ def test_pretrained_weights_that_are_not_there_are_asked_for(monkeypatch):
 @pytest.mark.parametrize("name", ["four-hospitals", "flamby-heart-disease"])
 def test_the_studies_of_hospitals_have_them_by_name(name):
     """No planted clusters; the study with folds tests every patient five times."""
-    study = config.load(name)
+    study = config.load_study(name)
     federation = build_federation(study.data, 0)
     assert federation.client_names == ("cleveland", "hungary", "long-beach-va", "switzerland")
     assert federation.truth is None
@@ -138,7 +140,7 @@ def test_the_studies_of_hospitals_have_them_by_name(name):
 
 def test_flambys_rounds_are_those_of_its_code():
     """100 updates a round; 50 epochs in all of a mean hospital: 486 rows, 4 hospitals, whole batches of 4."""
-    study = config.load("flamby-heart-disease")
+    study = config.load_study("flamby-heart-disease")
     assert study.settings.rounds == (486 // 4 // 4) * 50 // 100
     assert study.settings.local.steps == 100
     for label in ("Pooled", "Local"):

@@ -69,7 +69,7 @@ SWEEPS = {
 @pytest.mark.parametrize("name", SWEEPS)
 def test_grids_of_the_papers(name: str):
     """One method for each point of the grid, beside FedAvg for SosicFL; each can be made."""
-    (study,) = sweep.expand_sweep(config.load(name))
+    (study,) = sweep.expand_sweep(config.load_study(name))
     assert len(study.methods) == SWEEPS[name]
     assert study.settings.evaluate == "final"
 
@@ -83,7 +83,7 @@ def test_guesses_are_marked(name: str):
         texts.append(config.find_builtin_studies(bases=True)[source].read_text(encoding="utf-8"))
         source = tomllib.loads(texts[-1]).get("extends")
     assert any("ours" in text or "lost" in text for text in texts)
-    study = config.load(name)
+    study = config.load_study(name)
     assert study.settings.evaluate == "final"
     assert study.settings.eval_every > 0
     assert "maxima" in study.settings.metrics
@@ -103,7 +103,9 @@ def test_guesses_are_marked(name: str):
 def test_the_data_of_every_study_can_be_had_or_are_described():
     """A short name of the Hub, a bundled dataset, or one of which the error says what to get."""
     known = {*BUNDLED, *HUB_NAMES, *GATHERED, "coterie.data.heart_disease:flamby"}
-    assert {dataset for name in NAMES for dataset in config.load(name).data.dataset_names} <= known
+    assert {
+        dataset for name in NAMES for dataset in config.load_study(name).data.dataset_names
+    } <= known
 
 
 def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):

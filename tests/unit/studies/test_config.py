@@ -104,7 +104,7 @@ def test_what_is_written_is_complete():
 
 @pytest.mark.parametrize("name", list(config.find_builtin_studies()))
 def test_every_built_in_study_reads_back_as_itself(name):
-    study = config.load(name)
+    study = config.load_study(name)
     assert study.name == name
     assert study.description
     assert config.parse_study_text(config.format_study(study)) == study
@@ -159,17 +159,17 @@ def test_a_missing_dataset_and_broken_toml_are_named():
 
 def test_an_unknown_study_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'rotated-digits'"):
-        config.load("rotated-digit")
+        config.load_study("rotated-digit")
     with pytest.raises(ConfigError, match=r"no study file .*nowhere\.toml"):
-        config.load(tmp_path / "nowhere.toml")
+        config.load_study(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="is a folder"):
-        config.load(tmp_path)
+        config.load_study(tmp_path)
 
 
 def test_a_file_without_a_name_is_called_like_the_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(STUDY.replace('name = "small"', ""))
-    assert config.load(path).name == "mine"
+    assert config.load_study(path).name == "mine"
 
 
 def test_set_reaches_a_method_by_label_or_else_all_of_a_kind():
@@ -263,7 +263,7 @@ def extended(tmp_path):
     def read(text, *changes, source="base.toml"):
         path = tmp_path / "mine.toml"
         path.write_text(f'extends = "{source}"\n{text}')
-        return config.load(path, changes)
+        return config.load_study(path, changes)
 
     return read
 
@@ -338,9 +338,9 @@ def test_a_chain_is_followed_and_paths_are_relative_to_the_file_that_says_them(t
         'extends = "../base.toml"\nrounds = 5\nlocal.epochs = 3'
     )
     (tmp_path / "mine.toml").write_text('extends = "far/middle.toml"\nrounds = 6')
-    settings = config.load(tmp_path / "mine.toml").settings
+    settings = config.load_study(tmp_path / "mine.toml").settings
     assert (settings.rounds, settings.local.epochs, settings.local.lr) == (6, 3, 0.01)
-    assert config.parse_study_text('extends = "rotated-digits"').data == config.load().data
+    assert config.parse_study_text('extends = "rotated-digits"').data == config.load_study().data
 
 
 def test_a_circle_is_refused(tmp_path):
@@ -349,7 +349,7 @@ def test_a_circle_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"extends itself: a\.toml extends b\.toml extends a\.toml$"
     ):
-        config.load(tmp_path / "a.toml")
+        config.load_study(tmp_path / "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_base_is_no_study_of_its_own():
     assert "dac/_base" in config.find_builtin_studies(bases=True)
     assert "dac/_base" not in config.find_builtin_studies()
     with pytest.raises(ConfigError, match="unknown study 'dac/_base'"):
-        config.load("dac/_base")
+        config.load_study("dac/_base")
 
 
 def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, monkeypatch):
@@ -411,10 +411,10 @@ def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, mon
     (tmp_path / "mine.toml").write_text('extends = "far/base.toml"\n')
     (tmp_path / "far/t.csv").write_text("y\n")
     for file in ("far/base.toml", "mine.toml"):
-        options = config.load(file).data.options
+        options = config.load_study(file).data.options
         assert options == {"path": str(tmp_path / "far/t.csv"), "target": "y", "test": "held.csv"}
     (tmp_path / "t.csv").write_text("y\n")
-    assert config.load("mine.toml").data.options["path"] == "t.csv"
+    assert config.load_study("mine.toml").data.options["path"] == "t.csv"
 
 
 @pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])

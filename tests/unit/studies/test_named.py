@@ -11,4 +11,4 @@ def test_every_named_file_is_a_study_and_what_is_only_extended_has_no_entry_amon
     assert list(found) == sorted(found)
     assert all(found[name].name == f"{name.rpartition('/')[2]}.toml" for name in found)
     assert {"rotated-digits", "dac/tau"} <= set(found)
-    assert config.load("dac/tau").name == "dac/tau"
+    assert config.load_study("dac/tau").name == "dac/tau"

@@ -103,7 +103,7 @@ def test_a_study_is_shown_in_a_few_words(finished):
 
 
 def test_the_config_of_a_run_is_a_study_of_that_run_alone(finished):
-    study = config.load(finished.folder / "Alone" / "seed-1" / "config.toml")
+    study = config.load_study(finished.folder / "Alone" / "seed-1" / "config.toml")
     assert ([entry.label for entry in study.methods], study.seeds) == (["Alone"], (1,))
     assert study.settings == small().settings
 
@@ -499,7 +499,7 @@ def test_a_renamed_study_is_read_and_goes_on_under_its_new_name(finished, tmp_pa
     assert (done.folder, done.config.name) == (moved, "Größe")
     assert done.rows.equals(finished.rows)
     assert contents(moved) == contents(finished.folder)
-    assert config.load(moved / "config.toml").name == "Größe"
+    assert config.load_study(moved / "config.toml").name == "Größe"
     assert {path.name for path in tmp_path.iterdir()} == {"Größe"}
 
 

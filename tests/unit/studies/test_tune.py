@@ -158,7 +158,7 @@ def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     done = CliRunner().invoke(app, [*arguments, "--workers", "1", "--widenings", "0", "--quiet"])
     assert done.exit_code == 0, done.output
     assert "Alone: lr = 0.001" in done.output
-    chosen = config.load(tmp_path / "tuned" / "small-tuned.toml")
+    chosen = config.load_study(tmp_path / "tuned" / "small-tuned.toml")
     assert chosen.name == "small-tuned"
     assert chosen.find_method("Alone").settings.local.lr == 0.001
     assert (tmp_path / "tuned" / "small-tuned.json").exists()
@@ -195,7 +195,7 @@ def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tm
         )
         assert done.exit_code == 0, done.output
         assert {one["seed"] for one in json.loads((out / "small-tuned.json").read_text())} == seeds
-        assert list(config.load(out / "small-tuned.toml").seeds) == [0]
+        assert list(config.load_study(out / "small-tuned.toml").seeds) == [0]
 
 
 def test_settings_with_which_a_client_diverges_count_as_tried(study, tmp_path):
@@ -261,7 +261,7 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
         ],
     )
     assert told.exception is None, told.output
-    tuned = config.load(tmp_path / "small-tuned.toml")
+    tuned = config.load_study(tmp_path / "small-tuned.toml")
     assert tuned.data.dataset == f"{__name__}:made"
 
 
