@@ -279,14 +279,12 @@ def _find_modules(work: Any) -> set[str]:
     from coterie.studies import config
 
     names: set[str] = set()
-    for value in vars(work).values():
+    inputs = getattr(work, "inputs", None)
+    for value in [*vars(work).values(), *(() if inputs is None else vars(inputs).values())]:
         if isinstance(value, config.StudyConfig):
             names |= packing.find_named_modules(config.make_study_table(value))
         elif callable(value):
             names |= packing.find_defining_modules(value)
-    study = getattr(work, "study", None)
-    if isinstance(study, str):
-        names |= packing.find_named_modules(config.make_study_table(config.parse_study_text(study)))
     return names
 
 

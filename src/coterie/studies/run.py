@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import pandas as pd
 from coterie._util import manifest
 from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
-from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.errors import (
@@ -56,13 +54,13 @@ from coterie.simulation.run import (
 )
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
-from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
+from coterie.studies.definition import LABEL, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
+from coterie.studies.inputs import FederationSource, StudyInputs
 
 CONFIG = "config.toml"
 FAILURE_FILE = ".failure.txt"
 SHARED_MEMORY = Path("/dev/shm")
-FederationSource = Federation | Callable[[int], Federation]
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,7 @@ class _StudyWork:
 
     config: StudyConfig
     folder: Path
-    data_dir: Path | None
-    federation: FederationSource | None
-    model: ModelSource | None
+    inputs: StudyInputs
     run: Callable[..., object] = simulate
 
     def __call__(self, given: _JobWithData, emit: Callable[[object], None]) -> bool:
@@ -158,9 +154,9 @@ class _StudyWork:
                 manifest.replace_files(folder, {CONFIG: config.format_study(own).encode()})
                 emit(FilesSaved(folder))
                 self.run(
-                    given.federation or self.make_federation(job.seed),
+                    given.federation or self.inputs.make_federation(job.seed),
                     entry.method,
-                    model=self.model_source,
+                    model=self.inputs.model_source,
                     settings=entry.settings,
                     seed=job.seed,
                     label=job.label,
@@ -178,22 +174,12 @@ class _StudyWork:
         return True
 
     def folder_of(self, given: _JobWithData) -> Path:
-        """The folder of a job."""
+        """Return the folder of a job."""
         return run_folder(self.folder, given.job)
 
     def moved(self, folder: Path) -> "_StudyWork":
-        """The same jobs in another folder, on another machine: each brings its data."""
-        return replace(self, folder=folder, federation=None, data_dir=None)
-
-    @property
-    def model_source(self) -> ModelSource:
-        """The model of the clients."""
-        if self.model is None and self.config.model.kind == OWN:
-            raise ConfigError(
-                "this study has a module of your own; give it from Python: run_study(..., "
-                "model=...)"
-            )
-        return self.config.model.named_model if self.model is None else self.model
+        """Return the same work in another folder, on another machine; its jobs carry their data."""
+        return replace(self, folder=folder, inputs=self.inputs.without_data())
 
     def check_methods(self, federation: Federation) -> None:
         """Check before anything is written: one training step of each method's model."""
@@ -202,7 +188,7 @@ class _StudyWork:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            check_run(federation, entry.method, self.model_source, quick)
+            check_run(federation, entry.method, self.inputs.model_source, quick)
 
     def data_to_send(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
         """Return the federation of a seed if its job must carry it, else None.
@@ -210,27 +196,8 @@ class _StudyWork:
         None where the worker makes the data itself, or they do not fit into shared memory.
         """
         if over is None:
-            return _fit_shared_memory(self.make_federation(seed)) if crew > 1 else None
-        return self.make_federation(seed) if over.far else None
-
-    def make_federation(self, seed: int) -> Federation:
-        """Return the federation of a seed."""
-        if isinstance(self.federation, Federation):
-            return self.federation
-        if self.federation is not None:
-            return self.federation(seed)
-        if self.config.data.dataset == OWN:
-            raise ConfigError(
-                "this study has data of your own; give them from Python: run_study(..., "
-                "federation=...)"
-            )
-        return _federation(config.format_study(self.config), seed, self.data_dir)
-
-
-@lru_cache(maxsize=1)
-def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
-    """The federation of a study file and a seed; the last one is kept, since jobs come seed by seed."""
-    return build_federation(config.parse_study_text(study, to_run=False).data, seed, data_dir)
+            return _fit_shared_memory(self.inputs.make_federation(seed)) if crew > 1 else None
+        return self.inputs.make_federation(seed) if over.far else None
 
 
 def _fit_shared_memory(federation: Federation) -> Federation | None:
@@ -281,12 +248,9 @@ def run_study(
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     folder = Path(out) / study.name
-    plan = _StudyWork(
-        study, folder, None if data_dir is None else Path(data_dir), federation, model
-    )
+    plan = _StudyWork(study, folder, StudyInputs(study, data_dir, federation, model))
     _check_folder(study, folder, resume, overwrite)
-    _federation.cache_clear()  # the file that the data came from may have changed
-    first = plan.make_federation(study.seeds[0])
+    first = plan.inputs.make_federation(study.seeds[0])
     if resume:
         _check_data(study, folder, first)
     plan.check_methods(first)
@@ -432,15 +396,13 @@ def reopen_run(
         raise ConfigError(
             f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>"
         )
-    plan = _StudyWork(
-        found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model
-    )
+    inputs = StudyInputs(found, data_dir, federation, model)
     entry, seed = found.scale_method(found.methods[0].label), found.seeds[0]
     return reopen_loop(
         path,
-        plan.make_federation(seed),
+        inputs.make_federation(seed),
         entry.method,
-        model=plan.model_source,
+        model=inputs.model_source,
         settings=entry.settings,
         seed=seed,
     )

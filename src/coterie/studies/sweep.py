@@ -27,14 +27,8 @@ from coterie.simulation.workers import FanOut
 from coterie.studies import config
 from coterie.studies.config import parse_path, set_path
 from coterie.studies.definition import StudyConfig, match_methods
-from coterie.studies.run import (
-    CONFIG,
-    FederationSource,
-    Study,
-    load_stored_study,
-    load_study_results,
-    run_study,
-)
+from coterie.studies.inputs import FederationSource
+from coterie.studies.run import CONFIG, Study, load_stored_study, load_study_results, run_study
 
 _FEDERATED = ("data", "model")
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]+")

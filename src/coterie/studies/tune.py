@@ -10,7 +10,6 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pandas as pd
 import torch
 
 from coterie._util.files import write_atomically
-from coterie.data.build import build_federation
 from coterie.data.federation import Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
@@ -30,17 +28,11 @@ from coterie.simulation.run import simulate
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import OWN, match_methods
+from coterie.studies.definition import match_methods
+from coterie.studies.inputs import FederationSource, StudyInputs
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
-
-_OWN_PIECES = (
-    "this study has data or a module of your own; give them from Python: tune(..., "
-    "federation=..., model=...), or name "
-    "them by import path in the study file"
-)
-FederationSource = Federation | Callable[[int], Federation]
 
 
 @dataclass(frozen=True)
@@ -172,27 +164,21 @@ def tune_study(
             raise ConfigError(
                 f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
             )
-    work = _TuningWork(
-        config.format_study(replace(study, sweep={}, tune={}), decided=False),
-        data_dir,
-        federation,
-        model,
-    )
-    data = lru_cache(maxsize=1)(work.make_federation)  # one object for the trials of a seed
+    inputs = StudyInputs(study, data_dir, federation, model)
+    far = over is not None and over.far
+    work = _TuningWork(replace(study, sweep={}, tune={}), inputs.without_data() if far else inputs)
     trials: list[Trial] = []
     choices: list[Choice] = []
     for _ in range(widenings + 1):
         done = {(trial.label, trial.point) for trial in trials}
         jobs = (
-            _TrialJob(label, point, seed, data(seed) if over is not None and over.far else None)
+            _TrialJob(label, point, seed, inputs.make_federation(seed) if far else None)
             for seed in tried
             for label, axes in grids.items()
             for point in _list_points(axes)
             if (label, point) not in done
         )
-        for _, trial in (over or fan_out)(
-            work.moved() if over is not None and over.far else work, jobs, workers, lambda _: None
-        ):
+        for _, trial in (over or fan_out)(work, jobs, workers, lambda _: None):
             trials.append(trial)
             if observer is not None:
                 observer(trial)
@@ -260,17 +246,12 @@ class _TrialJob:
 class _TuningWork:
     """What a worker needs to do any trial; a call does one."""
 
-    study: str
-    data_dir: str | Path | None
-    federation: FederationSource | None
-    model: ModelSource | None
+    study: StudyConfig
+    inputs: StudyInputs
 
     def __call__(self, job: _TrialJob, emit: Callable[[object], None]) -> Trial:
         label, point, seed = job.label, job.point, job.seed
-        study = config.parse_study_text(self.study)
-        federation = self.make_federation(seed) if job.federation is None else job.federation
-        if self.model is None and study.model.kind == OWN:
-            raise ConfigError(_OWN_PIECES)
+        federation = job.federation or self.inputs.make_federation(seed)
         without = (federation.count_samples("validation") == 0).nonzero().flatten().tolist()
         if without:
             raise ConfigError(
@@ -278,32 +259,19 @@ class _TuningWork:
                 f"{federation.client_name(without[0])} has none; give "
                 "data.validation, or validation= where the federation is made"
             )
-        entry = _apply_point(study, label, point).scale_method(label)
+        entry = _apply_point(self.study, label, point).scale_method(label)
         settings = replace(entry.settings, eval_every=0)
-        model = self.model or study.model.named_model
         run = simulate(
-            remove_test_sets(federation), entry.method, model=model, settings=settings, seed=seed
+            remove_test_sets(federation),
+            entry.method,
+            model=self.inputs.model_source,
+            settings=settings,
+            seed=seed,
         )
         metric, values = _find_validation_values(
             run.metrics, "best" if settings.evaluate == "best_val" else "current"
         )
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
-
-    def make_federation(self, seed: int) -> Federation:
-        """Return the federation of a seed."""
-        study = config.parse_study_text(self.study)
-        if OWN in (
-            self.federation is None and study.data.dataset,
-            self.model is None and study.model.kind,
-        ):
-            raise ConfigError(_OWN_PIECES)
-        if self.federation is None:
-            return build_federation(study.data, seed, self.data_dir)
-        return self.federation if isinstance(self.federation, Federation) else self.federation(seed)
-
-    def moved(self) -> "_TuningWork":
-        """The same work on another machine: each trial brings its data."""
-        return replace(self, federation=None, data_dir=None)
 
 
 def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:

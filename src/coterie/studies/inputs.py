@@ -1,0 +1,77 @@
+"""The data and the model of a study's runs: those of its settings, or those given from Python."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from coterie.data.build import build_federation
+from coterie.data.federation import Federation
+from coterie.errors import ConfigError
+from coterie.models.layout import ModelSource
+from coterie.studies.definition import OWN, StudyConfig
+
+FederationSource = Federation | Callable[[int], Federation]
+
+
+@dataclass
+class StudyInputs:
+    """Makes the data and the model of a study's runs.
+
+    Args:
+        study: the study.
+        data_dir: where datasets are on disk; COTERIE_DATA when None.
+        federation: the data, or a function from seed to data; those of the study when None.
+        model: the model; that of the study when None.
+    """
+
+    study: StudyConfig
+    data_dir: str | Path | None = None
+    federation: FederationSource | None = None
+    model: ModelSource | None = None
+    _last: tuple[int, Federation] | None = field(default=None, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last federation out: a worker process makes its own, or gets it with a job."""
+        return {**self.__dict__, "_last": None}
+
+    def make_federation(self, seed: int) -> Federation:
+        """Return the federation of a seed. The last one is stored, since jobs come seed by seed.
+
+        Raises:
+            ConfigError: when the data must be given from Python.
+        """
+        if isinstance(self.federation, Federation):
+            return self.federation
+        if self._last is None or self._last[0] != seed:
+            if self.federation is not None:
+                found = self.federation(seed)
+            elif self.study.data.dataset == OWN:
+                raise ConfigError(
+                    "this study has data of your own; give them from Python, as federation=..., or "
+                    "name them by import path in the study file"
+                )
+            else:
+                found = build_federation(self.study.data, seed, self.data_dir)
+            self._last = seed, found
+        return self._last[1]
+
+    @property
+    def model_source(self) -> ModelSource:
+        """The model of the clients.
+
+        Raises:
+            ConfigError: when the model must be given from Python.
+        """
+        if self.model is not None:
+            return self.model
+        if self.study.model.kind == OWN:
+            raise ConfigError(
+                "this study has a module of your own; give it from Python, as model=..., or name "
+                "it by import path in the study file"
+            )
+        return self.study.model.named_model
+
+    def without_data(self) -> "StudyInputs":
+        """Return the inputs for a worker on another machine: each of its jobs carries its data."""
+        return replace(self, federation=None, data_dir=None)
