@@ -70,7 +70,7 @@ class Measured:
             def timed(name: str, *arguments: Any) -> list[Any]:
                 began = time.perf_counter()
                 found = each(name, *arguments)
-                if name == "step" and isinstance(found[0], RoundReport):
+                if name == "run_round" and isinstance(found[0], RoundReport):
                     self.seconds.append(time.perf_counter() - began)
                     self.sent.append(sum(one.sent for one in found))
                     pids = [pid for _, pid in ray.get([host.place.remote() for host in crew.hosts])]

@@ -153,7 +153,7 @@ class Killing:
             each = crew.call_all
 
             def fragile(name: str, *arguments: Sequence[Any]) -> list[Any]:
-                if name != "step":
+                if name != "run_round":
                     return each(name, *arguments)
                 index = arguments[0][0]
                 self.steps.append(index)

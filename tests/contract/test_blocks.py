@@ -227,7 +227,7 @@ def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
 def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
     """Where it would be made: the machine that drives it has room."""
     room = iter([2**40, 2**40, 1000, 1000])
-    monkeypatch.setattr(_memory, "available", lambda _: next(room))
+    monkeypatch.setattr(_memory, "available_bytes", lambda _: next(room))
     with pytest.raises(
         ConfigError, match=r"needs about .* for models of others.*; found 1000 bytes"
     ):
@@ -239,7 +239,7 @@ def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.Mo
             blocks=3,
             start=ThreadBlocks.start,
         )
-    monkeypatch.setattr(_memory, "available", lambda _: 1000)
+    monkeypatch.setattr(_memory, "available_bytes", lambda _: 1000)
     with pytest.raises(
         ConfigError, match=r"for models, .* for the tables of results; found 1000 bytes"
     ):
@@ -271,7 +271,7 @@ class Failing:
             each = crew.call_all
 
             def fragile(name: str, *arguments: Any) -> list[Any]:
-                if name == "step":
+                if name == "run_round":
                     self.done.append(arguments[0][0])
                     if self.left and arguments[0][0] == self.left[0]:
                         self.left.pop(0)

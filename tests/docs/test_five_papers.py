@@ -13,8 +13,8 @@ from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers import compare
 from coterie.papers.figures import SIMILARITIES
 from coterie.papers.numbers import load_published
+from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.config import load_study
-from coterie.studies.named import find_builtin_studies
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "docs" / "reference" / "runs"

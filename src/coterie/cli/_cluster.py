@@ -109,7 +109,7 @@ class RunLocation:
             return
         from coterie.cluster import runs
 
-        with runs.runs_on(found, cpus=self.cpus, gpus=gpus) as over:
+        with runs.open_ray_runs(found, cpus=self.cpus, gpus=gpus) as over:
             yield over, workers or MANY
 
 
@@ -122,7 +122,7 @@ def check_cluster(on: str) -> int:
     """Say what differs on the machines of a cluster from this one; return the exit status."""
     from coterie.cluster import doctor
 
-    machines, own = _examine_machines(on), doctor.here()
+    machines, own = _examine_machines(on), doctor.describe_this_machine()
     wrong = doctor.describe_differences(machines, own, doctor.REFUSED)
     for line in wrong:
         typer.echo(f"WRONG  {line}")

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-def facts() -> dict[str, str]:
+def collect_facts() -> dict[str, str]:
     """Return the facts of this machine by name, "" where one is missing; see `doctor.NAMES`."""
 
     def run_command(*words: str) -> str:

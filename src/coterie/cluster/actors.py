@@ -239,7 +239,7 @@ def start_actors(
     refs, device, carried = list[Any](), "cpu", dict[str, bytes]()
     for one in given:
         device = one.plan.settings.device
-        carried = carried or packing.modules(_find_modules(one.plan))
+        carried = carried or packing.collect_modules(_find_modules(one.plan))
         refs.append(ray.put(packing.pack(one)))
 
     def list_machines() -> list[Mapping[str, float]]:
@@ -292,7 +292,7 @@ def open_ray_blocks(
 ) -> Iterator["BlockRuns"]:
     """Connect to a Ray cluster for the block, and yield what does a study's runs in blocks.
 
-        with blocks_on("ray:auto", 4) as over:
+        with open_ray_blocks("ray:auto", 4) as over:
             run_study("study.toml", over=over)
 
     Args:

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie.cluster.block_records import BlockRecord, RecordCall, merge_calls
 from coterie.cluster.exchange import (
     BlockExchange,
     BlockInterrupted,
@@ -31,7 +32,6 @@ from coterie.cluster.exchange import (
     Postbox,
     merge_snapshots,
 )
-from coterie.cluster.told import BlockRecord, RecordCall, merge_calls
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, CoterieError, require
@@ -184,7 +184,7 @@ class Block:
         self.loop, self.links = BlockLoop(given, links), links
         self._told = (0, 0.0, 0)
 
-    def step(self, index: int) -> RoundReport:
+    def run_round(self, index: int) -> RoundReport:
         """Run the warm-up or a round."""
         self.loop.next_round = index
         self.loop.run_next_round()
@@ -198,7 +198,7 @@ class Block:
             loop.recorder.take_calls(), samples, seconds, bool(loop.tracker.stopped.all()), sent
         )
 
-    def kept(self) -> BlockState:
+    def export_state(self) -> BlockState:
         """Return what a checkpoint needs."""
         loop = self.loop
         snapshot = getattr(loop.exchange, "snapshot")()  # noqa: B009
@@ -212,7 +212,7 @@ class Block:
             snapshot,
         )
 
-    def restore(self, kept: BlockState) -> None:
+    def import_state(self, kept: BlockState) -> None:
         """Continue from the state of a checkpoint."""
         loop = self.loop
         loop.state, loop.tracker = _move_state(kept.state, loop.task.device), kept.tracker
@@ -224,7 +224,7 @@ class Block:
         loop.task.privacy_ledger.restore(kept.spent)
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
 
-    def final(self, last: int) -> FinalReport:
+    def evaluate_final(self, last: int) -> FinalReport:
         """Run the final evaluation after a round."""
         self.loop.next_round = last + 1
         params = self.loop.evaluate_final()
@@ -393,7 +393,9 @@ class DriverLoop(Loop):
             self.tracker = map_tensors(self.tracker, lambda t: t[:1])
             for extension in self.extensions:
                 extension.state = map_tensors(extension.state, lambda t: t[:1])
-        self._merge_reports(self.crew.call_all("step", [self.next_round] * len(self.block_rows)))
+        self._merge_reports(
+            self.crew.call_all("run_round", [self.next_round] * len(self.block_rows))
+        )
         self.next_round += 1
 
     def _merge_reports(self, found: Sequence[RoundReport]) -> None:
@@ -445,7 +447,7 @@ class DriverLoop(Loop):
         """Collect the state of all blocks."""
         if self._gathered:
             return
-        found: list[BlockState] = self.crew.call_all("kept")
+        found: list[BlockState] = self.crew.call_all("export_state")
         states = [one.state for one in found]
         self.state = State(
             torch.cat([one.params for one in states]),
@@ -484,13 +486,15 @@ class DriverLoop(Loop):
                 )
             )
         self._gathered, self._all_stopped = True, bool(self.tracker.stopped.all())
-        self.crew.call_all("restore", kept)
+        self.crew.call_all("import_state", kept)
 
     def evaluate_final(self) -> Float[Tensor, "clients params"]:
         """Let every block evaluate its clients' chosen models, and return the models."""
         self.gather_state()
         last = self.next_round - 1
-        found: list[FinalReport] = self.crew.call_all("final", [last] * len(self.block_rows))
+        found: list[FinalReport] = self.crew.call_all(
+            "evaluate_final", [last] * len(self.block_rows)
+        )
         self._merge_reports([one.last for one in found])
         labels = [one.label for one in found if one.label is not None]
         tested = {name: torch.cat([one.tested[name] for one in found]) for name in found[0].tested}

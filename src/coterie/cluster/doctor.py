@@ -59,14 +59,14 @@ def make_probe() -> Callable[[], dict[str, str]]:
     def facts():  # a plain function, which cloudpickle sends by value
         names = {}
         exec(text, names)
-        return names["facts"]()
+        return names["collect_facts"]()
 
     return facts
 
 
-def here() -> Machine:
+def describe_this_machine() -> Machine:
     """Return this machine."""
-    return Machine("here", _facts.facts())
+    return Machine("here", _facts.collect_facts())
 
 
 def look_at_machines() -> list[Machine]:
@@ -138,7 +138,7 @@ def check_equal_software(machines: Sequence[Machine], own: Machine | None = None
     Raises:
         ConfigError: when one has another version of Coterie, torch or Python than this one.
     """
-    own = here() if own is None else own
+    own = describe_this_machine() if own is None else own
     if wrong := describe_differences(machines, own, REFUSED):
         raise ConfigError(
             f"the cluster has other software ({'; '.join(wrong)}); install the same on all machines"
@@ -159,7 +159,7 @@ def check_same_software(wanted: Facts) -> None:
     Raises:
         ConfigError: when it differs.
     """
-    own = Machine(platform.node(), _facts.facts())
+    own = Machine(platform.node(), _facts.collect_facts())
     if wrong := describe_differences(
         [own], Machine("here", wanted), [key for key in REFUSED if key in wanted]
     ):

@@ -123,7 +123,7 @@ def find_defining_modules(value: Any) -> set[str]:
     return {getattr(value, "__module__", None) or type(value).__module__, type(value).__module__}
 
 
-def modules(names: Iterable[str]) -> dict[str, bytes]:
+def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
     """Return the files of modules that are not installed, by path, with what they import.
 
     What is in the folders of installed packages must be installed on every machine; other modules,

@@ -119,7 +119,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _reach(place)
+    _check_reachable(place)
     if place.address == "local":
         # without a writable home, Ray leaves no token either
         with suppress(OSError, RuntimeError):
@@ -166,7 +166,7 @@ def _advise_on_token() -> str:
     )
 
 
-def _reach(place: Place) -> None:
+def _check_reachable(place: Place) -> None:
     """Refuse at once where nothing listens: Ray itself waits for minutes.
 
     Raises:

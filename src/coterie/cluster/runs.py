@@ -1,6 +1,6 @@
 """Whole runs on Ray: the jobs of a study or of tuning as Ray tasks.
 
-    with runs_on("ray:auto") as over:
+    with open_ray_runs("ray:auto") as over:
         run_study("study.toml", over=over)
 
 Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. This
@@ -45,11 +45,11 @@ class FolderWork(Protocol):
 
     folder: Path
 
-    def folder_of(self, job: Any, /) -> Path:
+    def job_folder(self, job: Any, /) -> Path:
         """Return the folder of a job, below `folder`."""
         ...
 
-    def moved(self, folder: Path, /) -> "FolderWork":
+    def relocate(self, folder: Path, /) -> "FolderWork":
         """Return the same work in another folder, on another machine."""
         ...
 
@@ -70,7 +70,7 @@ class SentBytes:
 
 
 @contextmanager
-def runs_on(
+def open_ray_runs(
     where: Place | str,
     *,
     cpus: float = 1,
@@ -121,7 +121,7 @@ class _ActiveRun:
 
 @dataclass
 class RayRuns(FanOut):
-    """`fan_out` over the Ray that this process is connected to; `runs_on` makes it.
+    """`fan_out` over the Ray that this process is connected to; `open_ray_runs` makes it.
 
     Args:
         cpus: processors of a run.
@@ -143,7 +143,7 @@ class RayRuns(FanOut):
         """Run every job and yield (job, result) as they finish.
 
         Args:
-            work: as that of `fan_out`; with `folder`, `folder_of` and `moved` its jobs write
+            work: as that of `fan_out`; with `folder`, `job_folder` and `relocate` its jobs write
                 folders, which are copied back.
             jobs: the jobs. One whose folder another process has claimed gives False.
             workers: the largest number of runs under way; there are also no more than the cluster
@@ -159,12 +159,12 @@ class RayRuns(FanOut):
         from ray.exceptions import RayError
 
         keeper = work if isinstance(work, FolderWork) else None
-        packed = packing.pack(work if keeper is None else keeper.moved(keeper.folder))
+        packed = packing.pack(work if keeper is None else keeper.relocate(keeper.folder))
         self._add_sent(data=packed.nbytes)
-        carried = packing.modules(_find_modules(work))
+        carried = packing.collect_modules(_find_modules(work))
         common = _put_object((packed, carried, list(sys.argv), self.cpus))
         store = _FederationStore(self)
-        tasks = _tasks(ray, self.cpus, self.gpus)
+        tasks = _make_tasks(ray, self.cpus, self.gpus)
         waiting, under_way = iter(jobs), dict[int, _ActiveRun]()
         number, more, last_room = 0, True, (0.0, 0)
         try:
@@ -239,7 +239,7 @@ class RayRuns(FanOut):
         claim = ExitStack()
         if keeper is None:
             return _ActiveRun(job, None, claim, None)
-        folder = keeper.folder_of(job)
+        folder = keeper.job_folder(job)
         try:
             claim.enter_context(claim_folder(folder))
         except FolderInUse:
@@ -341,7 +341,7 @@ def _shorten_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _tasks(ray: Any, cpus: float, gpus: float) -> Any:
+def _make_tasks(ray: Any, cpus: float, gpus: float) -> Any:
     """Return what submits tasks and receives their messages, in this process or on the cluster.
 
     A process that is not part of the cluster needs an actor there.
@@ -519,8 +519,8 @@ def _run_in_thread(
         known: dict[str, str] = {}
         folder = root
         if home:
-            work = work.moved(root / "study")
-            folder = work.folder_of(job)
+            work = work.relocate(root / "study")
+            folder = work.job_folder(job)
             abroad = str(folder)
             folders.write_files(there, folder)
             known = manifest.load_digests(folder)

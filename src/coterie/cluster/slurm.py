@@ -73,7 +73,7 @@ class SlurmRuns(FanOut):
         A job that fails does not stop the others; the first error is raised when all have ended.
 
         Args:
-            work: as that of `fan_out`, with `folder` and `folder_of`.
+            work: as that of `fan_out`, with `folder` and `job_folder`.
             jobs: the jobs.
             workers: how many may run at once.
             emit: receives the progress of runs, as their checkpoints show it.
@@ -83,7 +83,7 @@ class SlurmRuns(FanOut):
             WorkerDied: when a job ended without a result: killed, out of time, or by an error in
                 its log.
         """
-        if not hasattr(work, "folder_of"):
+        if not hasattr(work, "job_folder"):
             raise ConfigError(
                 f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on "
                 "Ray"
@@ -120,7 +120,7 @@ class SlurmRuns(FanOut):
                     )
                 for number, job in [*handed_in.items()]:
                     _report_progress(
-                        work.folder_of(asked[number]), asked[number], rounds, number, emit
+                        work.job_folder(asked[number]), asked[number], rounds, number, emit
                     )
                     if not job.done():
                         continue
@@ -139,7 +139,7 @@ class SlurmRuns(FanOut):
             raise failed[0]
 
     def _own_software(self) -> dict[str, str]:
-        own = doctor.here().facts
+        own = doctor.describe_this_machine().facts
         return {key: own[key] for key in doctor.REFUSED}
 
 
@@ -157,7 +157,7 @@ class _SlurmTask:
     def __call__(self) -> tuple[str, Any]:
         """Return "done" and the result, or "failed" and an error that is expected."""
         sys.argv = self.argv  # what provenance says is the command that the user gave
-        folder = self.work.folder_of(self.job)
+        folder = self.work.job_folder(self.job)
         try:
             doctor.check_same_software(self.wanted)
             if _load_request(self.work.folder / FOLDER).get("batch") != self.batch:
@@ -205,7 +205,7 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def states(study: Path) -> dict[str, tuple[str, str]]:
+def load_job_states(study: Path) -> dict[str, tuple[str, str]]:
     """Return Slurm's state of each run's job ("LABEL/seed-N"), and why it failed.
 
     Empty where no job was submitted, or submitit is not installed.
@@ -345,7 +345,7 @@ def _failure_reason(job: Any) -> str:
 
 
 def _run_key(work: Any, job: Any) -> str:
-    return work.folder_of(job).relative_to(work.folder).as_posix()
+    return work.job_folder(job).relative_to(work.folder).as_posix()
 
 
 def _load_request(place: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
             f"{inside or 'none has begun'}"
         )
     known = {Job(one.label, one.seed): one for one in list_standings(place)}
-    handed_in = slurm.states(place)
+    handed_in = slurm.load_job_states(place)
     found = []
     for job in list_jobs(study):
         run = run_folder(place, job)

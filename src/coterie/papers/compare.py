@@ -25,8 +25,8 @@ from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
 from coterie.studies import config
+from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.config import StudyConfig
-from coterie.studies.named import find_builtin_studies
 from coterie.studies.sweep import SUMMARY, expand_sweep, join_summaries, load_sweep_results
 
 TRIALS_UNKNOWN = (

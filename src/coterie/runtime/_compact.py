@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie._util import pages
 
-LEAST = 1 << 20
+MIN_BYTES = 1 << 20
 """Tables smaller than this number of bytes are stored unchanged."""
 _MAX_SHARE = 0.75  # of the table: a compact form above this size is not worth it
 _CHUNK_ROWS = 64  # packed at a time, so that no second copy of the table exists
@@ -40,7 +40,7 @@ def pack_table(
         table: only two-dimensional tables are made smaller.
     """
     whole = {name: table}
-    if table.ndim != 2 or table.nbytes < LEAST or table.dtype not in _UNSIGNED:
+    if table.ndim != 2 or table.nbytes < MIN_BYTES or table.dtype not in _UNSIGNED:
         return whole, None
     rows = table.detach().cpu().contiguous()
     kept, parts, room = [], [], 0

@@ -241,7 +241,7 @@ def count_model_copies(
     return 2 * train_first + 2 * narrowed
 
 
-def available(device: str) -> int | None:
+def available_bytes(device: str) -> int | None:
     """Return the bytes available on a device now; None where this is unknown.
 
     On a CPU that is the least of three: the system's free memory, what the control groups of the

@@ -479,7 +479,7 @@ def check_memory(
         ConfigError: with the numbers.
     """
     wanted = _forecast_run(task, federation, method, settings, stored=stored)
-    _memory.check_forecast(wanted, settings.device, _memory.available(settings.device))
+    _memory.check_forecast(wanted, settings.device, _memory.available_bytes(settings.device))
 
 
 def check_driver_memory(
@@ -499,7 +499,7 @@ def check_driver_memory(
         rounds=settings.rounds,
         reads=0.0 if method.server else _expected_reads(method, task),
     )
-    _memory.check_forecast(wanted, "cpu", _memory.available("cpu"))
+    _memory.check_forecast(wanted, "cpu", _memory.available_bytes("cpu"))
 
 
 def _forecast_run(

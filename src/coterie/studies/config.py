@@ -24,6 +24,7 @@ from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import split_requested
 from coterie.methods import METHODS, registry
 from coterie.runtime.settings import Settings
+from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.definition import (
     LABEL,
     MethodConfig,
@@ -34,7 +35,6 @@ from coterie.studies.definition import (
     match_methods,
     normalize_name,
 )
-from coterie.studies.named import find_builtin_studies
 
 DEFAULT_STUDY = "rotated-digits"
 _MAX_SEEDS = 10_000  # a larger "number of seeds" is more likely meant to be one seed

@@ -173,11 +173,11 @@ class _StudyWork:
             raise
         return True
 
-    def folder_of(self, given: _JobWithData) -> Path:
+    def job_folder(self, given: _JobWithData) -> Path:
         """Return the folder of a job."""
         return run_folder(self.folder, given.job)
 
-    def moved(self, folder: Path) -> "_StudyWork":
+    def relocate(self, folder: Path) -> "_StudyWork":
         """Return the same work in another folder, on another machine; its jobs carry their data."""
         return replace(self, folder=folder, inputs=self.inputs.without_data())
 

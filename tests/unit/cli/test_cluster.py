@@ -66,11 +66,11 @@ def test_a_study_on_a_gpu_takes_one_if_nothing_is_said(device, given, gpus, monk
     asked = []
 
     @contextmanager
-    def runs_on(place, **options):
+    def open_ray_runs(place, **options):
         asked.append(options)
         yield "over"
 
-    monkeypatch.setattr(runs, "runs_on", runs_on)
+    monkeypatch.setattr(runs, "open_ray_runs", open_ray_runs)
     with RunLocation("ray:auto", 2, given).open_executor(device, None) as found:
         assert found == ("over", MANY)
     assert asked == [{"cpus": 2, "gpus": gpus}]
@@ -91,7 +91,7 @@ def test_a_study_on_a_gpu_takes_one_if_nothing_is_said(device, given, gpus, monk
 def test_doctor_says_what_differs_a_line_each(changed, status, last, monkeypatch):
     own = Machine("here", dict.fromkeys(NAMES, "same"))
     far = [Machine("a", own.facts), Machine("b", {**own.facts, **changed})]
-    monkeypatch.setattr(doctor, "here", lambda: own)
+    monkeypatch.setattr(doctor, "describe_this_machine", lambda: own)
     monkeypatch.setattr(_cluster, "_examine_machines", lambda on: far)
     done = CliRunner().invoke(app, ["doctor", "--on", "ray:auto"])
     assert done.exit_code == status

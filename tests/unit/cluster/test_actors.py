@@ -140,7 +140,7 @@ def test_a_block_that_cannot_be_made_is_no_death(
     three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The method is of a module that workers do not find: it is said once, in one line."""
-    monkeypatch.setattr("coterie.cluster.packing.modules", lambda names: {})
+    monkeypatch.setattr("coterie.cluster.packing.collect_modules", lambda names: {})
     (tmp_path / "nowhere_else.py").write_text(METHOD)
     monkeypatch.syspath_prepend(tmp_path)
     method = importlib.import_module("nowhere_else").Mine()

@@ -9,7 +9,7 @@ from coterie.cluster.doctor import (
     check_equal_software,
     check_same_software,
     describe_differences,
-    here,
+    describe_this_machine,
 )
 from coterie.errors import ConfigError
 
@@ -23,7 +23,7 @@ def other(name, **facts):
 def test_this_machine_tells_what_it_has():
     import torch
 
-    facts = here().facts
+    facts = describe_this_machine().facts
     assert set(NAMES) <= set(facts)
     assert facts["coterie"] == __version__
     assert facts["vectors"] == torch.backends.cpu.get_cpu_capability()
@@ -52,6 +52,6 @@ def test_other_software_is_refused_and_other_processors_are_said():
 
 
 def test_a_job_refuses_a_machine_with_other_software_than_the_one_that_asked():
-    check_same_software({"torch": here().facts["torch"]})
+    check_same_software({"torch": describe_this_machine().facts["torch"]})
     with pytest.raises(ConfigError, match=r"torch: .* has .*, the one that asked has 1.0"):
         check_same_software({"torch": "1.0"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.cluster import packing
-from coterie.cluster.packing import install_modules, modules, pack, unpack
+from coterie.cluster.packing import collect_modules, install_modules, pack, unpack
 from coterie.errors import ConfigError
 
 pytest.importorskip("ray")
@@ -54,13 +54,13 @@ def test_modules_beside_a_study_travel_with_those_they_import(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     __import__("lab_rules")
     try:
-        found = modules({"lab_rules.inner", "numpy", "coterie.rng", "json"})
+        found = collect_modules({"lab_rules.inner", "numpy", "coterie.rng", "json"})
         assert set(found) == {"lab_rules/__init__.py", "lab_rules/inner.py", "lab_words.py"}
         monkeypatch.setattr(packing, "LARGEST", 10)
         with pytest.raises(
             ConfigError, match="bytes with those they import; expected at most 10: install them"
         ):
-            modules({"lab_rules"})
+            collect_modules({"lab_rules"})
     finally:
         for name in ("lab_rules", "lab_words"):
             sys.modules.pop(name, None)

@@ -103,7 +103,7 @@ def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, s
         raise ray.exceptions.AuthenticationError("RPC error: InvalidAuthToken")
 
     monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr(place, "_reach", lambda place: None)
+    monkeypatch.setattr(place, "_check_reachable", lambda place: None)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)

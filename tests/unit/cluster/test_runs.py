@@ -14,7 +14,7 @@ import pytest
 from coterie.cluster import actors, doctor, runs
 from coterie.cluster.blocks import simulate_in_blocks
 from coterie.cluster.place import connect_ray, parse_place
-from coterie.cluster.runs import RayRuns, runs_on
+from coterie.cluster.runs import RayRuns, open_ray_runs
 from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError
 from coterie.methods import Local
@@ -210,7 +210,7 @@ def test_the_error_of_a_job_is_that_of_this_machine_and_ends_the_others(cluster)
 def test_runs_see_the_gpu_that_ray_gives_them(cluster, relayed, monkeypatch):
     """Two halves of a GPU are the same one. A process outside of the cluster hears tasks through an actor in it."""
     if relayed:
-        monkeypatch.setattr(runs, "_tasks", runs._Relay)
+        monkeypatch.setattr(runs, "_make_tasks", runs._Relay)
 
     def visible(job, emit):
         emit(f"doing {job}")
@@ -315,16 +315,16 @@ def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
 
 def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     """Each answers for itself; what is equal is not spoken of, other software is refused."""
-    own = doctor.here()
+    own = doctor.describe_this_machine()
     assert doctor.describe_differences(doctor.look_at_machines(), own) == []
-    with runs_on("ray:local", check=True) as over:
+    with open_ray_runs("ray:local", check=True) as over:
         assert over.far
     old = doctor.Machine("here", {**own.facts, "torch": "1.0"})
-    monkeypatch.setattr(doctor, "here", lambda: old)
+    monkeypatch.setattr(doctor, "describe_this_machine", lambda: old)
     with pytest.raises(
         ConfigError, match=r"the cluster has other software .torch: .* has .*, this machine has 1.0"
     ):
-        _enter(runs_on("ray:local", check=True))
+        _enter(open_ray_runs("ray:local", check=True))
 
 
 @pytest.mark.parametrize(
@@ -336,5 +336,5 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     ],
 )
 def test_what_no_run_can_have_is_refused_before_anybody_is_called(options, said):
-    with pytest.raises(ConfigError, match=said), runs_on("ray:auto", **options):
+    with pytest.raises(ConfigError, match=said), open_ray_runs("ray:auto", **options):
         pass

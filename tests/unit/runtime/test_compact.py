@@ -52,7 +52,7 @@ KINDS = [
 def test_every_bit_of_a_table_comes_back(dtype, share):
     table = sparse(dtype, share)
     parts, told = _compact.pack_table("t", table)
-    if table.nbytes < _compact.LEAST or told is None:
+    if table.nbytes < _compact.MIN_BYTES or told is None:
         assert parts["t"] is table
         assert share > 0.02 or dtype.itemsize == 1
         return
@@ -83,7 +83,7 @@ def test_what_would_not_be_smaller_is_kept_as_it_is():
 @pytest.mark.parametrize("kind", ["dac", "panm-loss"])
 def test_a_run_goes_on_from_small_tables_to_the_same_bytes(kind, monkeypatch, tmp_path):
     """With tables of any size made smaller: a run of four rounds, and one of two that goes on, leave the same files."""
-    monkeypatch.setattr(_compact, "LEAST", 1)
+    monkeypatch.setattr(_compact, "MIN_BYTES", 1)
 
     def run(folder: Path, rounds: int) -> None:
         settings = tiny_settings(rounds=rounds, engine="loop", checkpoint_seconds=0)
@@ -108,9 +108,9 @@ def test_a_run_goes_on_from_small_tables_to_the_same_bytes(kind, monkeypatch, tm
 def test_a_checkpoint_of_whole_tables_is_read_too(monkeypatch, tmp_path):
     """As those from before tables were made smaller."""
     settings, model = tiny_settings(rounds=2, engine="loop"), "linear"
-    monkeypatch.setattr(_compact, "LEAST", 1 << 40)
+    monkeypatch.setattr(_compact, "MIN_BYTES", 1 << 40)
     simulate(tiny_federation(40), METHODS["dac"](), model=model, settings=settings, folder=tmp_path)
-    monkeypatch.setattr(_compact, "LEAST", 1)
+    monkeypatch.setattr(_compact, "MIN_BYTES", 1)
     longer = tiny_settings(rounds=3, engine="loop")
     one = simulate(
         tiny_federation(40),

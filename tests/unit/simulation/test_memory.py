@@ -129,7 +129,7 @@ def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
 
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     """Before anything is trained."""
-    monkeypatch.setattr(_memory, "available", lambda _device: 100)
+    monkeypatch.setattr(_memory, "available_bytes", lambda _device: 100)
     with pytest.raises(
         ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"
     ):

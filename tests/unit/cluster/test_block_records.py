@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie.cluster.told import BlockRecord, RecordCall, merge_calls
+from coterie.cluster.block_records import BlockRecord, RecordCall, merge_calls
 from coterie.errors import CoterieError
 from coterie.runtime.record import Record
 
