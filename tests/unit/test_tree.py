@@ -26,6 +26,7 @@ ELSEWHERE = {
     "report/data/packing": "unit/report/test_data.py",
     "report/data/reads": "unit/report/test_data.py",
     "runtime/checkpoint": "unit/runtime/test_loop.py",
+    "runtime/client_choice": "unit/runtime/test_newcomers.py",
     "runtime/extensions": "unit/runtime/test_loop_private.py",
     "runtime/task": "unit/runtime/test_settings.py",
     "studies/definition": "unit/studies/test_config.py",

@@ -135,8 +135,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "names": names,
         "samples": loop.train_samples,
         "engine": _describe_engine(loop),
-        **({"compact": compact} if compact else {}),
-        **({"skipped": loop.skipped_rounds} if loop.skipped_rounds else {}),
+        **_select_given(compact=compact, skipped=loop.skipped_rounds),
     }
     files = {
         FILE: partial(_write_tensors, tensors, meta),
@@ -301,11 +300,9 @@ def count_stored_rounds(folder: Path) -> int | None:
 
 def _load_provenance(folder: Path) -> dict[str, Any]:
     """Load what a run noted of itself; nothing when the file is missing or damaged."""
-    return (
-        {}
-        if manifest.describe_fault(folder, PROVENANCE)
-        else json.loads((folder / PROVENANCE).read_text("utf-8"))
-    )
+    if manifest.describe_fault(folder, PROVENANCE):
+        return {}
+    return json.loads((folder / PROVENANCE).read_text("utf-8"))
 
 
 def _describe_engine(loop: "Loop") -> dict[str, Any]:
@@ -342,10 +339,15 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined_reasons,
-        **({"skipped": loop.skipped_rounds} if loop.skipped_rounds else {}),
-        **({"metrics": own} if own else {}),
-        **({"client_names": names} if (names := loop.record.client_names) else {}),
+        **_select_given(
+            skipped=loop.skipped_rounds, metrics=own, client_names=loop.record.client_names
+        ),
     }
+
+
+def _select_given(**entries: Any) -> dict[str, Any]:
+    """Return the entries that are not empty: most runs have none of them."""
+    return {name: value for name, value in entries.items() if value}
 
 
 def _list_tensors(value: Any) -> dict[str, Tensor]:

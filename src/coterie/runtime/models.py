@@ -270,11 +270,10 @@ class Models(Described):
     ) -> dict[str, Tensor]:
         found = {}
         for one in entries:
-            value = (
-                self.fixed[one.name]
-                if one.start < 0
-                else row[one.start : one.stop].reshape(one.shape)
-            )
+            if one.start < 0:
+                value = self.fixed[one.name]
+            else:
+                value = row[one.start : one.stop].reshape(one.shape)
             kind = getattr(torch, one.dtype)
             whole = value.is_floating_point() and not kind.is_floating_point
             found[one.name] = (value.round() if whole else value).to(kind).clone()
@@ -535,11 +534,9 @@ def _list_entries(
 
 def _make_entry(name: str, tensor: Tensor, slot: Slot | None) -> TensorEntry:
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    return (
-        TensorEntry(name, kind, shape)
-        if slot is None
-        else TensorEntry(name, kind, shape, slot.start, slot.stop)
-    )
+    if slot is None:
+        return TensorEntry(name, kind, shape)
+    return TensorEntry(name, kind, shape, slot.start, slot.stop)
 
 
 def _describe_shape(shape: tuple[int, ...] | None) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from coterie.data.federation import Federation
 from coterie.engine.optim import OptimizerState
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import ConfigError, describe_unknown, require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange, Reply
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.narrowed import narrow_exchange
@@ -39,6 +39,7 @@ from coterie.methods.base import (
 )
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.rng import Rng
+from coterie.runtime.client_choice import count_clients, find_client
 from coterie.runtime.loop import Loop, Tracker
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
@@ -121,32 +122,13 @@ def choose_newcomers(
         ConfigError: when there is no such client, or no other client would be left.
     """
     if not isinstance(wanted, float | int):
-        return torch.tensor(sorted({_find_client(one, population, names) for one in wanted}))
-    count = round(wanted * population) if wanted < 1 else round(wanted)
-    require(
-        wanted < 1 or wanted == count,
-        "new_clients",
-        wanted,
-        "a share below 1, a whole number, or a list",
-    )
-    require(
-        1 <= count < population,
-        "new_clients",
-        wanted,
-        f"1 to {population - 2} of the {population} clients",
-    )
+        rows = {find_client(one, population, names, "new_clients") for one in wanted}
+        return torch.tensor(sorted(rows))
+    count = count_clients(wanted, population, "new_clients")
+    expected = f"1 to {population - 2} of the {population} clients"
+    require(1 <= count < population, "new_clients", wanted, expected)
     drawn = Rng(seed).at_round(-1).generator("new_clients").permutation(population)[:count]
     return torch.from_numpy(drawn).sort().values
-
-
-def _find_client(wanted: int | str, population: int, names: Sequence[str]) -> int:
-    if isinstance(wanted, str) and wanted in names:
-        return list(names).index(wanted)
-    if names and isinstance(wanted, str) and not wanted.isdecimal():
-        raise ConfigError(f"new_clients: {describe_unknown('client', wanted, names)}")
-    fits = not isinstance(wanted, str) or wanted.isdecimal()
-    require(fits and 0 <= int(wanted) < population, "new_clients", wanted, f"0 to {population - 1}")
-    return int(wanted)
 
 
 @dataclass(frozen=True)

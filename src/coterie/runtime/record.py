@@ -173,17 +173,16 @@ class Record:
         peers = info["peers"]
         asked = peers >= 0
         reader = ids[:, None].expand_as(peers)[asked]
-        arrived = (
-            info["arrived"][asked]
-            if "arrived" in info
-            else torch.ones_like(reader, dtype=torch.bool)
-        )
-        weight = (
-            info["weights"][asked]
-            if "weights" in info
-            else torch.ones_like(reader, dtype=torch.float64)
-        )
-        size = info["bytes"][asked] if "bytes" in info else torch.zeros_like(reader)
+        # A method that reports peers alone received and mixed all of them.
+        arrived = torch.ones_like(reader, dtype=torch.bool)
+        weight = torch.ones_like(reader, dtype=torch.float64)
+        size = torch.zeros_like(reader)
+        if "arrived" in info:
+            arrived = info["arrived"][asked]
+        if "weights" in info:
+            weight = info["weights"][asked]
+        if "bytes" in info:
+            size = info["bytes"][asked]
         names = ["mix", "probe", "missing"]
         kind = torch.where(arrived, torch.where(weight > 0, 0, 1), 2)
         if "slots_refused" in info:
@@ -220,11 +219,9 @@ class Record:
     def _make_frame(self, table: _ColumnTable) -> pd.DataFrame:
         columns = {}
         for name, values in table.join_chunks().items():
-            columns[name] = (
-                pd.Categorical.from_codes(values, categories=self.names)
-                if name in _NAMES
-                else values
-            )
+            columns[name] = values
+            if name in _NAMES:
+                columns[name] = pd.Categorical.from_codes(values, categories=self.names)
         return pd.DataFrame(columns)
 
     def encode_files(self) -> dict[str, bytes]:

@@ -283,9 +283,10 @@ def _iterate_cgroup_limits(
         if controllers not in ("", "memory"):
             continue
         base = root / controllers
-        limit, used = ("memory.max", "memory.current") if not controllers else (
-            "memory.limit_in_bytes", "memory.usage_in_bytes"
-        )  # fmt: skip
+        if controllers:  # version 1 has a hierarchy for each controller
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            limit, used = "memory.max", "memory.current"
         folder = base / name.lstrip("/")
         for place in [folder, *(up for up in folder.parents if up.is_relative_to(base))]:
             most, now = _parse_numbers(place / limit).get(""), _parse_numbers(place / used).get("")
@@ -324,11 +325,9 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
     }  # fmt: skip
     sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
     parts = ", ".join(f"{_format_bytes(size)} for {text}" for text, size in sizes.items())
-    what = (
-        "a method that remembers less"
-        if wanted.memory > wanted.models
-        else "a smaller model or a smaller block"
-    )
+    what = "a smaller model or a smaller block"
+    if wanted.memory > wanted.models:
+        what = "a method that remembers less"
     raise ConfigError(
         f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} in "
         f"addition to its data ({_format_bytes(wanted.data)}): "

@@ -189,11 +189,10 @@ def run_sequential_round(
     readings = (
         None if early and schedule == "sequential" else _predict_reads(method, rnd, state, live)
     )
-    acted = (
-        [torch.tensor([row]) for row in order]
-        if readings is None
-        else group_into_waves(order, readings)
-    )
+    if readings is None:
+        acted = [torch.tensor([row]) for row in order]
+    else:
+        acted = group_into_waves(order, readings)
     infos: list[Info] = []
     for rows in acted:
         own, info = state.select_rows(rows), {}

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine.task import Task
-from coterie.errors import ConfigError, describe_unknown, require
+from coterie.errors import ConfigError, require
 from coterie.exchange.attacking import LABEL_FLIP, Attack, AttackingExchange
 from coterie.exchange.base import Exchange
 from coterie.functional import metrics
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, PeerMethod, Round
 from coterie.rng import Rng
+from coterie.runtime.client_choice import count_clients, find_client
 from coterie.runtime.extensions import Extension, make_extensions
 from coterie.runtime.final_metrics import average_over_rounds
 from coterie.runtime.record import Record
@@ -45,26 +46,17 @@ def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: in
     for number, attack in enumerate(attacks):
         where, wanted = f"attacks[{number}]: clients", attack.clients
         if isinstance(wanted, float | int):
-            count = round(wanted * population) if wanted < 1 else round(wanted)
-            require(
-                wanted < 1 or wanted == count,
-                where,
-                wanted,
-                "a share below 1, a whole number, or a list",
-            )
-            require(
-                count >= 1, where, wanted, f"a share that is at least one of {population} clients"
-            )
+            count = count_clients(wanted, population, where)
+            expected = f"a share that is at least one of {population} clients"
+            require(count >= 1, where, wanted, expected)
             free = np.array([row for row in range(population) if row not in taken])
-            rows = free[
-                Rng(seed)
-                .at_round(-1)
-                .generator(f"attackers.{number}")
-                .permutation(len(free))[:count]
-            ].tolist()
+            stream = Rng(seed).at_round(-1).generator(f"attackers.{number}")
+            rows = free[stream.permutation(len(free))[:count]].tolist()
             short = len(rows) < count
         else:
-            rows, short = [_find_client(federation, one, where) for one in wanted], False
+            names = federation.client_names
+            rows = [find_client(one, population, names, where) for one in wanted]
+            short = False
         twice = sorted(taken & set(rows)) + [row for row in rows if rows.count(row) > 1]
         require(
             not twice,
@@ -81,19 +73,6 @@ def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: in
             )
         groups.append((attack, torch.tensor(sorted(rows))))
     return groups
-
-
-def _find_client(federation: Federation, wanted: int | str, where: str) -> int:
-    names = federation.client_names
-    if isinstance(wanted, str) and wanted in names:
-        return names.index(wanted)
-    if names and isinstance(wanted, str) and not wanted.isdecimal():
-        raise ConfigError(f"{where}: {describe_unknown('client', wanted, names)}")
-    fits = not isinstance(wanted, str) or wanted.isdecimal()
-    require(
-        fits and 0 <= int(wanted) < len(federation), where, wanted, f"0 to {len(federation) - 1}"
-    )
-    return int(wanted)
 
 
 def flip_labels(federation: Federation, groups: AttackGroups) -> Federation:
