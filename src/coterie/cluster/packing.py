@@ -106,11 +106,8 @@ def find_named_modules(settings: Any) -> set[str]:
     if not isinstance(settings, str):
         return set()
     module, colon, name = settings.partition(":")
-    return (
-        {module}
-        if colon and all(part.isidentifier() for part in f"{module}.{name}".split("."))
-        else set()
-    )
+    is_path = all(part.isidentifier() for part in f"{module}.{name}".split("."))
+    return {module} if colon and is_path else set()
 
 
 def find_defining_modules(value: Any) -> set[str]:

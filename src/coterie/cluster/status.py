@@ -67,11 +67,9 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
         )
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
         number, owner = turns.find_holder(run)
-        by_job = (
-            turns.describe_owner(owner)
-            if number and owner and not slurm.is_over(owner["job"])
-            else ""
-        )
+        by_job = ""
+        if number and owner and not slurm.is_over(owner["job"]):
+            by_job = turns.describe_owner(owner)
         if state == "finished":
             found.append(JobStatus(job, "done"))
         elif who := by_job or find_owner(run):
@@ -129,4 +127,6 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
 def exit_status(stands: Sequence[JobStatus]) -> int:
     """Return 0 when all runs are done, 1 when one failed or is damaged, else 3."""
     states = {one.state for one in stands}
-    return 1 if states & {"failed", "damaged"} else 0 if states <= {"done"} else 3
+    if states & {"failed", "damaged"}:
+        return 1
+    return 0 if states <= {"done"} else 3

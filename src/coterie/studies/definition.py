@@ -122,11 +122,9 @@ class MethodConfig(Configurable):
     def kind(self) -> str:
         """The name under which a study file finds the method; see `registry.find_method`."""
         method = self.method
-        return (
-            method.name
-            if isinstance(method, registry.StoredMethod)
-            else registry.name_of(type(method))[0]
-        )
+        if isinstance(method, registry.StoredMethod):
+            return method.name
+        return registry.name_of(type(method))[0]
 
     def check(self) -> None:
         """The label can be a folder."""
@@ -245,7 +243,8 @@ def make_study(
         'random'
     """
     settings = settings or Settings()
-    for method in methods.values() if isinstance(methods, Mapping) else methods:
+    given = methods.values() if isinstance(methods, Mapping) else methods
+    for method in given:
         if not isinstance(method, Method):
             raise ConfigError(
                 f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)"
@@ -256,11 +255,15 @@ def make_study(
     if len(labeled) < len(methods):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
     entries = tuple(MethodConfig(label, method, settings) for label, method in labeled.items())
+    if isinstance(seeds, int):
+        seeds = range(seeds)
+    if isinstance(model, str):
+        model = ModelConfig(model)
     return StudyConfig(
         name=name,
         data=data or DataConfig(dataset=OWN),
         methods=entries,
-        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
-        model=model if isinstance(model, ModelConfig) else ModelConfig(model),
+        seeds=tuple(seeds),
+        model=model,
         settings=settings,
     )

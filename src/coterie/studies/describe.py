@@ -37,14 +37,15 @@ def describe_federation(federation: Federation) -> dict[str, Any]:
         list of PNG images as data addresses; empty when the inputs are no images.
     """
     truth = federation.truth
+    shift = [] if truth is None else list(truth.shift)
     names, labels = _count_labels(federation)
     return {
         "name": federation.name,
         "fingerprint": federation.compute_fingerprint(),
         "clients": len(federation),
         "client_names": list(federation.client_names),
-        "clusters": list(truth.names) if truth is not None else [],
-        "shift": list(truth.shift) if truth is not None else [],
+        "clusters": [] if truth is None else list(truth.names),
+        "shift": shift,
         "train": federation.count_samples("train").tolist(),
         "validation": federation.count_samples("validation").tolist(),
         "classes": names,
@@ -78,11 +79,9 @@ def _sample_images(federation: Federation) -> list[list[str]]:
     """Return a few training samples of each planted cluster, of many classes, as PNG addresses."""
     if not _is_image(federation):
         return []
-    cluster = (
-        federation.truth.cluster
-        if federation.truth is not None
-        else torch.zeros(len(federation), dtype=torch.int64)
-    )
+    cluster = torch.zeros(len(federation), dtype=torch.int64)
+    if federation.truth is not None:
+        cluster = federation.truth.cluster
     out = []
     for number in range(int(cluster.max()) + 1):
         rows = (cluster == number).nonzero().flatten()

@@ -196,7 +196,7 @@ def _attack_method(
     common: dict[str, Any] = {
         "label": entry.label,
         "noise_multiplier": None if dp is None else dp.noise_multiplier,
-        EPSILON.name: max(epsilons) if epsilons else None,
+        EPSILON.name: max(epsilons, default=None),
         "score": sum(scores) / len(scores),
         "target": target,
     }

@@ -576,10 +576,9 @@ def _prepare_folder(
             and (folder / stored_runs.FEDERATION).exists()
             and not _describes_data(study, folder)
         )
-        kept = (
-            {}
-            if other and not manifest.describe_fault(folder, stored_runs.FEDERATION)
-            else {stored_runs.FEDERATION: described}
-        )
+        files = {stored_runs.FEDERATION: described}
+        # A whole description of another first seed stays: seeds were added to the study.
+        if other and not manifest.describe_fault(folder, stored_runs.FEDERATION):
+            files = {}
         content = config.format_study(_with_stored_seeds(study, folder) if resume else study)
-        summary.write_study_files(folder, {CONFIG: content, **kept})
+        summary.write_study_files(folder, {CONFIG: content, **files})
