@@ -109,7 +109,7 @@ def test_with_a_server_a_newcomer_receives_the_global_model_and_trains_it():
     models = dataclasses.replace(run.models)
     place = data.test_of[NEW[0]]
     x, y = data.tests[place].x, data.tests[place].y
-    state = models.row("a").double()
+    state = models.load_row("a").double()
     linear = torch.nn.Linear(4, 3).double()
     with torch.no_grad():
         linear.weight.copy_(state[:12].reshape(3, 4))
