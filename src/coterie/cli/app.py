@@ -283,10 +283,10 @@ def list_studies(
       coterie studies rotated-digits > my-study.toml
     """
     from coterie.cli import _catalog
-    from coterie.studies import named
+    from coterie.studies import builtin_studies
 
     if name is not None:
-        found = named.find_builtin_studies(bases=not resolved)
+        found = builtin_studies.find_builtin_studies(bases=not resolved)
         if name not in found:
             raise ConfigError(describe_unknown("study", name, found))
         typer.echo(

@@ -1,9 +1,12 @@
-from coterie.studies import config, named
+from coterie.studies import builtin_studies, config
 
 
 def test_every_named_file_is_a_study_and_what_is_only_extended_has_no_entry_among_them():
     """A file that begins with "_" is listed as a base alone."""
-    found, bases = named.find_builtin_studies(), named.find_builtin_studies(bases=True)
+    found, bases = (
+        builtin_studies.find_builtin_studies(),
+        builtin_studies.find_builtin_studies(bases=True),
+    )
     assert set(bases) - set(found) == {
         name for name in bases if name.rpartition("/")[2].startswith("_")
     }
