@@ -405,7 +405,7 @@ class Loop:
         return self.method.serving_model(self._make_evaluation_round(index), self.state)
 
     def newcomer_models(self, state: State | None = None) -> Float[Tensor, "clients params"]:
-        """Return the models that newcomers would get after the last round, one in each client's cluster.
+        """Return the models that newcomers in each client's cluster would get after the last round.
 
         Args:
             state: another state than that of the run, of the same clients.
@@ -414,11 +414,11 @@ class Loop:
         return self.method.newcomer_model(rnd, self.state if state is None else state)
 
     def served_models(self) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Return the models that serve the clients after the last round, and what the method says of them."""
+        """Return the models that serve the clients now, and what the method reports of them."""
         return self._fetch_served_models(self.next_round - 1)
 
     def _make_evaluation_round(self, index: int) -> Round:
-        """Return a round in which every client asks the server, those outside the round's cohort too."""
+        """Return a round in which all clients ask the server, even outside the round's cohort."""
         population = torch.arange(self.task.population)
         self.exchange.agree_on_cohort(lambda: population)
         self.exchange.set_active(self.task.ids)

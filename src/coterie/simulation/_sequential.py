@@ -1,10 +1,10 @@
 """Sequential schedules: clients act one after another and read each other's newest models.
 
 The published code of two papers works this way. It is reproduced in simulation over live tables,
-one for each exchange of a round: what a client published stands there until it acts, and then what
-it would publish with its new state. So a method must be able to say what it publishes in each
-exchange before the round (`PeerMethod.publish`). Clients that do not depend on each other act
-together. Real machines have no such order.
+one for each exchange of a round: a table holds what a client published before the round until that
+client acts, and then what it would publish with its new state. So a method must be able to say what
+it publishes in each exchange before the round (`PeerMethod.publish`). Clients that do not depend on
+each other act together. Real machines have no such order.
 """
 
 import dataclasses
@@ -114,7 +114,8 @@ class LiveExchange:
         """
         if self._number >= len(self.boards):
             raise ConfigError(
-                f"a method pulled more often in a round than the {len(self.boards)} exchanges that it declares"
+                f"a method pulled more often in a round than the {len(self.boards)} exchanges "
+                "that it declares"
             )
         board = self.boards[self._number]
         self._number += 1
@@ -123,7 +124,8 @@ class LiveExchange:
             or message.params.shape[1] != board.params.shape[1]
         ):
             raise ConfigError(
-                f"exchange {self._number - 1} of a round publishes {_describe_message(message)}; by `publish` it is {_describe_message(board)}"
+                f"exchange {self._number - 1} of a round publishes {_describe_message(message)}; "
+                f"by `publish` it is {_describe_message(board)}"
             )
         return make_inbox(board, self._reader, peers, self.population)
 

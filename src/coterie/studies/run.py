@@ -116,7 +116,7 @@ class Study(Described):
         return pd.DataFrame(self.summary["rows"], columns=columns)
 
     def gains(self) -> dict[str, Any]:
-        """Return what collaboration was worth to each client; see `summary.compute_study_gains`."""
+        """Return what each client gained by collaboration; see `summary.compute_study_gains`."""
         return gains.compute_study_gains(self.folder)
 
 
@@ -432,7 +432,7 @@ def find_studies(out: str | Path) -> list[Path]:
 
 
 def list_standings(folder: Path) -> list[RunStatus]:
-    """Say how each run of the study in a folder stands; every file of them is read."""
+    """Return how each run of the study in a folder stands; every file of them is read."""
     runs, problems = stored_runs.load_runs([folder]) if stored_runs.has_runs(folder) else ([], [])
     return selection.list_run_statuses(runs, problems, folder)
 
@@ -464,7 +464,7 @@ def load_failure(folder: Path) -> str:
 
 
 def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
-    """Return what a study came to."""
+    """Load finished runs and summarize."""
     runs, problems = stored_runs.load_runs([folder])
     content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
     diverged = {}
@@ -527,7 +527,7 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
 
 
 def _describes_data(study: StudyConfig, folder: Path) -> bool:
-    """Whether a folder has the description of the data of a study's first seed, whole."""
+    """Whether a folder has an undamaged description of the data of a study's first seed."""
     if any(manifest.describe_fault(folder, name) for name in (CONFIG, stored_runs.FEDERATION)):
         return False
     return load_stored_study(folder)[0].seeds[0] == study.seeds[0]
