@@ -380,7 +380,7 @@ class Tasks:
         ready, _ = self._ray.wait(
             [*self._numbers], num_returns=1, timeout=seconds, fetch_local=False
         )
-        heard: list[tuple[int, str, Any]] = []
+        messages: list[tuple[int, str, Any]] = []
         for stream in ready:
             number = self._numbers[stream]
             try:
@@ -393,10 +393,10 @@ class Tasks:
                 ]
             except self._ray.exceptions.RayError as error:
                 batch = [("lost", _describe_loss(error))]
-            heard += [(number, kind, value) for kind, value in batch]
+            messages += [(number, kind, value) for kind, value in batch]
             if batch and batch[-1][0] in ("failed", "done", "lost"):
                 del self._numbers[stream]
-        return heard
+        return messages
 
     def stop(self) -> None:
         """End all tasks that are under way, at once."""
@@ -465,22 +465,22 @@ def run_job(
     import ray
 
     packed, carried, argv, cpus = ray.get(common[0]) if isinstance(common, list) else common
-    heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     with folders.temporary_folder() as root:
-        arguments = (packed, carried, argv, cpus, payload, there, home, root, heard)
+        arguments = (packed, carried, argv, cpus, payload, there, home, root, messages)
         threading.Thread(
             target=_run_in_thread, args=arguments, name="coterie-run", daemon=True
         ).start()
         ended = False
         while not ended:
-            batch = [heard.get()]
+            batch = [messages.get()]
             until = time.monotonic() + _TOGETHER
             while (
                 batch[-1][0] not in ("done", "failed", "files")
                 and (left := until - time.monotonic()) > 0
             ):
                 with suppress(queue.Empty):
-                    batch.append(heard.get(timeout=left))
+                    batch.append(messages.get(timeout=left))
             ended = batch[-1][0] in ("done", "failed")
             yield batch
 
@@ -488,7 +488,7 @@ def run_job(
 def _run_in_thread(
     packed: Packed, carried: Mapping[str, bytes], argv: list[str], cpus: float,
     payload: tuple[Packed, list[Any]], there: Mapping[str, bytes], home: str, root: Path,
-    heard: "queue.SimpleQueue[tuple[str, Any]]",
+    messages: "queue.SimpleQueue[tuple[str, Any]]",
 ) -> None:  # fmt: skip
     """Do one job in a thread with its own arithmetic threads, and put all messages into a queue."""
     import ray
@@ -505,7 +505,9 @@ def _run_in_thread(
         return type(error)(*(part.replace(abroad, home) for part in error.args))
 
     def report_warning(message: Warning | str, *_: object, **__: object) -> None:
-        heard.put(("warning", localize_error(message) if isinstance(message, Warning) else message))
+        messages.put(
+            ("warning", localize_error(message) if isinstance(message, Warning) else message)
+        )
 
     try:
         sys.argv = argv  # provenance records it as the command that was given
@@ -529,16 +531,16 @@ def _run_in_thread(
             nonlocal known
             if isinstance(message, FilesSaved):
                 parcel, known = folders.collect_update(folder, known)
-                heard.put(("files", parcel))
+                messages.put(("files", parcel))
             else:
-                heard.put(("progress", message))
+                messages.put(("progress", message))
 
-        heard.put(("done", work(job, report_message)))
+        messages.put(("done", work(job, report_message)))
     except (CoterieError, OSError, MemoryError) as error:
-        heard.put(("failed", localize_error(error)))
+        messages.put(("failed", localize_error(error)))
     except BaseException as error:
         traceback.print_exc()
-        heard.put(
+        messages.put(
             ("failed", WorkerDied(f"a worker failed: {''.join(traceback.format_exception(error))}"))
         )
 

@@ -117,9 +117,9 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors, compact = {"state.params": loop.state.params}, {}
     for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
         for k, v in _list_tensors(owner).items():
-            parts, told = _compact.pack_table(f"state.{part}.{k}", v)
+            parts, header = _compact.pack_table(f"state.{part}.{k}", v)
             tensors |= parts
-            compact |= {} if told is None else {f"state.{part}.{k}": told}
+            compact |= {} if header is None else {f"state.{part}.{k}": header}
     tensors |= {f"state.moments.{k}": v for k, v in _list_tensors(loop.state.moments).items()}
     for one in loop.extensions:
         tensors |= {f"state.{one.name}.{k}": v for k, v in _list_tensors(one.state).items()}
@@ -244,7 +244,8 @@ def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str,
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
     return tensors | {
-        name: _compact.unpack_table(name, told, stored).to(device) for name, told in compact.items()
+        name: _compact.unpack_table(name, header, stored).to(device)
+        for name, header in compact.items()
     }
 
 
