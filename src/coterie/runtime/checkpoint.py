@@ -74,7 +74,7 @@ def compute_identity(
         model: what `own_name` says of the model.
     """
     kept = {k: v for k, v in settings.to_identity().items() if k not in _NOT_IDENTITY}
-    if settings.precision == "full":  # younger than checkpoints that are about, as are the next
+    if settings.precision == "full":  # older checkpoints do not have it, nor the next ones
         del kept["precision"]
     if settings.new_clients is None or settings.new_client_others == "frozen":
         del kept["new_client_others"]
@@ -311,7 +311,7 @@ def _describe_engine(loop: "Loop") -> dict[str, Any]:
 
 
 def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
-    """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
+    """Return the provenance of a run: code, command, versions, hardware, settings hash, time."""
     own = metrics_to_store([*loop.recorded_metrics.values(), *loop.task.metrics])
     return {
         "seed": loop.rng.seed,

@@ -425,7 +425,7 @@ class Loop:
         return self._make_round(index, torch.arange(len(self.task)), population)
 
     def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
-        """Return the metrics on the test sets, with those that the settings ask for."""
+        """Return the metrics on the test sets, including the settings' extra metrics."""
         task, wanted = self._task_at(index), set(self.settings.metrics)
         balanced, prior, overall = (
             one.name
@@ -473,7 +473,7 @@ class Loop:
     def _compute_run_metrics(
         self, label: Tensor | None, tested: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
+        """Return the extra metrics of the whole run, from the final test of all clients."""
         wanted, values, seen = self.settings.metrics, {}, self.counted
         label, tested = (
             None if label is None else label.cpu()[seen],

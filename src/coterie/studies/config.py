@@ -219,7 +219,8 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
         own = split_requested(entry.pop("metrics", (*outputs, *of_runs)))
         changed = zip(("metrics", "extra_metrics"), own, (outputs, of_runs), strict=True)
         entry |= {key: names for key, names, usual in changed if names != usual}
-    if not study.settings.local.custom_optimizer:  # said or not, it is the same
+    # Set or not, the optimizer's default is the same value.
+    if not study.settings.local.custom_optimizer:
         content["local"]["weight_decay"] = study.settings.local.optimizer_arguments["weight_decay"]
     for entry in content["methods"]:
         entry.pop("paper", None)
