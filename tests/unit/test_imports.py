@@ -136,7 +136,7 @@ def test_type_checkers_and_the_program_find_the_same_objects():
         alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
     ]
     assert all(alias.name == "*" or alias.asname == alias.name for alias in aliases)
-    assert coterie.load_study is importlib.import_module("coterie.studies.config").load
+    assert coterie.load_study is importlib.import_module("coterie.studies.config").load_study
     assert "isabstract" not in coterie.__all__
 
 
