@@ -358,7 +358,8 @@ def _check_silence(make: _RunFactory) -> None:
         for federation in (make.federation, changed)
     ]
     _check_equal(
-        *results,
+        results[0],
+        results[1],
         "a peer that never answers has influence: give slots whose inbox.mask is False no weight, and remember nothing "
         "of them",
     )
