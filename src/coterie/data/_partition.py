@@ -135,16 +135,13 @@ def draw_class_counts(
     for row, request in enumerate(requests):
         if request.counts is not None:
             fixed[row] = request.counts
-    mixed = [
-        row
-        for row in generator.permutation(len(requests)).tolist()
-        if requests[row].mixture is not None
-    ]
+    # Mixtures choose in random order, so that no client always finds its classes used up.
+    order = generator.permutation(len(requests)).tolist()
+    mixed = [row for row in order if requests[row].mixture is not None]
     plain = [
-        row
-        for row, request in enumerate(requests)
-        if request.mixture is None and request.counts is None
+        row for row in range(len(requests)) if not (requests[row].mixture or requests[row].counts)
     ]
+    # The most restricted first: the others can still choose among more classes.
     plain.sort(key=lambda row: len(_label_group(requests[row], present)))
     counts, left = fixed.copy(), present - fixed.sum(0)
     for row in [*mixed, *plain]:
@@ -185,11 +182,12 @@ def _count_by_flow(
     generator: np.random.Generator,
 ) -> Int[np.ndarray, "clients classes"]:
     """Divide the classes between label groups by a maximum flow, then draw within each group."""
-    groups = sorted({_label_group(requests[row], left) for row in rows})
-    demand = {
-        group: sum(requests[row].size for row in rows if _label_group(requests[row], left) == group)
-        for group in groups
-    }
+    members: dict[tuple[int, ...], list[int]] = {}
+    for row in rows:
+        members.setdefault(_label_group(requests[row], left), []).append(row)
+    groups = sorted(members)
+    demand = {group: sum(requests[row].size for row in members[group]) for group in groups}
+    # Edges: source -> groups (what they ask for) -> their classes -> sink (what the pool has).
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
     graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
     for place, group in enumerate(groups, start=1):
@@ -206,7 +204,7 @@ def _count_by_flow(
     counts = np.zeros((len(requests), len(left)), dtype=np.int64)
     for place, group in enumerate(groups, start=1):
         budget = passed[place, first:sink].astype(np.int64)
-        for row in (row for row in rows if _label_group(requests[row], left) == group):
+        for row in members[group]:
             counts[row] = _draw_counts(requests[row], budget, generator)
             budget = budget - counts[row]
     return counts

@@ -180,7 +180,7 @@ def from_table(
             "make)"
         )
     settings = {
-        "target": target if isinstance(target, str) else list(target),
+        "target": [target] if isinstance(target, str) else list(target),
         "client": client,
         "encode": encode,
         "features": None if features is None else list(features),
@@ -300,13 +300,13 @@ def from_datasets(
     """
     if not datasets:
         raise DataError("there are no datasets; expected one for each client")
-    names = list(datasets) if isinstance(datasets, Mapping) else list(range(len(datasets)))
-    each = list(datasets.values()) if isinstance(datasets, Mapping) else list(datasets)
-    read = [
-        _collect_pairs(one, f"dataset {name}", transform)
-        for name, one in zip(names, each, strict=True)
-    ]
-    owners = [name for name, (_, y) in zip(names, read, strict=True) for _ in range(len(y))]
+    by_client: Mapping[Any, Any] = dict(enumerate(datasets))
+    if isinstance(datasets, Mapping):
+        by_client = datasets
+    read, owners = [], []
+    for name, dataset in by_client.items():
+        read.append(_collect_pairs(dataset, f"dataset {name}", transform))
+        owners += [name] * len(read[-1][1])
     x, y = _join_datasets(read)
     return from_arrays(
         x,
@@ -413,7 +413,9 @@ def _join_datasets(read: Sequence[_Items]) -> tuple[Any, Any]:
                 "make them equal"
             )
         parts[key] = torch.cat(stacks)
-    targets = [target for _, own in read for target in own]
+    targets: list[Any] = []
+    for _, own in read:
+        targets += own
     words = _are_words(targets)
     if not words:
         _require_one_shape(targets, "the datasets have targets", "target")

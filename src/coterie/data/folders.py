@@ -84,9 +84,9 @@ def load_image_folder(
         )
     if transform is None and settings.transform is not None:
         transform = import_object(settings.transform, f"transform {settings.transform!r}")
-    places = [
-        (client, label) for client in _list_folders(folder) for label in _list_folders(client)
-    ]
+    places = []
+    for client in _list_folders(folder):
+        places += [(client, label) for label in _list_folders(client)]
     classes = tuple(settings.class_names) or tuple(sorted({label.name for _, label in places}))
     if not places:
         raise DataError(

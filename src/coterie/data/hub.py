@@ -108,7 +108,9 @@ def download_dataset(
     splits = datasets.load_dataset(repository)
     test = next((split for split in TEST_SPLITS if split in splits), None)
     chosen = {"train": splits["train"], **({"test": splits[test]} if test else {})}
-    files = [Path(file["filename"]) for split in chosen.values() for file in split.cache_files]
+    files = []
+    for split in chosen.values():
+        files += [Path(file["filename"]) for file in split.cache_files]
 
     def load_tables() -> dict[str, pa.Table]:
         out = {}
@@ -208,23 +210,18 @@ def _find_label_column(
 
 def _parse_class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
     """Read the names of the classes of every column from a schema's metadata."""
-    features = (
-        json.loads((metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    )
-    return {
-        column: tuple(kind["names"])
-        for column, kind in features.items()
-        if isinstance(kind, dict) and "names" in kind
-    }
+    stored = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+    found = {}
+    for column, kind in stored.get("info", {}).get("features", {}).items():
+        # Features that are no dict are lists of nested features.
+        if isinstance(kind, dict) and "names" in kind:
+            found[column] = tuple(kind["names"])
+    return found
 
 
 def _decode_table(table: pa.Table, where: str) -> DecodedSplit:
     """Decode the image column of a table and keep its integer columns."""
-    images = [
-        f.name
-        for f in table.schema
-        if pa.types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0
-    ]
+    images = [entry.name for entry in table.schema if _is_image(entry.type)]
     if len(images) != 1:
         raise DataError(
             f"{where} has {len(images)} image columns (struct of bytes and path); expected one"
@@ -238,8 +235,15 @@ def _decode_table(table: pa.Table, where: str) -> DecodedSplit:
                     "values; fill or drop them"
                 )
             columns[entry.name] = torch.from_numpy(table[entry.name].to_numpy().astype(np.int64))
-    encoded = [one for chunk in table[images[0]].chunks for one in chunk.field("bytes").to_pylist()]
+    encoded = []
+    for chunk in table[images[0]].chunks:
+        encoded += chunk.field("bytes").to_pylist()
     return DecodedSplit(_decode_images(encoded, where), columns)
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    """Whether a column is a struct with the bytes of an encoded image."""
+    return pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
 
 
 def _decode_images(
@@ -295,12 +299,10 @@ def _load_cache(place: Path) -> tuple[dict[str, DecodedSplit], dict[str, tuple[s
         with safe_open(str(place), framework="pt") as file:
             meta = json.loads((file.metadata() or {})["coterie"])
         tensors = load_file(str(place))
-        splits = {
-            split: DecodedSplit(
-                tensors[f"{split}.images"], {c: tensors[f"{split}.columns.{c}"] for c in columns}
-            )
-            for split, columns in meta["splits"].items()
-        }
+        splits = {}
+        for split, names in meta["splits"].items():
+            columns = {name: tensors[f"{split}.columns.{name}"] for name in names}
+            splits[split] = DecodedSplit(tensors[f"{split}.images"], columns)
     except (SafetensorError, KeyError, json.JSONDecodeError):
         return None
     return splits, {column: tuple(names) for column, names in meta["names"].items()}
@@ -312,9 +314,8 @@ def _save_cache(
     """Write decoded splits atomically, and remove those of older files of the same origin."""
     tensors = {f"{split}.images": decoded.images for split, decoded in splits.items()}
     for split, decoded in splits.items():
-        tensors |= {
-            f"{split}.columns.{column}": values for column, values in decoded.columns.items()
-        }
+        for column, values in decoded.columns.items():
+            tensors[f"{split}.columns.{column}"] = values
     meta = {
         "splits": {split: list(decoded.columns) for split, decoded in splits.items()},
         "names": names,

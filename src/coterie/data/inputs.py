@@ -135,10 +135,11 @@ class InputForm:
         """
         if not self.images:
             return x.to(dtype)
-        channels = (
-            torch.tensor(each, dtype=dtype).reshape(-1, 1, 1) for each in (self.mean, self.std)
-        )
-        return normalize_images(x, dtype, *(channels if self.mean else ()))
+        if not self.mean:
+            return normalize_images(x, dtype)
+        mean = torch.tensor(self.mean, dtype=dtype).reshape(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=dtype).reshape(-1, 1, 1)
+        return normalize_images(x, dtype, mean, std)
 
 
 def _find_columns(x: Any) -> tuple[str, ...]:

@@ -238,9 +238,7 @@ def assign_clusters(
             num_clients,
             f"at least one for each of the {clusters} clusters",
         )
-        sizes = [
-            num_clients // clusters + (place < num_clients % clusters) for place in range(clusters)
-        ]
+        sizes = list(map(int, spread_evenly(num_clients, clusters, 0)))
     require(
         len(sizes) == clusters,
         "sizes",
@@ -253,12 +251,15 @@ def assign_clusters(
             f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, "
             f"{num_clients}"
         )
-    blocks = [place for place, size in enumerate(sizes) for _ in range(size)]
+    blocks, turns = [], []
+    for place, size in enumerate(sizes):
+        blocks += [place] * size
+        turns += range(size)
     if assign == "shuffled":
         return [blocks[row] for row in generator.permutation(num_clients)]
     if assign == "interleaved":
-        turn = [index for size in sizes for index in range(size)]
-        return [place for _, place in sorted(zip(turn, blocks, strict=True))]
+        # The first client of each cluster, then the second of each, ...
+        return [place for _, place in sorted(zip(turns, blocks, strict=True))]
     return blocks
 
 

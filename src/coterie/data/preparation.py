@@ -160,10 +160,10 @@ def stack_fitted(fitted: Sequence[FittedPreparation]) -> dict[str, Tensor]:
     """
     if not fitted:
         return {}
-    parts = {
-        f"{_STORED}.{name}": torch.stack([getattr(one, name) for one in fitted]) for name in _PARTS
-    }
-    return {**parts, f"{_STORED}.whole": torch.tensor([one.whole for one in fitted])}
+    tensors = {f"{_STORED}.whole": torch.tensor([one.whole for one in fitted])}
+    for name in _PARTS:
+        tensors[f"{_STORED}.{name}"] = torch.stack([getattr(one, name) for one in fitted])
+    return tensors
 
 
 def unstack_fitted(tensors: Mapping[str, Tensor]) -> tuple[FittedPreparation, ...]:

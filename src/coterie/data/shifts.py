@@ -81,13 +81,14 @@ class Labels(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Restrict each cluster to its classes."""
         _require_no_class_counts(clients, self.kind)
+        groups = [tuple(int(label) for label in group) for group in self.groups]
+        labels = sorted(set(itertools.chain.from_iterable(groups)))
         for source in sources:
-            for label in sorted({int(label) for group in self.groups for label in group}):
+            for label in labels:
                 require_label(label, source)
         place = assign_clusters(
             len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
-        groups = [tuple(int(label) for label in group) for group in self.groups]
         return tuple(
             c.plant_cluster(p, f"labels {_format_labels(groups[p])}", labels=groups[p])
             for c, p in zip(clients, place, strict=True)
@@ -120,26 +121,22 @@ class DirichletPerClient(Shift):
 
     def check(self) -> None:
         """Check that one of the concentrations is given."""
-        given = [
-            value
-            for value in (self.concentration_total, self.concentration_per_class)
-            if value is not None
-        ]
-        if len(given) != 1:
+        total, per_class = self.concentration_total, self.concentration_per_class
+        given = (total is not None) + (per_class is not None)
+        if given != 1:
             raise ConfigError(
                 f"{self.kind} needs one of concentration_total and concentration_per_class; "
-                f"{len(given)} given"
+                f"{given} given"
             )
 
     @property
     def concentration_levels(self) -> tuple[float, ...]:
         """The concentration of each level."""
-        value = (
-            self.concentration_total
-            if self.concentration_total is not None
-            else self.concentration_per_class
-        )
-        return tuple(value) if isinstance(value, Sequence) else (0.0 if value is None else value,)
+        value = self.concentration_total
+        if value is None:
+            value = self.concentration_per_class
+        assert value is not None, "check requires one of the two"
+        return tuple(value) if isinstance(value, Sequence) else (value,)
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Draw every client's mixture."""
@@ -238,10 +235,10 @@ class DirichletPerClass(Shift):
             raise DataError(
                 f"the clients ask for {sum(sizes):,} samples; {source.name} has {present.sum():,}"
             )
-        apportion_total(
-            sum(sizes), np.ones(len(sizes)), self.minimum
-        )  # the minimum is there for everyone
+        # Raises when there are not enough samples for the minimum of all clients.
+        apportion_total(sum(sizes), np.ones(len(sizes)), self.minimum)
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
+        # All weights are drawn before any count: the order of draws decides stored results.
         weights = [
             _draw_even_dirichlet(self.concentration_per_client, len(sizes), generator)
             for _ in budget
@@ -249,6 +246,7 @@ class DirichletPerClass(Shift):
         counts = np.stack(
             [generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1
         )
+        # The client with the most samples gives one of its largest class at a time.
         for poor in np.flatnonzero(counts.sum(1) < self.minimum):
             for _ in range(self.minimum - int(counts[poor].sum())):
                 rich = int(counts.sum(1).argmax())
@@ -552,7 +550,7 @@ class LabelSwap(Shift):
 
     def check(self) -> None:
         """Check that the swaps are pairs."""
-        pairs = [tuple(pair) for cluster in self.swaps for pair in cluster]
+        pairs = [tuple(pair) for pair in itertools.chain.from_iterable(self.swaps)]
         require(
             all(len(set(pair)) == len(pair) == 2 for pair in pairs),
             "swaps",
@@ -560,7 +558,7 @@ class LabelSwap(Shift):
             "pairs of two labels",
         )
         for cluster in self.swaps:
-            named = [label for pair in cluster for label in pair]
+            named = list(itertools.chain.from_iterable(cluster))
             require(
                 len(set(named)) == len(named),
                 "swaps",
@@ -670,10 +668,10 @@ class Domain(Shift):
         place = assign_clusters(
             len(sources), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
-        offsets = [
-            sum(s.classes for s in sources[:p]) if self.offset_labels else 0
-            for p in range(len(sources))
-        ]
+        offsets = [0] * len(sources)
+        if self.offset_labels:
+            classes = [source.classes for source in sources]
+            offsets = list(itertools.accumulate(classes[:-1], initial=0))
         return tuple(
             c.plant_cluster(p, sources[p].name, source=p, offset=offsets[p])
             for c, p in zip(clients, place, strict=True)
@@ -740,17 +738,14 @@ class Natural(Shift):
             )
         chosen = np.sort(streams(EVERYONE).permutation(enough)[: len(clients)])
         numbers = groups[chosen].tolist()
+        # Clients that are numbered from 0 already need no names.
         unnamed = numbers == list(range(len(numbers)))
-        return tuple(
-            self._assign_group(
-                replace(c, samples=c.samples or int(sizes[g])),
-                int(groups[g]),
-                values,
-                sources[0],
-                unnamed,
-            )
-            for c, g in zip(clients, chosen, strict=True)
-        )
+        out = []
+        for client, place in zip(clients, chosen, strict=True):
+            sized = replace(client, samples=client.samples or int(sizes[place]))
+            group = int(groups[place])
+            out.append(self._assign_group(sized, group, values, sources[0], unnamed))
+        return tuple(out)
 
     def _assign_group(
         self,
@@ -760,12 +755,13 @@ class Natural(Shift):
         source: Source,
         unnamed: bool,
     ) -> Client:
-        own = self.column == source.clients
-        named = source.client_name(group) if own else ""
-        name = named or ("" if unnamed else str(group) if own else f"{self.column} {group}")
-        client = replace(client, group=(self.column, group), name=name).add_note(
-            f"{self.column} {named or group}"
-        )
+        is_client_column = self.column == source.clients
+        given_name = source.client_name(group) if is_client_column else ""
+        name = given_name
+        if not given_name and not unnamed:
+            name = str(group) if is_client_column else f"{self.column} {group}"
+        client = replace(client, group=(self.column, group), name=name)
+        client = client.add_note(f"{self.column} {given_name or group}")
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])

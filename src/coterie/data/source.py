@@ -171,17 +171,18 @@ class Source:
         targets, names = encode_labels([y] if test is None else [y, test[1]], class_names)
         inputs, parts, constants = _convert_inputs(x, normalize)
         pool = make_samples(inputs, targets[0], classes)
-        columns, client_names = (
-            ({}, ()) if clients is None else number_clients(clients, len(pool), clusters)
-        )
+        columns, client_names = {}, ()
+        if clients is not None:
+            columns, client_names = number_clients(clients, len(pool), clusters)
         pool = replace(pool, columns=columns)
         if classes is None:
-            one = not pool.y.is_floating_point() and pool.y.ndim == 1
-            classes = (max(len(names), int(pool.y.max()) + 1) if len(pool) else 1) if one else 0
+            classes = 0
+            if not pool.y.is_floating_point() and pool.y.ndim == 1:
+                # An empty pool has one class, so that it is no regression.
+                classes = max(len(names), int(pool.y.max()) + 1) if len(pool) else 1
         if test is None:
-            kept = Samples(
-                pool.x[:0], pool.y[:0], {column: values[:0] for column, values in columns.items()}
-            )
+            no_columns = {column: values[:0] for column, values in columns.items()}
+            kept = Samples(pool.x[:0], pool.y[:0], no_columns)
         else:
             x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
             if parts_held != parts:

@@ -87,18 +87,17 @@ class TableOptions(Configurable):
         Raises:
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
-        taken = {*self.target_names, *([] if self.client is None else [self.client])}
-        chosen = (
-            [name for name in names if name not in taken]
-            if self.features is None
-            else list(self.features)
-        )
-        by_column = [
-            what
-            for what in (self.encode, self.impute, self.categories)
-            if isinstance(what, Mapping)
-        ]
-        for name in [*taken, *chosen, *(name for what in by_column for name in what)]:
+        taken = set(self.target_names)
+        if self.client is not None:
+            taken.add(self.client)
+        chosen = list(self.features or ())
+        if self.features is None:
+            chosen = [name for name in names if name not in taken]
+        named = [*taken, *chosen]
+        for setting in (self.encode, self.impute, self.categories):
+            if isinstance(setting, Mapping):
+                named += setting
+        for name in named:
             if name not in names:
                 raise ConfigError(describe_unknown("column", name, names))
         for name in self.indicate:
