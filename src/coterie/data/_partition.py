@@ -65,6 +65,7 @@ def allocate_samples(
     check_room(requests, present)
     counts = draw_class_counts(requests, present, generator)
     shuffled = generator.permutation(len(labels))
+    # A stable sort keeps the random order within each class.
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
     parts = []
@@ -171,6 +172,7 @@ def _draw_counts(
             break
         more = generator.multinomial(missing, open_share / open_share.sum())
         drawn = np.minimum(drawn + more, room)
+    # Classes of the mixture that ran out are replaced by any that are left.
     rest = request.size - int(drawn.sum())
     return drawn + generator.multivariate_hypergeometric(room - drawn, rest, method="marginals")
 

@@ -168,8 +168,8 @@ def from_table(
 
     Example:
         >>> import pandas as pd
-        >>> rows = {"age": [3, 4], "color": ["red", "blue"], "ill": ["no", "yes"], "site": ["é", "é"]}
-        >>> table = pd.DataFrame({name: values * 2 for name, values in rows.items()})
+        >>> table = pd.DataFrame({"age": [30, 40] * 2, "color": ["red", "blue"] * 2})
+        >>> table["ill"], table["site"] = ["no", "yes"] * 2, "é"
         >>> federation = from_table(table, target="ill", client="site")
         >>> federation.feature_names, federation.class_names, federation.client_names
         (('age', 'color=blue', 'color=red'), ('no', 'yes'), ('é',))

@@ -155,6 +155,7 @@ class DataConfig(Configurable):
         kinds = [shift.kind for shift in shifts]
         if len(self.dataset_names) > 1 and "domain" not in kinds:
             shifts.append(parse_shift({"kind": "domain"}))
+        # The sort is stable, so the other shifts keep the order given.
         return tuple(sorted(shifts, key=lambda shift: not shift.chooses_pool))
 
     def split_shares(self) -> tuple[int | None, tuple[float, float, float]]:
@@ -235,6 +236,7 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
             else build_from_sources(data, (made,), rng, fold)
         )
     total, _ = data.split_shares()
+    # Only synthetic data are made to this size: 200 samples a client when none is given.
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
     sources = tuple(
         load_dataset(
@@ -432,6 +434,7 @@ def assemble_federation(
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
     split = torch.full((len(clients), width), PADDING)
     origin = torch.full((len(clients), width), -1)
+    # `origin` numbers the samples of all datasets in turn.
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
@@ -492,7 +495,8 @@ def _fit_preparations(
         who = repr(clients[first].name) if clients[first].name else str(first)
         warnings.warn(
             f"{len(without)} of {len(clients)} clients have columns without any value in their "
-            f"training rows (first: client {who}, column {found[first].empty[0]!r}); what is empty there becomes 0",
+            f"training rows (first: client {who}, column {found[first].empty[0]!r}); what is empty "
+            "there becomes 0",
             stacklevel=2,
         )
     return found
@@ -533,6 +537,7 @@ def _arrange_folds(
         source = sources[client.recipe.source]
         if source.classes:
             own = own[np.argsort(source.train.y.numpy()[own], kind="stable")]
+        # Sorted by class, every folds-th sample: a fold has each class in the client's share.
         test = own[number::folds]
         rest = np.delete(own, np.s_[number::folds])
         kept, share, _ = client.shares
@@ -542,6 +547,7 @@ def _arrange_folds(
                 f"{who} has {len(own)} samples, which leaves none for training: lower "
                 "validation_fraction"
             )
+        # Evenly over what is left, so that validation has the same shares.
         chosen = ((np.arange(validation) + 0.5) * len(rest) / max(1, validation)).astype(np.int64)
         arranged.append(np.concatenate([np.delete(rest, chosen), rest[chosen], test]))
         cuts.append((len(rest) - validation, validation, len(test)))
@@ -617,6 +623,7 @@ class SampleLayout:
             )
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         apart = any(one != constants[0] for one in constants)
+        # float16 takes half the memory of float32; its rounding is below a tenth of a gray level.
         dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
         if sources[0].preparation is not None:
             dtype = torch.int32 if sources[0].preparation.whole else torch.float32
@@ -763,6 +770,7 @@ class _TestSetMaker:
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             requests.append(SampleRequest(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
+        # A partition says nothing of the test set, so such clients draw from all of it.
         whole = tuple(
             replace(client, group=None) if client.rows else client for client in self.clients
         )
@@ -785,6 +793,7 @@ class _TestSetMaker:
             keep &= np.isin(test.y.numpy(), recipe.labels)
         if recipe.where is not None and recipe.where[0] in test.columns:
             keep &= test.columns[recipe.where[0]].numpy() == recipe.where[1]
+        # One random order for all limits: a smaller test set is a part of a larger one.
         order = self.rng.generator(f"data.test.order.{recipe.source}").permutation(len(test))
         order = order[keep[order]]
         if recipe.mixture is not None:

@@ -322,6 +322,7 @@ class Federation(Described):
             [test.noise for test in self.tests],
             self.classes,
         ]
+        # Added only where there are parts: other fingerprints stay comparable with stored runs.
         if self.parts:
             more.append([[part.name, part.shape, part.whole] for part in self.parts])
         digest.update(json.dumps([*more, self.population]).encode())
@@ -439,6 +440,7 @@ class Federation(Described):
         }
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors refuses tensors that share memory, such as views.
         contiguous = {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()

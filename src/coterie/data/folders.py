@@ -141,6 +141,7 @@ def _load_picture(
     try:
         with Image.open(file) as image:
             image.load()
+            # Palettes and transparency become plain colors.
             if image.mode not in _GRAY and not _has_deep_pixels(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:

@@ -264,6 +264,7 @@ def _decode_images(
             raise DataError(
                 f"{where}: image {place} cannot be decoded ({error}); fetch the data again"
             ) from error
+        # One colored image makes all of them RGB.
         mode = mode if image.mode in _GRAY else "RGB"
         images.append(image)
     sizes = {image.size for image in images}
@@ -330,6 +331,7 @@ def _save_cache(
             stacklevel=2,
         )
         return
+    # The name ends with a hash of the files' state; the rest is the same for one origin.
     for old in place.parent.glob(f"{place.name.rsplit('-', 1)[0]}-*.safetensors"):
         if old != place:
             old.unlink(missing_ok=True)

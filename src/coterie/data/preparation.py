@@ -87,6 +87,7 @@ class ColumnPreparation:
         if not self.scale:
             return fill, 0.0, 1.0
         filled = np.where(np.isnan(own), fill, own).astype(np.float64)
+        # A constant column has deviation 0 and is only centered.
         return fill, float(filled.mean()), float(filled.std()) or 1.0
 
 

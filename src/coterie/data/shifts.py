@@ -294,6 +294,7 @@ class KFold(Shift):
         require(
             self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients"
         )
+        # Remainders go to consecutive classes from client to client, so that they even out.
         next_primary, next_rest = [0] * (self.folds * len(sources)), [0] * len(sources)
         out = []
         for row, client in enumerate(clients):

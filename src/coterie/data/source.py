@@ -412,6 +412,7 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
         # numbers, never an image of black and nearly black
         return x.float() if x.ndim > 2 else x.to(torch.uint8)
     if x.dtype == torch.uint8:
+        # Samples x height x width x channels is the usual mistake with images.
         if x.ndim == 4 and x.shape[1] > 4 and x.shape[3] in (1, 3, 4):
             raise DataError(
                 f"{name} has shape {tuple(x.shape)}, channels last; expected channels first: "

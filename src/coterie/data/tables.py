@@ -119,7 +119,9 @@ class TableOptions(Configurable):
 
 
 _NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+# Ids such as 007, which would lose their zeros as numbers.
 _PADDED = re.compile(r"0\d+")
+# With at most this many numbers, a column of text is taken for categories.
 _FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 

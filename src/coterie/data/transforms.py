@@ -34,6 +34,7 @@ def rotate_images(
         tensor([[[[2, 4],
                   [1, 3]]]])
     """
+    # Quarter turns move whole pixels, so they are exact.
     turns, rest = divmod(degrees % 360, 90)
     if rest == 0:
         return torch.rot90(x, int(turns), (-2, -1))
