@@ -304,9 +304,9 @@ def from_datasets(
     if isinstance(datasets, Mapping):
         by_client = datasets
     read, owners = [], []
-    for name, dataset in by_client.items():
-        read.append(_collect_pairs(dataset, f"dataset {name}", transform))
-        owners += [name] * len(read[-1][1])
+    for client, dataset in by_client.items():
+        read.append(_collect_pairs(dataset, f"dataset {client}", transform))
+        owners += [client] * len(read[-1][1])
     x, y = _join_datasets(read)
     return from_arrays(
         x,
