@@ -53,7 +53,7 @@ SECTIONS = {
     ],
     "Results": [
         "results.summary.summarize_study",
-        "results.summary.compute_study_gains",
+        "results.gains.compute_study_gains",
         "write_report",
         "plot",
         "results.graph",

@@ -146,7 +146,7 @@ def _ignores_ids(
     place = torch.argsort(order)
     tensors = {
         name: getattr(known, name)[order]
-        for name in ("candidates", "similarity", "measured", "told", "count", "age", "noise")
+        for name in ("candidates", "similarity", "measured", "reported", "count", "age", "noise")
     }
     scores = function(known)
     turned = function(PeerKnowledge(int(place[known.client]), known.round, **tensors))
