@@ -1,4 +1,4 @@
-"""The same methods between machines that do not trust each other, peer to peer or with a server node.
+"""The same methods between machines that do not trust each other: peers, or nodes and a server.
 
 Needs the extra `net`. A node is the run's own loop with one hosted client and a remote exchange;
 the modules, from the bottom up: `wire` (what a message is), `identity` and `roster` (who may

@@ -1,8 +1,8 @@
-"""Audit log: who joined, what was asked, sent and received, and what was refused, in a chain of hashes.
+"""Audit log: a chain of hashes of who joined and what was asked, sent, received and refused.
 
 Every line is a JSON object with its number `n` and the SHA-256 of the line before it, `prev`. At
 the end of every round the node signs the chain as it is then. So no line can be changed, removed or
-added afterward without it being found, unless everything from there on is written and signed anew;
+added afterward without it being found, unless everything from there on is written and signed again;
 what other members wrote down shows that. `auditor` checks logs, and compares those of two members.
 Neither private keys nor messages are in them, only digests.
 """
@@ -30,7 +30,7 @@ FILE = "audit.log"
 NOTHING = "0" * 64
 """The `prev` of a chain's first line."""
 MAX_BYTES = 64 * 1024 * 1024
-"""A file that is larger is put aside at the end of a round as audit-NNNNNN.log; the chain goes on in the next."""
+"""A larger file is renamed to audit-NNNNNN.log after a round; the next one continues the chain."""
 FORMAT = 1
 _DOMAIN = b"coterie audit 1\n"
 _SEAL = re.compile(rb',"signature":"([0-9a-f]{128})"\}$')
@@ -53,13 +53,11 @@ def append_signature(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
 
 
 def split_signature(line: bytes) -> tuple[bytes, bytes]:
-    """Return the signature of a line that `append_signature` made, and the bytes that it is of; an empty one if it has none."""
+    """Return the signature that `append_signature` added, empty if there is none, and its bytes."""
     found = _SEAL.search(line)
-    return (
-        (b"", line)
-        if found is None
-        else (bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}")
-    )
+    if found is None:
+        return b"", line
+    return bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}"
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -69,10 +67,10 @@ def list_files(folder: Path) -> list[Path]:
 
 
 class Audit:
-    """The audit log of one node. It is a context manager, and may be written to from several threads.
+    """The audit log of one node: a context manager that several threads may write to.
 
-    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure_written`
-    raises the error.
+    A line that cannot be written is never left out: from then on nothing more is sent, and
+    `ensure_written` raises the error.
 
     Args:
         folder: the node's folder; its owner has claimed it.
@@ -111,7 +109,7 @@ class Audit:
     # ------------------------------------------------------------------ lines
 
     def _open_newest(self) -> LineFile:
-        """Open the newest file at its end. What a kill or a power cut left of a line is removed, and that is a line."""
+        """Open the newest file at its end; remove an unfinished line, and record that in a line."""
         lines = LineFile(self.folder / FILE, 0o600)
         try:
             torn = lines.trim_partial_line()
@@ -130,7 +128,7 @@ class Audit:
             raise
 
     def _find_end(self) -> bool:
-        """Take number and hash of the last line, and return whether it is a line of an audit log."""
+        """Continue from the last line's number and hash; return whether it has them."""
         for path in reversed(list_files(self.folder)):
             text = path.read_bytes()
             if not text:
@@ -195,7 +193,7 @@ class Audit:
     def write_once(
         self, event: str, key: Mapping[str, Any], times: int = 1, **details: Any
     ) -> bool:
-        """Add a line for the first of its kind in a round; the number of the others is a line at the round's end.
+        """Add a line for the first event of a kind in a round; a line at its end counts the others.
 
         So nobody fills the disk from outside.
 
@@ -229,7 +227,7 @@ class Audit:
             raise self._failed
 
     def end_round(self, round: int) -> None:
-        """End a round: write how often things happened again, sign the chain, and wait until it is on the disk.
+        """End a round: write the counts of repeated events, sign the chain, sync it to the disk.
 
         Raises:
             OSError: when a line could not be written, now or before.
@@ -266,8 +264,11 @@ class Audit:
             for m in roster.members
         }
         self._roster = {
-            "version": roster.version, "issued": roster.issued, "server": roster.server, "members": members
-        }  # fmt: skip
+            "version": roster.version,
+            "issued": roster.issued,
+            "server": roster.server,
+            "members": members,
+        }
         self.write_event("roster", **self._roster, **details)
 
     def record_join(self, peer: str, roster: Roster, **details: Any) -> None:
@@ -291,7 +292,7 @@ class Audit:
         )
 
     def record_delivery(self, peer: str, address: Address, found: Delivery | Missing) -> None:
-        """Write what a member answered to a question of this node: its signed manifest, or why there is no message."""
+        """Write a member's answer to this node: its signed manifest, or why there is no message."""
         if isinstance(found, Delivery):
             signature, manifest = found.sealed[:SIGNATURE].hex(), found.sealed[SIGNATURE:].decode()
             about = {"manifest": manifest, "signature": signature, "tensors": sorted(found.tensors)}
@@ -325,7 +326,7 @@ class Audit:
             )
 
     def record_event(self, event: str, level: str, details: Mapping[str, Any]) -> None:
-        """Write an event of the node's log, if it is of a kind that belongs here: refusals, peers that come and go."""
+        """Write an event of the node's log if it is a refusal, or a peer that comes or goes."""
         grave = level in ("warning", "error") and event not in _ELSEWHERE
         if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
             return

@@ -1,7 +1,7 @@
 """Auditor: checks audit logs, alone and against each other.
 
 What a log proves rests on three things: the chain (a line that was changed, removed or added is
-found), the node's signatures at the end of every round (the chain was not written anew by somebody
+found), the node's signatures at the end of every round (the chain was not written again by somebody
 without its key), and the signatures of other members under what they sent (they cannot deny it).
 Keys come from rosters that the organizer signed, if they are given; else from the log itself.
 """
@@ -111,22 +111,22 @@ class Report:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the files of a log: those of a folder or of its audit.log, or one file that was put aside.
+    """Return the files of a log, given its folder, its audit.log or one earlier file.
 
     Raises:
         ConfigError: when there is none.
     """
-    folder = path.parent if path.name == audit.FILE else path
-    found = (
-        [path]
-        if path.is_file() and path.name != audit.FILE
-        else audit.list_files(folder)
-        if folder.is_dir()
-        else []
-    )
+    found = []
+    if path.is_file() and path.name != audit.FILE:
+        found = [path]
+    else:
+        folder = path.parent if path.name == audit.FILE else path
+        if folder.is_dir():
+            found = audit.list_files(folder)
     if not found:
         raise ConfigError(
-            f"{path} holds no {audit.FILE}; a node's lies in the folder `runs`/NAME of its node.toml"
+            f"{path} holds no {audit.FILE}; a node's lies in the folder `runs`/NAME of its "
+            "node.toml"
         )
     return found
 
@@ -164,17 +164,19 @@ def compare_logs(a: Report, b: Report) -> list[str]:
         if lacking:
             torn = " (its log has a break)" if sender.repaired or sender.unended else ""
             out.append(
-                f"{_format_count(lacking)} that {who} are not in {sender.node}'s log{torn}: {_describe_message(lacking[0])}"
+                f"{_format_count(lacking)} that {who} are not in {sender.node}'s log{torn}: "
+                f"{_describe_message(lacking[0])}"
             )
         if other:
             out.append(
-                f"{_format_count(other)} that {who} have another digest in {sender.node}'s log: {_describe_message(other[0])}"
+                f"{_format_count(other)} that {who} have another digest in {sender.node}'s log: "
+                f"{_describe_message(other[0])}"
             )
     return out
 
 
 def count_lost(a: Report, b: Report) -> int:
-    """Return the number of messages between two nodes that one sent and the other did not receive."""
+    """Return how many messages between two nodes were sent but not received."""
     pairs = ((a, b), (b, a))
     return sum(
         len(x.traffic_with(y.node).sent.keys() - y.traffic_with(x.node).received.keys())
@@ -242,7 +244,8 @@ class _LogReader:
             raise _InvalidLine(f"it has more than {MAX_LINE} bytes")
         if not line.endswith(b"\n"):
             raise _InvalidLine(
-                "it is torn: its end is missing; the node says so in its next line when it is started again"
+                "it is torn: its end is missing; the node says so in its next line when it is "
+                "started again"
             )
         self._raw = line = line.removesuffix(b"\n")
         found = parse_strict_json(line, "line")
@@ -286,12 +289,14 @@ class _LogReader:
         who = found["node"], found["run"]
         if report.node and who != (report.node, report.run):
             raise _InvalidLine(
-                f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in {report.run}"
+                f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in "
+                f"{report.run}"
             )
         report.node, report.run, report.key = *who, found["key"]
         if self._runs and report.run not in self._runs:
             raise _InvalidLine(
-                f"it is of run {report.run}; the roster that was given is of {', '.join(sorted(self._runs))}"
+                f"it is of run {report.run}; the roster that was given is of "
+                f"{', '.join(sorted(self._runs))}"
             )
         if report.key not in self._own:
             self._own.insert(0, report.key)
@@ -318,7 +323,8 @@ class _LogReader:
         report, version = self.report, found["version"]
         if report.rosters and version < report.rosters[-1]:
             raise _InvalidLine(
-                f"version {version} of the roster after version {report.rosters[-1]}; versions only rise"
+                f"version {version} of the roster after version {report.rosters[-1]}; versions "
+                "only rise"
             )
         if version not in report.rosters:
             report.rosters.append(version)
@@ -329,7 +335,8 @@ class _LogReader:
         if given is not None:
             if keys != {m.name: m.key for m in given.members}:
                 raise _InvalidLine(
-                    f"its members or their keys are not those of version {version} of the organizer's roster"
+                    f"its members or their keys are not those of version {version} of the "
+                    "organizer's roster"
                 )
             report.confirmed.add(version)
         if report.node in keys and keys[report.node] not in self._own:
@@ -410,7 +417,8 @@ def _check_types(found: Any) -> None:
             or (type(value) is int and abs(value) >= 1 << 53)
         ):
             raise _InvalidLine(
-                f"{name[:40]} is {str(value)[:40]}; expected {getattr(kind, '__name__', 'a number')}"
+                f"{name[:40]} is {str(value)[:40]}; expected "
+                f"{getattr(kind, '__name__', 'a number')}"
             )
 
 

@@ -17,7 +17,7 @@ LEAST = 1e-3
 
 
 def newest_backed_round(rounds: Iterable[int], others: int) -> int:
-    """Return the newest round that more than half of the other members have reached by their own word; -1 for none.
+    """Return the newest round that more than half of the others say they have reached; -1 for none.
 
     Args:
         rounds: the rounds in their signed heads. Who did not answer counts as one that has reached
@@ -43,7 +43,7 @@ class RunClock:
         self.round, self.since, self._clock = round, since, clock
 
     def note_in_step(self, round: int) -> None:
-        """Note that a message of a round has come: its sender is ahead by the few rounds that it keeps, at the most."""
+        """Note that a message of a round came; its sender is at most a few rounds ahead."""
         self.round, self.since = max(self.round, round), self._clock()
 
     def newest_possible_round(self, seconds: float) -> int | None:

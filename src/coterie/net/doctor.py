@@ -69,7 +69,8 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
             report(problem, False)
         if not problems:
             report(
-                f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} members"
+                f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} "
+                "members"
             )
         study, label, seed = file.select_run()
         plan = nodefile.make_run_spec(study)
@@ -95,13 +96,10 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
     address = file.listen or roster.member(own.name).address
     free = _is_free(address)
-    report(
-        f"{address} is free"
-        if free
-        else f"{address} is taken: the node runs already, or another program",
-        free,
-    )
-    if free:
+    if not free:
+        report(f"{address} is taken: the node runs already, or another program", False)
+    else:
+        report(f"{address} is free")
         with _open_visitor(file, roster, own, plan, federation, insecure) as node:
             for sentence, good in _check_others(node):
                 report(sentence, good)
@@ -151,12 +149,9 @@ def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
     for name in node.other_members:
         member = roster.member(name)
         if name not in heads_found:
-            open_ = _is_reachable(member.address)
-            hint = (
-                "its port is open, but it does not answer as this member"
-                if open_
-                else "nothing listens there"
-            )
+            hint = "nothing listens there"
+            if _is_reachable(member.address):
+                hint = "its port is open, but it does not answer as this member"
             yield f"{name} at {member.address}: no answer ({hint})", False
             continue
         before = time.time()
@@ -166,9 +161,11 @@ def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
         rates += [rate] if rate else []
         speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
         different = head.study != heads.study_hash(node.settings) or head.schema != node.schema
-        text = f"{name} at {member.address}: {head.state} in round {head.round}, clock {skew:+.1f} s, {speed}"
+        text = f"{name} at {member.address}: {head.state} in round {head.round}, "
+        text += f"clock {skew:+.1f} s, {speed}"
         if different:
-            text += f"; it runs something else: {heads.describe_difference(node.settings, head.settings)}"
+            difference = heads.describe_difference(node.settings, head.settings)
+            text += f"; it runs something else: {difference}"
         if head.roster != roster.version:
             text += f"; it has version {head.roster} of the roster, this node has {roster.version}"
         yield text, not different and head.roster == roster.version and abs(skew) < _SKEW
@@ -184,7 +181,7 @@ def _is_reachable(address: str) -> bool:
 
 
 def _measure_rate(post: Post, peer: str) -> float | None:
-    """Bytes a second from a member: the second of two measurements, since the first warms the link up."""
+    """Return a member's bytes a second; the second measurement, since the first warms the link."""
     post.measure_link(peer, 10.0)
     found = post.measure_link(peer, 10.0)
     return (

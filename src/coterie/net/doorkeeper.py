@@ -3,7 +3,7 @@
 The engine pauses for a tenth of a second after every handshake that fails, and the connections that
 fail meanwhile stay open. Somebody without a certificate who makes many of them keeps new links of
 members from coming up, and in the end takes every file that a node may open. Connections of
-addresses that are not known are then dropped by the kernel before the engine hears of them (a
+addresses that are not known are then dropped by the kernel before they reach the engine (a
 socket filter, Linux only), until a minute has passed without a broken handshake.
 """
 
@@ -29,7 +29,7 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, o
 
 
 def _build_filter(addresses: Iterable[str]) -> bytes:
-    """Return a classic BPF program that accepts packets from some addresses and drops the others."""
+    """Return a classic BPF program that accepts packets from these addresses only."""
     known = [ipaddress.ip_address(a) for a in sorted(addresses)[:_MOST]]
     load, load_byte, shift, equal, jump, leave = 0x20, 0x30, 0x74, 0x15, 0x05, 0x06
     four: list[_Instruction] = [(load, 0, 0, _NETWORK + 12)]
@@ -136,11 +136,15 @@ class Doorkeeper:
             if self._closed:
                 self._schedule_reopening(_QUIET)
         if self._closed:
-            text = "many broken handshakes: connections come from known addresses only, until a minute is quiet"
-            self._log("door_closed", level="warning", text=text)
+            self._log(
+                "door_closed",
+                level="warning",
+                text="many broken handshakes: connections come from known addresses only, "
+                "until a minute is quiet",
+            )
 
     def _resolve_hosts(self, hosts: list[str]) -> None:
-        """Learn the addresses of the members' hosts, as far as their names can be resolved; this may take long."""
+        """Resolve the members' hosts to addresses where possible; this may take long."""
         for host in hosts:
             with suppress(OSError):
                 for entry in socket.getaddrinfo(host, None):

@@ -1,4 +1,4 @@
-"""Engine log: connections and messages that the network engine rejects, as events in the node's log.
+"""Engine log: what the network engine rejects, as events in the node's log.
 
 The engine drops strangers, forbidden questions and oversize messages before any code of the node
 sees them, and reports that only in lines on standard output. Those lines are read here: each
@@ -130,7 +130,7 @@ class EngineLog:
         self._strangers = True
         who = "" if link is None else f" (from {link[1]}, common name {link[2] or 'unknown'})"
         self._count_refusal(
-            "not_on_roster", "", f"its certificate is valid; nothing that it sends is heard{who}"
+            "not_on_roster", "", f"its certificate is valid; nothing that it sends is read{who}"
         )
 
     def _report_interception(self, ruling: _Ruling | None) -> None:
@@ -188,7 +188,7 @@ class EngineLog:
 
 @contextmanager
 def capture_engine_log(log: Log) -> Iterator[EngineLog]:
-    """Read what the engine writes on this process's standard output, from now to the end of the block."""
+    """Read what the engine writes to standard output until the end of the block."""
     import zenoh
 
     os.environ.setdefault("NO_COLOR", "1")

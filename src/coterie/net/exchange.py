@@ -96,7 +96,7 @@ class RemoteExchange:
         self._away, self._odd = frozenset(names), frozenset(for_good)
 
     def _unreachable_clients(self) -> set[int]:
-        """The clients of members that are known to be away now, and of those that were removed."""
+        """Return the clients of members that are away now or were removed."""
         alive = self.post.transport.alive_members()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
@@ -137,7 +137,7 @@ class RemoteExchange:
         return Template.of(rows, halved=frozenset({"params"}), gaps=nan_tensors(rows, address))
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish the message of the hosted clients and ask the chosen peers for theirs: see `Exchange.pull`.
+        """Publish the hosted clients' message and fetch the chosen peers': see `Exchange.pull`.
 
         Raises:
             PeersMissing: in the first exchange of a round, when peers are missing and others may be
@@ -166,7 +166,8 @@ class RemoteExchange:
         )
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
-            "readers": own.tolist(), "asked": wanted, "missing": {str(c): why for c, why in lost.items()},
+            "readers": own.tolist(), "asked": wanted,
+            "missing": {str(c): why for c, why in lost.items()},
             "arrived": [c for c in wanted if self._address_of(number, c) in self._got],
             "unreachable": sorted(self._down | self._lost), "seconds": time.monotonic() - started,
         })  # fmt: skip
@@ -187,7 +188,7 @@ class RemoteExchange:
     def _fetch_missing(
         self, wanted: Iterable[int], number: int, template: Template, seconds: float
     ) -> dict[int, str]:
-        """Fetch messages that are neither here nor known to be missing; return those now missing, with reasons."""
+        """Fetch messages neither here nor known as missing; return why others are missing."""
         skip = self._lost | self._down
         fresh = [
             self._address_of(number, c)
@@ -218,7 +219,7 @@ class RemoteExchange:
     # ------------------------------------------------------------------ the server role
 
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send the message to the node in the server role and wait for its answer: see `Exchange.ask_server`.
+        """Send the message to the server's node and wait for its answer: see `Exchange.ask_server`.
 
         Raises:
             RoundMissed: when the server continued without this node's message.
@@ -315,26 +316,23 @@ class RemoteExchange:
         )
 
     def _reply_template(self, message: Message) -> Template:
-        """The template of the server's answers to a message: what its method says, and models of this one's width."""
+        """Return the template of the server's answer, by the form that its method declares."""
         form, dtype = message.expects, message.params.dtype
         width = self.width if form is None or form.models else None
+        columns = "params" if width is None else width
+        peers = "peers" if form is None else form.models
         tensors: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
-            "table": (dtype, ("senders", "params" if width is None else width)),
-            "index": (torch.int64, ("peers" if form is None else form.models,)),
+            "table": (dtype, ("senders", columns)),
+            "index": (torch.int64, (peers,)),
         }
         most = MAX_REPLY
         if form is not None:
-            tensors |= {
-                f"field.{name}": (kind, ("senders", *shape))
-                for name, (kind, shape) in form.fields.items()
-            }
+            for name, (kind, shape) in form.fields.items():
+                tensors[f"field.{name}"] = (kind, ("senders", *shape))
             each = sum(kind.itemsize * math.prod(shape) for kind, shape in form.fields.values())
             each += 8 + dtype.itemsize * (width or 0)
-            most = (
-                MAX_HEADER + 8 + form.models * each
-                if width is not None or not form.models
-                else MAX_REPLY
-            )
+            if width is not None or not form.models:
+                most = MAX_HEADER + 8 + form.models * each
         return Template(
             tensors,
             free="field." if form is None else "",
@@ -346,7 +344,7 @@ class RemoteExchange:
     def agree_on_cohort(
         self, compute: Callable[[], Int[Tensor, " active"]]
     ) -> Int[Tensor, " active"]:
-        """Compute the cohort in the server role, or receive it from the server: see `Exchange.agree_on_cohort`."""
+        """Compute the cohort as the server, or fetch it: see `Exchange.agree_on_cohort`."""
         number, self._groups = self._groups, self._groups + 1
         self._number = self._groups * COHORT
         address = Address(self._rng.round, number, -1, "cohort")
@@ -404,7 +402,7 @@ class RemoteExchange:
 
 
 def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Check that the parts of a server's answer fit together, and that it looks like the one to another client here.
+    """Check that a server's answer is consistent, and has the form of another client's answer.
 
     Raises:
         Refused: when they do not.

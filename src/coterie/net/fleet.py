@@ -85,11 +85,9 @@ class Fleet:
         command += [*self._arguments, *arguments]
         # what the engine says on stdout is kept apart from the node's own log
         with ExitStack() as stack:
-            out = (
-                None
-                if self.logs is None
-                else stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
-            )
+            out = None
+            if self.logs is not None:
+                out = stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment
             )
@@ -204,25 +202,35 @@ def lay_out(
     write_atomically(folder / "study.toml", config.format_study(study).encode())
     files = {}
     for name in names:
-        lines = [
-            *(f"{key} = {json.dumps(value)}" for key, value in {
-                "study": "study.toml", "roster": "keys/roster.toml", "organizer": "keys/organizer.pub",
-                "ca": "keys/ca.pem", "key": f"keys/{name}.key", "certificate": f"keys/members/{name}.pem",
-                "role": "server" if name == server else "peer", "runs": "nodes",
-            }.items()),
-            "", "[data]", 'study = "own rows"',
-            *([f"data_dir = {json.dumps(str(data_dir.resolve()))}"] if data_dir else []),
-            "", "[network]", *(f"{key} = {json.dumps(value)}" for key, value in (network or {}).items()),
-        ]  # fmt: skip
+        own = {
+            "study": "study.toml",
+            "roster": "keys/roster.toml",
+            "organizer": "keys/organizer.pub",
+            "ca": "keys/ca.pem",
+            "key": f"keys/{name}.key",
+            "certificate": f"keys/members/{name}.pem",
+            "role": "server" if name == server else "peer",
+            "runs": "nodes",
+        }
+        data = {"study": "own rows"}
+        if data_dir:
+            data["data_dir"] = str(data_dir.resolve())
+        lines = [*_format_keys(own), "", "[data]", *_format_keys(data)]
+        lines += ["", "[network]", *_format_keys(network or {})]
         files[name] = folder / f"{name}.toml"
         write_atomically(files[name], ("\n".join(lines) + "\n").encode())
     return files
 
 
+def _format_keys(table: Mapping[str, Any]) -> list[str]:
+    """Return a line of TOML for each key; JSON writes these plain values as TOML does."""
+    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+
+
 def join_results(
     folder: Path, study: StudyConfig, names: Sequence[str], label: str
 ) -> dict[str, pd.DataFrame]:
-    """Join the results of the nodes into one run of a study, beside the simulated one.
+    """Join the results of the nodes into one run, next to the simulated one in its study.
 
     Args:
         folder: the fleet's folder.
@@ -260,6 +268,7 @@ def join_results(
 
 def demo_study(clients: int, rounds: int) -> StudyConfig:
     """Return the study of the demonstration: DAC on the bundled digits in two rotations."""
+    sizes = f"[{clients - clients // 2}, {clients // 2}]"
     return config.load_study(
         "rotated-digits",
         [
@@ -267,7 +276,7 @@ def demo_study(clients: int, rounds: int) -> StudyConfig:
             f"rounds={rounds}",
             "seeds=[0]",
             f"data.num_clients={clients}",
-            f'data.shift=[{{kind="rotation", degrees=[0, 180], sizes=[{clients - clients // 2}, {clients // 2}]}}]',
+            f'data.shift=[{{kind="rotation", degrees=[0, 180], sizes={sizes}}}]',
         ],
     ).select_run("DAC", 0)
 
@@ -275,7 +284,7 @@ def demo_study(clients: int, rounds: int) -> StudyConfig:
 def run_demo(
     folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[str], None]
 ) -> Path:
-    """Run the demonstration: nodes on loopback with mutual TLS, one killed and restarted, beside the simulation.
+    """Run the demonstration: nodes with mutual TLS, one of them restarted, against the simulation.
 
     Args:
         folder: an empty folder.
@@ -305,7 +314,8 @@ def run_demo(
             if name == names[0]:
                 accuracy = 100 * event.get(ACCURACY.name, float("nan"))
                 say(
-                    f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %"
+                    f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, "
+                    f"{accuracy:.0f} %"
                 )
         elif event["event"] in ("catch_up", "redraw", "peer_down"):
             if reached.get(event.get("peer", ""), -1) == rounds - 1:
@@ -318,7 +328,8 @@ def run_demo(
             say(f"{name}: {event['event']} {json.dumps(what)}")
 
     say(
-        f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in {folder / 'logs'}"
+        f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in "
+        f"{folder / 'logs'}"
     )
     with Fleet(files, logs=folder / "logs", listener=handle_event) as fleet:
         for name in names:

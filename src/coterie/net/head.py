@@ -1,4 +1,4 @@
-"""Heads: a node's signed answer about its state, and the check that all nodes run the same study."""
+"""Heads: a node's signed state, and the check that all nodes run the same study."""
 
 import dataclasses
 import hashlib
@@ -32,7 +32,7 @@ _OPTIONAL = (
     "attacks",
 )  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
-"""Where a node's settings say what its frozen weights are; they count in the hash of the model, not of the study."""
+"""The setting that names the frozen weights; it is in the model's hash, not in the study's."""
 STATES = ("starting", "running", "done")
 
 
@@ -114,8 +114,8 @@ def settings_of(
 
     Args:
         method: the method with its hyperparameters.
-        settings: the settings of the run; those that only change the speed or one node's files are
-            left out.
+        settings: the settings of the run, without the ones that only change the speed or one
+            node's files.
         seed: the seed of the run.
         model: the model, in words.
         population: number of clients.
@@ -159,7 +159,7 @@ def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def schema_hash(layout: Layout) -> str:
-    """Return the hash of a model: names, shapes, type, which tensors are trained, and the values of the frozen ones."""
+    """Return the hash of a model's tensor names, shapes and type, and of its frozen values."""
     slots = [[slot.name, list(slot.shape)] for slot in layout.slots]
     frozen = [layout.frozen_digest] if layout.frozen else []
     return hashlib.sha256(
@@ -207,11 +207,13 @@ def check_study(
             text = describe_difference(settings, others[name].settings) if name else ""
             if what == "model schema" and FROZEN in settings and not text:
                 raise PeerMismatch(
-                    f"this node's model, whose frozen weights are {settings[FROZEN]}, is not that of the roster of run "
+                    f"this node's model, whose frozen weights are {settings[FROZEN]}, is not that "
+                    "of the roster of run "
                     f"{roster.run}; every node loads the same model with the same frozen weights"
                 )
             raise PeerMismatch(
-                f"this node has {what} {found[:16]}, the roster of run {roster.run} has {expected[:16]}"
+                f"this node has {what} {found[:16]}, the roster of run {roster.run} has "
+                f"{expected[:16]}"
                 + (
                     f"; compared with {name}: {text}"
                     if text

@@ -196,7 +196,7 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
-    """Return the member name of a certificate or request: its user id, or in a request its common name.
+    """Return the member name in a certificate (its user id) or in a request (its common name).
 
     Certificates of older versions have the name as common name, too.
 
@@ -215,7 +215,7 @@ def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequ
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """Return the common name of a member's certificate: the fingerprint of its key; in older ones, its name."""
+    """Return a certificate's common name: its key's fingerprint, in older ones the name."""
     certificate_name(certificate)
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
@@ -271,15 +271,17 @@ def _certificate_builder(
 
 
 def _key_usage(**on: bool) -> x509.KeyUsage:
-    names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-             "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
+    names = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+        "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
     return x509.KeyUsage(**{name: on.get(name, False) for name in names})
 
 
 def make_authority(
     folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None
 ) -> x509.Certificate:
-    """Create the private authority of a run (`ca.key`, `ca.pem`) and the organizer's key (`organizer.key`, `.pub`).
+    """Create a run's authority (`ca.key`, `ca.pem`) and its `organizer.key` and `organizer.pub`.
 
     Args:
         folder: the organizer's folder; it should be on a machine that is not a member.
@@ -371,7 +373,8 @@ def sign_request(
         and encode_public_key(certificate_key(load_certificate(made))) != encode_public_key(key)
     ):
         raise TransportError(
-            f"{name} has a certificate of another key; to replace that key: coterie net rekey {folder} {name} {request}"
+            f"{name} has a certificate of another key; to replace that key: coterie net rekey "
+            f"{folder} {name} {request}"
         )
     try:
         asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -383,9 +386,12 @@ def sign_request(
             f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}"
         )
     authority, ca = load_key(folder / "ca.key"), load_certificate(folder / "ca.pem")
-    subject = x509.Name([
-        x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)), x509.NameAttribute(NameOID.USER_ID, name)
-    ])  # fmt: skip
+    subject = x509.Name(
+        [
+            x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)),
+            x509.NameAttribute(NameOID.USER_ID, name),
+        ]
+    )
     certificate = (
         _certificate_builder(subject, ca.subject, key, days, now)
         .add_extension(wanted, critical=False)

@@ -23,7 +23,7 @@ class Keeper:
     """The newest roster of one node's run.
 
     Args:
-        file: the roster's file; its signature lies beside it.
+        file: the roster's file; its signature is next to it.
         organizer: the file with the organizer's public key.
         folder: the node's folder, where the newest roster is kept.
         log: receives events.
@@ -66,7 +66,8 @@ class Keeper:
         known = self.roster
         if found.run != known.run or found.version <= known.version:
             if found != known:
-                text = f"run {found.run}, version {found.version}; version {known.version} of {known.run} is known"
+                text = f"run {found.run}, version {found.version}; "
+                text += f"version {known.version} of {known.run} is known"
                 self._log("roster_refused", level="warning", source=source, text=text)
             return False
         self.roster, self.sealed = found, data
@@ -109,7 +110,7 @@ class Keeper:
 
 
 def describe_changes(old: Roster, new: Roster) -> dict[str, Any]:
-    """Return what a node's log says of a new roster: its version, who was removed and who has another key."""
+    """Return a new roster's version, the members it removes and those with another key."""
     keys = {m.name: m.key for m in new.members}
     removed = [m.name for m in old.members if m.name not in keys]
     rekeyed = [m.name for m in old.members if m.name in keys and keys[m.name] != m.key]
@@ -131,13 +132,15 @@ def check_same_run(old: Roster, new: Roster, name: str) -> None:
     mine, before = known[name], old.member(name)
     if mine.key != before.key:
         raise TransportError(
-            f"version {new.version} of the roster has another key for {name}: put its key and certificate in place "
+            f"version {new.version} of the roster has another key for {name}: put its key and "
+            "certificate in place "
             "and start the node again; it continues from its checkpoint"
         )
     for what in ("population", "study", "schema", "server", "clusters"):
         if getattr(old, what) != getattr(new, what):
             raise TransportError(
-                f"version {new.version} of the roster has another {what} than version {old.version}; "
+                f"version {new.version} of the roster has another {what} than version "
+                f"{old.version}; "
                 "start the node again with the study of the new roster"
             )
     if mine.clients != before.clients:

@@ -1,10 +1,10 @@
-"""Latecomers: members whose clients a study holds out as new ones join when the run of the others has ended.
+"""Latecomers: members with a study's new clients, who join when the others' run has ended.
 
-The rule is that of `runtime.newcomers`, and so are the results. The members that take part run
-as if there were no others. At the end each of them answers newcomers with the message of its method
+The rule is that of `runtime.newcomers`, and so are the results. The members that take part run as
+if there were no others. At the end each of them answers newcomers with the message of its method
 that it would publish in every round from now on; with a server, the server answers with the models
-that serve clients now. A newcomer finds its peers among those that answer, or its model among the
-server's, trains its rounds, is tested, and changes nobody.
+that serve clients now. A newcomer finds its peers among the members that answer, or its model among
+the server's, trains its rounds, is tested, and changes nobody.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,10 +39,10 @@ class Participants:
     """Who of a roster takes part in the run, and who joins when it has ended.
 
     Args:
-        ids: the id on the roster of each client: first of those that take part, then of the
+        ids: the id on the roster of each client: first of the members in the run, then of the
             newcomers.
-        taking: those that take part as a roster of their own, numbered from 0.
-        whole: all members, numbered in the order of `ids`.
+        run_roster: the members in the run as a roster of their own, numbered from 0.
+        full_roster: all members, numbered in the order of `ids`.
         method: of the run.
     """
 
@@ -58,7 +58,7 @@ class Participants:
         return [member.name for member in self.full_roster.members if member.name not in here]
 
     def with_roster(self, roster: Roster) -> "Participants":
-        """Return the same sides with a newer roster of the run, in which members were removed or have other keys."""
+        """Return the same participants under a newer roster of the run."""
         return _make_participants(roster, self.method, self.ids, self.run_roster.population)
 
     def answers_newcomers(self, name: str) -> bool:
@@ -97,17 +97,21 @@ def find_participants(
         return None
     if settings.new_client_others == "training":
         raise ConfigError(
-            "new_client_others is 'training'; between machines new clients join when the run of the others has ended: "
+            "new_client_others is 'training'; between machines new clients join when the run of "
+            "the others has ended: "
             "leave it out"
         )
     if not isinstance(method, PeerMethod | ServerMethod):
         raise ConfigError(
-            f"new_clients: nobody joins {method.kind} late, which is neither a PeerMethod nor a ServerMethod"
+            f"new_clients: nobody joins {method.kind} late, which is neither a PeerMethod nor a "
+            "ServerMethod"
         )
     if not method.server and (method.exchanges > 1 or type(method).enroll is not Method.enroll):
         raise ConfigError(
-            f"new_clients: in a round of {method.kind} with these settings members answer each other, which those that "
-            "have finished do not; between machines new clients join methods with one exchange a round, or a server"
+            f"new_clients: in a round of {method.kind} with these settings members answer each "
+            "other, which members that "
+            "have finished do not; between machines new clients join methods with one exchange a "
+            "round, or a server"
         )
     population, known = roster.population, roster.client_names
     names = [known.get(client, "") for client in range(population)] if known else []
@@ -116,11 +120,13 @@ def find_participants(
     for member in roster.members:
         if new & set(member.clients) and not set(member.clients) <= new:
             raise ConfigError(
-                f"new_clients: some of the clients of {member.name} are new and some are not; a member's join together"
+                f"new_clients: some of the clients of {member.name} are new and some are not; a "
+                "member's join together"
             )
     if len(order) - len(new) < 2:
         raise ConfigError(
-            f"new_clients is {settings.new_clients!r}: of {population} clients {population - len(new)} would take "
+            f"new_clients is {settings.new_clients!r}: of {population} clients "
+            f"{population - len(new)} would take "
             "part; expected two or more"
         )
     if roster.server and set(roster.member(roster.server).clients) & new:
@@ -145,7 +151,7 @@ def _make_participants(
     )
 
 
-# ---------------------------------------------------------------- those that took part
+# ---------------------------------------------------------------- members of the run
 
 
 def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
@@ -166,7 +172,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             last, loop.rng.at_round(last), task.layout, task.population, None, task.sharing
         )
         table = method.newcomer_candidates(context, loop.state.shared)
-        told = {
+        answers = {
             -1: {
                 "table": table
                 if task.sharing.shares_all
@@ -177,8 +183,8 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
         assert isinstance(method, PeerMethod)
         task = wide()
         message = narrow_message(task.sharing, method.publish(task, join_states(loop, task)))
-        told = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
-    for client, tensors in told.items():
+        answers = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
+    for client, tensors in answers.items():
         at = Address(-1, 0, client, KIND)
         try:
             post.seal(tensors, at)

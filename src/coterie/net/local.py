@@ -66,7 +66,7 @@ def connect_in_process(
 def create_credentials(
     folder: Path, who: Roster, *, days: float = 1.0, study: str = "", schema: str = ""
 ) -> tuple[Roster, list[identity.Identity]]:
-    """Create the files of an organizer and all members in one folder: authority, keys, certificates, signed roster.
+    """Create the files of an organizer and all members in one folder, up to the signed roster.
 
     On real machines every member makes its own key (`coterie net join`); here one folder holds them
     all.

@@ -64,7 +64,7 @@ class Log:
 
 
 class RateLimit:
-    """Says what may be told of something that others can make happen without end: so often in so many seconds.
+    """Limits how often an event that others can cause is logged: `times` in `seconds`.
 
     Args:
         times: how often.
@@ -79,7 +79,7 @@ class RateLimit:
         self._seconds, self._clock, self._suppressed = seconds, clock, 0
 
     def __call__(self) -> int | None:
-        """Return None when it is not to be told this time, and else how often it was not told since the last time."""
+        """Return None to suppress this event, or else the number suppressed since the last one."""
         now = self._clock()
         if (
             len(self._allowed_at) == self._allowed_at.maxlen
@@ -110,7 +110,7 @@ def format_samples(samples: Iterable[Sample]) -> str:
 
 
 class MetricsServer:
-    """Answers http://127.0.0.1:PORT/metrics; on loopback only, and only under this machine's own name.
+    """Answers http://127.0.0.1:PORT/metrics, on loopback only, under this machine's own name only.
 
     A page of another site, whose name was bound to 127.0.0.1 after it was loaded, is refused by its
     Host header.

@@ -115,11 +115,9 @@ class NodeLoop(Loop):
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         rnd = super()._make_round(index, rows, cohort)
         assert isinstance(self.exchange, RemoteExchange)
-        return (
-            rnd
-            if self.method.server
-            else replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
-        )
+        if self.method.server:
+            return rnd
+        return replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
 
 
 class Node:
@@ -132,7 +130,8 @@ class Node:
         transport: the transport of messages; its owner closes it.
         sign: signs bytes with this node's key.
         folder: folder of this node's run; a killed node continues from its checkpoint there.
-        terms: deadlines and options of the exchange; a deadline of 0 is measured (see `round_deadline`).
+        terms: deadlines and options of the exchange; a deadline of 0 is measured (see
+            `round_deadline`).
         patience: how long it waits for others.
         log: receives events.
         keeper: knows of newer rosters; without one, the roster stays as it is.
@@ -177,7 +176,7 @@ class Node:
                 self.participants.roster_for(transport.name),
             )
         self._federation = replace(federation, truth=planted)
-        # drawn anew at every start and never written: noise that is used twice could be taken off
+        # drawn again at every start and never written: noise that is used twice could be subtracted
         self.task = plan.make_task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
         self.settings = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
@@ -207,7 +206,7 @@ class Node:
         self.loop = NodeLoop(
             self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record
         )
-        # whom others do not notice
+        # a late member does not change the run of the others
         settings = plan.settings if self.late else replace(plan.settings, new_clients=None)
         self._identity = checkpoint.compute_identity(
             plan.method, settings, plan.seed, federation, self.task, custom_model_name(plan.model)
@@ -223,7 +222,8 @@ class Node:
             or federation.population != self.roster.population
         ):
             raise ConfigError(
-                f"the data are of clients {federation.ids.tolist()[:10]} of {federation.population}; on the roster "
+                f"the data are of clients {federation.ids.tolist()[:10]} of "
+                f"{federation.population}; on the roster "
                 f"{self.transport.name} hosts {own[:10]} of {self.roster.population}"
             )
         if "truth" in self.plan.method.needs and not self.roster.clusters:
@@ -232,7 +232,8 @@ class Node:
             )
         if "pool" in self.plan.method.needs:
             raise ConfigError(
-                f"{self.plan.method.kind} needs the data of all members in one place; between machines data stay put"
+                f"{self.plan.method.kind} needs the data of all members in one place; between "
+                "machines data stay put"
             )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
@@ -242,7 +243,8 @@ class Node:
             )
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
-                f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"
+                f"schedule is {self.plan.settings.schedule!r}; between machines there is only "
+                "'synchronous'"
             )
 
     def _new_incarnation(self) -> int:
@@ -260,7 +262,7 @@ class Node:
         self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
     def round_deadline(self) -> float:
-        """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""
+        """Return a deadline: as set, or three transfers and two trainings, at least 30 s."""
         if self.post.terms.deadline:
             return self.post.terms.deadline
         traffic = self.post.traffic
@@ -272,13 +274,14 @@ class Node:
     def _make_head(self, nonce: str) -> bytes:
         self._done_answers += self._state == "done"
         return Head(
-            self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
+            self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round,
+            self._state, VERSION,
             heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
             sorted(self._met), self.settings,
         ).seal(self._sign)  # fmt: skip
 
     def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
-        """Ask members for their heads; return those that arrived."""
+        """Ask members for their heads; return the heads that arrived."""
 
         def ask_one(name: str) -> Head | None:
             nonce = secrets.token_hex(8)
@@ -318,7 +321,7 @@ class Node:
         return [m.name for m in members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
-        """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
+        """Ask for heads until all members answered, most have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.other_members):
             met |= self.ask_heads(n for n in self.other_members if n not in met)
@@ -387,7 +390,7 @@ class Node:
                 self.audit.record_join(name, self.roster, **about)
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`.
+        """Jump to the round of the others, who do not wait for a node behind them: see `catchup`.
 
         They do wait for the server, and keep what they sent it: it repeats the round that it did
         not store.
@@ -445,7 +448,7 @@ class Node:
     # ------------------------------------------------------------------ the roster
 
     def update_roster(self) -> None:
-        """Take a newer roster, from its file or from a member that has one; look for one, once a round.
+        """Take a newer roster from its file or from another member; look for one once a round.
 
         Raises:
             TransportError: when this node cannot go on with it: see `keeper.check_same_run`.
@@ -465,14 +468,12 @@ class Node:
     def _ask_around(self, number: int) -> tuple[str, bytes] | None:
         """Ask one member, another one every time, whether it has a newer roster."""
         alive = sorted(self.transport.alive_members())
-        return (
-            self._fetch_newer_roster(self.ask_heads([alive[number % len(alive)]]))
-            if alive
-            else None
-        )
+        if not alive:
+            return None
+        return self._fetch_newer_roster(self.ask_heads([alive[number % len(alive)]]))
 
     def _fetch_newer_roster(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
-        """Return the newest roster of some members, when by their signed heads it is newer than this node's."""
+        """Return the newest roster of some members if their signed heads say it is newer."""
         name = max(met, key=lambda n: met[n].roster, default="")
         if self.keeper is None or not name or met[name].roster <= self.roster.version:
             return None
@@ -523,7 +524,8 @@ class Node:
             return
         if self.loop.is_untrained:
             raise TransportError(
-                "the server left this node out of every round: it has trained nothing and has no model"
+                "the server left this node out of every round: it has trained nothing and has no "
+                "model"
             )
         self._answer_newcomers()
         self._state = "done" if not self.plan.method.server else "running"
@@ -561,7 +563,8 @@ class Node:
         except RoundMissed as missed:
             if index < 0 and type(self.plan.method).enroll is not Method.enroll:
                 raise TransportError(
-                    f"{self.plan.method.kind} enrolls its clients before the first round, and this node came too late"
+                    f"{self.plan.method.kind} enrolls its clients before the first round, and this "
+                    "node came too late"
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
             self._write_journal({"event": "missed", "round": index})
@@ -654,12 +657,13 @@ class Node:
         assert self.participants is not None
         self.log(
             "answering",
-            text=f"the run is over; waiting for {', '.join(self.participants.late_members)} to join",
+            text=f"the run is over; waiting for {', '.join(self.participants.late_members)} to "
+            "join",
         )
         self._linger()
 
     def _join_late(self) -> None:
-        """Join a run that has ended, by the method's own rule: train, be tested, and leave the others as they are."""
+        """Join a run that has ended by the method's rule: train and be tested; change nobody."""
         assert isinstance(self.exchange, latecomers.LateExchange)
         assert self.participants is not None
         met = self._await_the_end()
@@ -711,13 +715,13 @@ class Node:
             yield params, judged
 
     def _await_the_end(self) -> dict[str, Head]:
-        """Wait until those whom newcomers ask are done, and return the heads of all that answer.
+        """Wait until the members that newcomers ask are done; return the heads of all that answer.
 
         A run that goes on is waited for, however long it takes; members that do not answer for
         `Patience.start` seconds.
 
         Raises:
-            TransportError: when those that newcomers ask do not answer.
+            TransportError: when the members that newcomers ask do not answer.
             PeerMismatch: when this node's study or model differs from the roster's.
         """
         self._start_answering()
@@ -742,24 +746,24 @@ class Node:
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         if not set(met) - set(odd):
             raise TransportError(
-                f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished member "
-                "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
+                f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished "
+                "member "
+                "answers new clients for `linger` seconds, and again when its `coterie node` is "
+                "started again"
             )
         self.exchange.set_away([n for n in names if n not in met], for_good=odd)
         self._note_met(met)
         return met
 
     def _linger(self) -> None:
-        """Stay while others need this node's messages: those that are there and not done, and new ones likewise.
+        """Stay while members that are here but not done, or new ones, need this node's messages.
 
         Who has not begun yet needs them all. Who is there and does not answer now may answer soon.
         """
         seen, until = {}, time.monotonic() + self.patience.linger
-        late = (
-            []
-            if self.late or not self._is_answering
-            else list(self.participants.late_members if self.participants is not None else [])
-        )
+        late: list[str] = []
+        if self._is_answering and not self.late and self.participants is not None:
+            late = self.participants.late_members
         while time.monotonic() < until:
             self.update_roster()
             found = {

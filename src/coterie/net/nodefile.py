@@ -51,7 +51,7 @@ class DataSource(Configurable):
         options: what a study has in [data.options]; paths are relative to the file. Classes and
             categories that are text must be given, so that they mean the same on every node:
             `class_names`, `categories`.
-        validation: share of the samples for validation; of those that are not tested, with `folds`.
+        validation: share of the samples for validation; of the untested ones, with `folds`.
         test: share of the samples for testing, when there is no test set.
         folds: of `dataset`: test on one of so many folds, by the run's seed, instead of a share;
             see [data] of a study.
@@ -199,16 +199,14 @@ def make_run_spec(study: StudyConfig) -> RunSpec:
 
 
 def between_machines(method: Method, settings: Settings) -> Settings:
-    """Return the settings as nodes have them: clients of peer-to-peer methods judge what they get, unless told not to.
+    """Return a node's settings: clients of peer-to-peer methods check models, unless set not to.
 
     A simulation with these settings gives the results of the nodes.
     """
     judging = replace(settings, acceptance=True)
-    return (
-        judging
-        if settings.acceptance is None and judging.acceptance_rules_for(method)
-        else settings
-    )
+    if settings.acceptance is None and judging.acceptance_rules_for(method):
+        return judging
+    return settings
 
 
 def load(path: Path) -> NodeFile:
@@ -255,11 +253,13 @@ def load_own_rows(
     given = {kind: value for kind, value in kinds.items() if value}
     if len(given) != 1:
         raise ConfigError(
-            f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}"
+            f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of "
+            f"{', '.join(kinds)}"
         )
     if source.folds is not None and not source.dataset:
         raise ConfigError(
-            "data.folds is given without data.dataset; only a table, a folder or a function has folds here"
+            "data.folds is given without data.dataset; only a table, a folder or a function has "
+            "folds here"
         )
     if source.study:
         require(source.study == "own rows", "data.study", source.study, "'own rows'")
@@ -288,7 +288,8 @@ def load_own_rows(
         )
     if source.classes is None:
         raise ConfigError(
-            "data.classes is missing; every node must name the same number of classes (0: regression)"
+            "data.classes is missing; every node must name the same number of classes (0: "
+            "regression)"
         )
     x, y = pair
     split = Split(
@@ -308,7 +309,7 @@ def load_own_rows(
 
 
 def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
-    """The data that [data] names as a study does: those of one client, unless they come with clients.
+    """Build the data that [data] names: one client's, unless the data come with clients.
 
     A client draws from the stream of its id: its rows are split as in a simulation of all members'
     rows.
@@ -350,7 +351,8 @@ def _place_rows(federation: Federation, clients: tuple[int, ...], population: in
         return federation.host(list(clients))
     if len(federation) != len(clients):
         raise DataError(
-            f"the data hold {len(federation)} clients; the roster says that this node hosts {len(clients)}"
+            f"the data hold {len(federation)} clients; the roster says that this node hosts "
+            f"{len(clients)}"
         )
     return replace(
         federation, ids=torch.tensor(clients, dtype=torch.int64), population=population, truth=None
@@ -380,6 +382,7 @@ def _call_function(name: str) -> Any:
     result = import_function(name, f"data.function {name!r}")()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
         raise DataError(
-            f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs"
+            f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such "
+            "pairs"
         )
     return result

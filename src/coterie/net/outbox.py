@@ -1,4 +1,4 @@
-"""The outbox: a node's published messages, and open questions for messages that it has not published yet.
+"""The outbox: a node's published messages, and open questions for future ones.
 
 It answers from memory and holds questions about a coming round. Its size is bounded: the last few
 rounds are kept, each asker has few questions open, and questions about old rounds are answered with
@@ -69,7 +69,7 @@ class Outbox:
         self.per_asker, self._clock = per_asker, clock
         self._published: dict[Address, tuple[str, Parcel | Missing]] = {}
         self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
-        # of the standing ones, those that were asked for lately
+        # standing messages that were requested lately
         self._sealed: dict[Address, Parcel] = {}
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
@@ -120,7 +120,8 @@ class Outbox:
             asker: the asking member, as the network identifies it.
             address: the address of the message.
             wait: seconds to wait for it.
-            answer: called once; with a parcel, `note_sent` must follow when it is delivered or given up.
+            answer: called once; with a parcel, `note_sent` must follow when it is delivered or
+                given up.
         """
         with self._change:
             waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
@@ -164,8 +165,10 @@ class Outbox:
 
     def _drop_old(self) -> None:
         rounds = sorted({a.round for a in self._published}, reverse=True)
-        sizes = {r: sum(w.size for a, (_, w) in self._published.items() if a.round == r and isinstance(w, Parcel))
-                 for r in rounds}  # fmt: skip
+        sizes = dict.fromkeys(rounds, 0)
+        for address, (_, what) in self._published.items():
+            if isinstance(what, Parcel):
+                sizes[address.round] += what.size
         kept, total = set(rounds[:2]), 0
         for round in rounds[:KEEP]:
             total += sizes[round]

@@ -110,7 +110,7 @@ def encode(
 
 
 def _encode_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes that `safetensors.torch.save` returns, with one copy of the numbers instead of three."""
+    """Return the bytes of `safetensors.torch.save`, with one copy of the numbers, not three."""
     order = list(_DTYPES.values())
     names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
     header, at = dict[str, Any](), 0
@@ -130,7 +130,7 @@ def _encode_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def tensor_names(payload: bytes) -> list[str]:
-    """Return the names of the tensors in safetensors bytes of this program's own making, in alphabetical order."""
+    """Return the sorted tensor names in safetensors bytes that this program made."""
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     return sorted(name for name in header if name != "__metadata__")
 

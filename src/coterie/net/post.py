@@ -1,4 +1,4 @@
-"""Post: seal and publish single messages of a node, fetch and check those of others, and count traffic.
+"""Post: seal and publish a node's messages, fetch and check those of others, count traffic.
 
 The exchange decides which messages to fetch.
 """
@@ -31,7 +31,7 @@ _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether 
 
 
 class RoundMissed(ExchangeError):
-    """The server continued without this node: it skips the round with unchanged state, and the run continues.
+    """The server continued without this node, which skips the round with unchanged state.
 
     Args:
         reason: as in `Missing`.
@@ -82,7 +82,7 @@ class Traffic:
 
 
 def nan_tensors(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
-    """Return the tensors that may hold NaN: vectors of extras for the server, which are padded with NaN."""
+    """Return the tensors that may hold NaN: extra vectors for the server, which NaN pads."""
     if address.kind != "request":
         return frozenset()
     return frozenset(
@@ -91,7 +91,7 @@ def nan_tensors(tensors: Mapping[str, Tensor], address: Address) -> frozenset[st
 
 
 PROBE = Address(-1, 0, -1, "probe")
-"""The address at which every node answers with a megabyte of zeros, so that others can measure the link."""
+"""The address at which every node answers with a megabyte of zeros, to measure the link."""
 PROBE_BYTES = 1 << 20
 
 
@@ -177,11 +177,7 @@ class Post:
         Raises:
             Refused: when a value is not finite.
         """
-        half = (
-            frozenset(n for n in ("params", "table") if n in tensors)
-            if self.terms.half
-            else frozenset()
-        )
+        half = frozenset({"params", "table"} & tensors.keys()) if self.terms.half else frozenset()
         return seal_parcel(
             tensors,
             run=self.roster.run,
@@ -252,8 +248,8 @@ class Post:
     ) -> dict[int, Delivery | Missing]:
         """Ask for messages of several clients, all of them before the deadline.
 
-        Few of one member are asked for at a time, and each member has its own turn: those that do
-        not answer keep nobody waiting for the others.
+        Few of one member are asked for at a time, and each member has its own turn, so a member
+        that does not answer delays only its own messages.
         """
         until = time.monotonic() + seconds
 
@@ -261,11 +257,9 @@ class Post:
             left = until - time.monotonic()
             if address.client not in self.host_of:
                 return Missing("removed")
-            return (
-                self.fetch(self.host_of[address.client], address, template, left)
-                if left > 0
-                else Missing("timeout")
-            )
+            if left <= 0:
+                return Missing("timeout")
+            return self.fetch(self.host_of[address.client], address, template, left)
 
         addresses, of_host = list(wanted), dict[str, list[Address]]()
         for address in addresses:
@@ -343,8 +337,10 @@ class Post:
             self.on_server_wait()
             if time.monotonic() > until or self._closing.wait(pause):
                 raise TransportError(
-                    f"the server {self.roster.server} has not answered for {self.terms.server_wait:.0f} s "
-                    f"({found.text or found.reason}); start it again: it goes on from its checkpoint"
+                    f"the server {self.roster.server} has not answered for "
+                    f"{self.terms.server_wait:.0f} s "
+                    f"({found.text or found.reason}); start it again: it goes on from its "
+                    "checkpoint"
                 )
             pause = min(2 * pause, 5.0)
 

@@ -29,7 +29,8 @@ from coterie.studies import config
 from coterie.studies.describe import describe_federation
 
 _GIVEN_UP = (
-    "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
+    "running without TLS on loopback: every program on this machine can read and answer messages "
+    "under any name; "
     "only the signatures of models are checked"
 )
 
@@ -62,7 +63,8 @@ def load_credentials(
     if (roster.server == own.name) != (file.role == "server"):
         expected = "server" if roster.server == own.name else "peer"
         raise ConfigError(
-            f"role is {file.role!r}; the roster makes {own.name} a {expected}: coterie node --role {expected}"
+            f"role is {file.role!r}; the roster makes {own.name} a {expected}: coterie node --role "
+            f"{expected}"
         )
     return keeper, own
 
@@ -126,7 +128,8 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         transport.outbox.permit = audit.record_answer
         node = Node(
             nodefile.make_run_spec(study), federation, roster, transport, own.sign, folder,
-            terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper, audit=audit,
+            terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper,
+            audit=audit,
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
@@ -204,7 +207,8 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
         if DiskFull.matches(error):
             Log(name, level=file.log)(
                 "disk_full", level="error",
-                text=f"{error}; nothing is lost: when started again with more room, it continues from its checkpoint",
+                text=f"{error}; nothing is lost: when started again with more room, it continues "
+                "from its checkpoint",
             )  # fmt: skip
         raise
     return 0
@@ -220,5 +224,5 @@ def _answers_newcomers(file: NodeFile, name: str) -> bool:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """End in order on SIGTERM: the session is closed, and the checkpoint of the last round is kept."""
+    """Exit cleanly on SIGTERM: close the session; the last round's checkpoint is on disk."""
     sys.exit(128 + number)

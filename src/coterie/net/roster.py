@@ -1,4 +1,4 @@
-"""The roster: the members of a run with their addresses and keys, a text file that the organizer signs.
+"""The roster: the members of a run with addresses and keys, in a file that the organizer signs.
 
 It is all that members must agree on in advance, and no machine has to serve it. The signature is
 over the bytes of the file, so that a reader checks it before it reads a field.
@@ -61,7 +61,7 @@ class Roster:
 
     Args:
         run: the run's id, of the characters a-z, 0-9 and -.
-        members: the nodes; the order decides who dials whom.
+        members: the nodes; each dials the ones before it.
         population: number of clients in all.
         version: increases when the roster changes; a node refuses one older than it has seen.
         protocol: version of the wire format.
@@ -89,7 +89,8 @@ class Roster:
     def __post_init__(self) -> None:
         if self.protocol != VERSION:
             raise PeerMismatch(
-                f"the roster has wire format {self.protocol}; this program speaks wire format {VERSION}"
+                f"the roster has wire format {self.protocol}; this program speaks wire format "
+                f"{VERSION}"
             )
         problems = self.find_problems()
         if problems:
@@ -123,7 +124,8 @@ class Roster:
             )
         if self.clusters and len(self.clusters) != self.population:
             found.append(
-                f"{len(self.clusters)} clusters for {self.population} clients; expected one a client"
+                f"{len(self.clusters)} clusters for {self.population} clients; expected one a "
+                "client"
             )
         for member in self.members:
             try:
@@ -149,7 +151,7 @@ class Roster:
         raise TransportError(f"{name!r} is not on the roster of run {self.run}; members: {names}")
 
     def name_of(self, common_name: str) -> str:
-        """Return the member whose certificate has a common name; the common name itself when nobody's has."""
+        """Return the member with a common name, or the common name itself if none has it."""
         return next((m.name for m in self.members if m.common_name == common_name), common_name)
 
     @property
@@ -165,7 +167,7 @@ class Roster:
         }
 
     def members_before(self, name: str) -> tuple[Member, ...]:
-        """Return the members that this one dials: those before it, so that one side of each pair dials."""
+        """Return the members that this one dials: the earlier ones, so one of each pair dials."""
         place = self.members.index(self.member(name))
         return self.members[:place]
 
@@ -240,7 +242,7 @@ def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
 
 
 def write_signed(path: Path, roster: Roster, organizer: Path) -> None:
-    """Sign a roster and write it beside its signature (`PATH.sig`).
+    """Sign a roster, and write it and its signature (`PATH.sig`).
 
     Args:
         path: the file to write.
@@ -257,7 +259,7 @@ def load(path: Path, organizer: Path) -> Roster:
     """Read a signed roster.
 
     Args:
-        path: the roster; its signature lies beside it.
+        path: the roster; its signature is next to it.
         organizer: the organizer's public key (`organizer.pub`), received over a trusted channel.
 
     Raises:
@@ -350,11 +352,13 @@ def check_file(
         end = datetime.fromisoformat(member.expires)
         if end < now:
             found.append(
-                f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new request"
+                f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new "
+                "request"
             )
         elif end - now < timedelta(days=2):
             found.append(
-                f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than two days"
+                f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than "
+                "two days"
             )
     if not roster.study or not roster.schema:
         found.append(
@@ -373,10 +377,12 @@ def check_own(roster: Roster, own: identity.Identity) -> list[str]:
         return [str(error)]
     if member.key != identity.encode_public_key(own.key.public_key()):
         return [
-            f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for a new roster"
+            f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for "
+            "a new roster"
         ]
     if member.certificate != identity.fingerprint(own.certificate):
         return [
-            f"the roster knows another certificate of {own.name} than {own.certificate_file}; use the newest of both"
+            f"the roster knows another certificate of {own.name} than {own.certificate_file}; use "
+            "the newest of both"
         ]
     return []

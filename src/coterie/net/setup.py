@@ -19,7 +19,7 @@ MEMBERS = "members.json"
 
 
 def load_members(folder: Path) -> dict[str, str]:
-    """Return the addresses of all members ever signed, in order: a member's place is its client's id, for good.
+    """Return the addresses of all members ever signed, in the order of their clients' ids.
 
     The address of a member that was removed is "".
     """
@@ -49,7 +49,7 @@ def _save_members(folder: Path, known: dict[str, str]) -> None:
 
 
 def remove_member(folder: Path, name: str) -> Roster:
-    """Remove a member: write and sign the next version of the roster without it. Its client's id stays unused.
+    """Remove a member: write and sign the next roster without it; its client's id stays unused.
 
     Args:
         folder: the organizer's.
@@ -153,7 +153,8 @@ def write_roster(
         certificate = load_certificate(folder / "members" / f"{name}.pem")
         if certificate_name(certificate) != name:
             raise TransportError(
-                f"{folder / 'members' / name}.pem is the certificate of {certificate_name(certificate)}"
+                f"{folder / 'members' / name}.pem is the certificate of "
+                f"{certificate_name(certificate)}"
             )
         members.append(rosters.add_certificate(Member(name, address, (number,)), certificate))
     made = Roster(
@@ -167,7 +168,7 @@ def write_roster(
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
     )
-    # whom the study holds out must be on it
+    # clients that the study holds out must be on the roster
     latecomers.find_participants(made, plan.method, plan.settings, plan.seed)
     rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
     return made
@@ -181,8 +182,8 @@ def _last_version(folder: Path) -> int:
 def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[str]:
     """Return the problems of a roster, and of a node with it; empty when there are none."""
     if node_file is None:
-        beside = path.with_name("organizer.pub")
-        return rosters.check_file(path, organizer if organizer.exists() else beside)
+        same_folder = path.with_name("organizer.pub")
+        return rosters.check_file(path, organizer if organizer.exists() else same_folder)
     file = nodefile.load(node_file)
     own = Identity.load(
         file.resolve_path(file.key), file.resolve_path(file.certificate), file.resolve_path(file.ca)
@@ -193,6 +194,7 @@ def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[st
     found = head.study_hash(nodefile.make_run_spec(study).common_settings(roster.population))
     if roster.study and found != roster.study:
         problems.append(
-            f"{file.study} ({label}) is not the study of the roster; ask the organizer for its study file"
+            f"{file.study} ({label}) is not the study of the roster; ask the organizer for its "
+            "study file"
         )
     return problems

@@ -39,17 +39,17 @@ class Delivery:
 
 
 HeadSource = Callable[[str], bytes]
-"""Answers "how are you?": takes the asker's nonce and returns a signed document (see `node.heads`)."""
+"""Returns a node's signed state for the asker's nonce (see `head.Head`)."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries one node's messages to the other members. All methods may be called from several threads."""
+    """Carries one node's messages to other members; several threads may call its methods."""
 
     name: str
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Store a message for those who ask for it; from the first one on, this node counts as alive."""
+        """Store a message for later requests; from the first one on, this node counts as alive."""
         ...
 
     def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:

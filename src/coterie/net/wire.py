@@ -131,12 +131,12 @@ class Parcel:
 
     @property
     def size(self) -> int:
-        """Bytes on the wire, without those that the transport adds."""
+        """Bytes on the wire, without what the transport adds."""
         count = max(1, -(-len(self.payload) // self.chunk))
         return len(self.payload) + len(self.manifest) + SIGNATURE + 4 * count
 
     def iterate_chunks(self) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield (attachment, part of the payload). The first attachment carries the manifest; there is always one."""
+        """Yield (attachment, part of the payload) at least once; the first has the manifest."""
         view = memoryview(self.payload)
         count = max(1, -(-len(view) // self.chunk))
         for number in range(count):
@@ -181,7 +181,8 @@ def seal_parcel(
     payload = encode(tensors, half=half, gaps=gaps)
     manifest = Manifest(
         VERSION, run, peer, inc, address.round, address.exchange, address.client, address.kind, to,
-        CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,
+        CODECS[1] if half else CODECS[0], len(payload), chunk,
+        hashlib.sha256(payload).hexdigest(), schema,
     )  # fmt: skip
     text = canonical_json(asdict(manifest))
     return Parcel(text, sign(bytes_to_sign(text)), payload, chunk)
@@ -193,7 +194,7 @@ def bytes_to_sign(text: bytes) -> bytes:
 
 
 def canonical_json(document: Any) -> bytes:
-    """Return the JSON of a document with sorted keys and without spaces, for hashing and signing."""
+    """Return a document as JSON with sorted keys and no spaces, for hashing and signing."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -234,7 +235,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 class Assembler:
-    """Assembles a message from its chunks and checks each; it stores no more bytes than the manifest announced.
+    """Assembles a message from its chunks, checks each, and stores no more than was announced.
 
     Args:
         expect: the message that was asked for.

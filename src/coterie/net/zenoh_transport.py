@@ -1,4 +1,4 @@
-"""The transport between machines: eclipse-zenoh in peer mode, driven by the roster, with mutual TLS.
+"""The transport between machines: eclipse-zenoh peers with mutual TLS, driven by the roster.
 
 Each member dials only those before it on the roster; gossip, multicast, shared memory and the admin
 space are off. Keys are tied to certificates by an access list that denies by default, so a member
@@ -21,11 +21,11 @@ from typing import Any
 import zenoh
 
 from coterie.errors import TransportError
-from coterie.net.desks import PeerQueues
 from coterie.net.identity import Identity, split_address
 from coterie.net.log import RateLimit
 from coterie.net.outbox import REASONS, Missing, Outbox
 from coterie.net.payload import Refused, parse_strict_json
+from coterie.net.peer_queues import PeerQueues
 from coterie.net.roster import Roster
 from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.wire import (
@@ -41,10 +41,10 @@ from coterie.net.wire import (
 
 MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
-_SETTLE = 10.0  # seconds in which links come up after they were made anew
+_SETTLE = 10.0  # seconds in which links come up after they were closed and opened again
 _REOPEN = 20.0  # seconds to wait for the own address after the session was closed
 _SENDERS = 256  # threads at most: a member that reads slowly holds those of its own questions alone
-_SURPLUS = 4096  # questions of those who ask too much, to be told so
+_SURPLUS = 4096  # refusals that may wait, for members that ask too much
 _PENDING = 1000  # links that may be coming up; those beyond it are closed at once
 # how often a member's coming and going is logged, in how many seconds
 _CHANGES, _WITHIN = 20, 200.0
@@ -152,8 +152,8 @@ def build_config(
             "link": link,
         },
         "low_pass_filter": [
-            {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind], "key_exprs": ["coterie/**"],
-             "size_limit": limit}
+            {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind],
+             "key_exprs": ["coterie/**"], "size_limit": limit}
             for kind, limit in (("query", MAX_QUERY), ("reply", MAX_REPLY))
         ],
     }  # fmt: skip
@@ -180,7 +180,7 @@ def build_config(
 
 
 def _give_threads(members: int) -> None:
-    """Give the engine a thread for each link that may die: closing one blocks its thread for ten seconds (SO_LINGER).
+    """Give the engine a thread for each link: closing a dead one blocks its thread for 10 s.
 
     With the engine's one or two threads a cut cable stalls the links that are left. ZENOH_RUNTIME
     wins.
@@ -193,9 +193,9 @@ def _give_threads(members: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows: every connection of a stranger is one.
+    """Let this process open as many files as the system allows: each connection is one.
 
-    The usual limit is 1024; whoever fills it keeps a node from reading its own files.
+    The usual limit is 1024; strangers who fill it keep a node from reading its own files.
     """
     try:
         import resource
@@ -268,11 +268,11 @@ class ZenohTransport:
         self._senders = ThreadPoolExecutor(
             min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send"
         )
-        self._desks = PeerQueues()
+        self._queues = PeerQueues()
         self._start_answering()
 
     def _open_session(self, patience: float = 0.0) -> Any:
-        """Open a session with the links that the roster allows; wait for the own address to be free again."""
+        """Open a session with the roster's links; wait until the own address is free again."""
         config = build_config(
             self.roster, self.name, self._identity, listen=self._address, lease=self._lease
         )
@@ -283,11 +283,9 @@ class ZenohTransport:
             except zenoh.ZError as error:
                 address, taken = config["listen"]["endpoints"][0], "in use" in str(error)
                 if not taken or time.monotonic() > until:
-                    why = (
-                        "it is in use: this node runs already, or another program does"
-                        if taken
-                        else str(error)
-                    )
+                    why = str(error)
+                    if taken:
+                        why = "it is in use: this node runs already, or another program does"
                     raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
             self._pause.wait(0.1)
 
@@ -319,7 +317,7 @@ class ZenohTransport:
         self._session.close()
 
     def use_roster(self, roster: Roster) -> None:
-        """Go on with another roster: every link is closed, and made anew under its access list.
+        """Continue with another roster: open every link again under the new access list.
 
         What was published stays. Not to be called while this node is asking for something.
         """
@@ -335,7 +333,7 @@ class ZenohTransport:
             self._announce()
 
     def name_of(self, common_name: str) -> str:
-        """Return the member whose certificate has a common name; the common name itself when nobody's has."""
+        """Return the member with a common name, or the common name itself if none has it."""
         return self.roster.name_of(common_name)
 
     def __enter__(self) -> "ZenohTransport":
@@ -349,7 +347,7 @@ class ZenohTransport:
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         """Ask a member for a message, wait at most `deadline` seconds, and check it.
 
-        While links are made anew after a change of the roster, a member that cannot be reached is
+        While links are opened again after a new roster, a member that cannot be reached is
         asked again.
         """
         until = time.monotonic() + deadline
@@ -435,7 +433,7 @@ class ZenohTransport:
     def alive_members(self) -> frozenset[str]:
         """Return the members with a visible liveliness token: a hint only.
 
-        While links are made anew after a change of the roster, here and then there, those that were
+        While links are opened again after a new roster, here and then there, members that were
         seen before count too: a node that took them for away would do its next rounds without them.
         """
         with self._lock:
@@ -450,19 +448,21 @@ class ZenohTransport:
                 continue
             there = sample.kind == zenoh.SampleKind.PUT
             with self._lock:
-                (self._alive.add if there else self._alive.discard)(name)
-                self._awaited = self._awaited - {name} if there else self._awaited | {name}
-            if (untold := changes.setdefault(name, RateLimit(_CHANGES, _WITHIN))()) is not None:
-                self._log(
-                    "peer_up" if there else "peer_down",
-                    peer=name,
-                    **({"untold": untold} if untold else {}),
-                )
+                if there:
+                    self._alive.add(name)
+                    self._awaited -= {name}
+                else:
+                    self._alive.discard(name)
+                    self._awaited |= {name}
+            suppressed = changes.setdefault(name, RateLimit(_CHANGES, _WITHIN))()
+            if suppressed is not None:
+                details = {"untold": suppressed} if suppressed else {}
+                self._log("peer_up" if there else "peer_down", peer=name, **details)
 
     # ------------------------------------------------------------------ answering
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Store a message for those who ask for it; from the first one on, this node counts as alive."""
+        """Store a message for later requests; from the first one on, this node counts as alive."""
         self.outbox.publish(address, what, to=to)
         self._announce()
 
@@ -506,9 +506,9 @@ class ZenohTransport:
                 )
 
     def _enqueue_answer(self, asker: str, query: Any, job: Callable[[], None]) -> None:
-        """Answer at the asker's own desk: an answer to somebody who does not read waits for seconds."""
+        """Queue an answer per asker: an answer that its asker does not read blocks for seconds."""
         refuse = partial(_reply_missing, query, Missing("closing" if self._closed else "busy"))
-        if not self._desks.put(asker, job) and not self._desks.put("", refuse, _SURPLUS):
+        if not self._queues.put(asker, job) and not self._queues.put("", refuse, _SURPLUS):
             refuse()
 
     def _answer_head(self, query: Any, key: str) -> None:
@@ -571,7 +571,7 @@ class ZenohTransport:
         self._leaving.cancel()
         self.outbox.close()
         self._senders.shutdown(wait=True)
-        self._desks.close()
+        self._queues.close()
         self._close_session()
 
 
@@ -589,11 +589,9 @@ def _parse_error(payload: bytes) -> Missing:
         document = parse_strict_json(payload[:1024], "error")
     except Refused:
         return Missing("unreachable", None, repr(payload[:80]))
-    code, round = (
-        (document.get("code"), document.get("round"))
-        if isinstance(document, dict)
-        else (None, None)
-    )
+    if not isinstance(document, dict):
+        document = {}
+    code, round = document.get("code"), document.get("round")
     if code not in REASONS:
         return Missing("unreachable", None, repr(payload[:80]))
     return Missing(code, round if type(round) is int and -2 <= round < 1 << 31 else None)

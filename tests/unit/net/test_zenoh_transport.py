@@ -11,8 +11,8 @@ import pytest
 import zenoh
 
 from coterie.net import local
-from coterie.net.desks import PeerQueues
 from coterie.net.outbox import Outbox
+from coterie.net.peer_queues import PeerQueues
 from coterie.net.zenoh_transport import ZenohTransport, access_list
 
 NAMES = {name: f"cn-of-{name}" for name in ("n0", "n1", "n2")}
@@ -87,7 +87,7 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
     """The engine blocks for seconds when an answer is for a link whose other end reads nothing."""
     node = ZenohTransport.__new__(ZenohTransport)
     node.name, node._names, node._base, node._closed = "n0", frozenset(NAMES), BASE, False
-    node._head, node._desks, node.outbox = (lambda nonce: b"here"), PeerQueues(), Outbox()
+    node._head, node._queues, node.outbox = (lambda nonce: b"here"), PeerQueues(), Outbox()
     free, served = threading.Event(), threading.Event()
     asked = [
         Question(f"{BASE}/n0/head/n1", "n=1", lambda: free.wait(120)),
@@ -101,7 +101,7 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
     finally:
         free.set()
         listening.join()
-        node._desks.close()
+        node._queues.close()
         node.outbox.close()
 
 

@@ -1,4 +1,4 @@
-"""Desks: work for many others, in turn for each of them, and for none at the cost of another."""
+"""Peer queues: jobs for many peers, in order for each of them, without one delaying another."""
 
 import threading
 from collections import deque
@@ -9,22 +9,22 @@ Job = Callable[[], None]
 
 
 class PeerQueues:
-    """A desk for each of those who ask: jobs of one are done in their order, jobs of several at the same time.
+    """A queue of jobs for each peer: one peer's jobs run in order, those of several in parallel.
 
-    One whose jobs take long (an answer that it does not read, for example) holds up only itself.
+    A peer whose jobs take long, such as an answer that it does not read, delays only itself.
 
     Args:
-        threads: desks that work at the same time.
-        room: jobs that one may have waiting.
+        threads: peers whose jobs run at the same time.
+        room: jobs that one peer may have waiting.
     """
 
     def __init__(self, threads: int = 64, room: int = 64) -> None:
         self._room, self._lines, self._served = room, dict[str, deque[Job]](), set[str]()
         self._lock, self._closed = threading.Lock(), False
-        self._pool = ThreadPoolExecutor(threads, "coterie-desk")
+        self._pool = ThreadPoolExecutor(threads, "coterie-peer-queue")
 
     def put(self, who: str, job: Job, room: int | None = None) -> bool:
-        """Take a job; return False when too many of this one wait already, or when the desks are closed."""
+        """Add a job; return False when this peer's queue is full, or when the queues are closed."""
         with self._lock:
             line = self._lines.setdefault(who, deque())
             if self._closed or len(line) >= (self._room if room is None else room):

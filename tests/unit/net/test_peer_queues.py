@@ -2,7 +2,7 @@
 
 import threading
 
-from coterie.net.desks import PeerQueues
+from coterie.net.peer_queues import PeerQueues
 
 
 def test_one_that_never_reads_its_answers_holds_up_only_itself():
