@@ -131,7 +131,7 @@ def test_a_member_that_says_that_the_run_is_over_ends_nobodys_training(honest):
         list(pool.map(Node.run, (a, b)))
     liar.close()
     for number, node in enumerate((a, b)):
-        assert node.loop.skipped == []
+        assert node.loop.skipped_rounds == []
         measured = node.loop.record.metrics
         trained = measured[(measured["split"] == "validation") & (measured["model"] == "current")]
         assert sorted(set(trained["round"])) == [-1, 0, 1, 2, 3, 4, 5], "every round"
@@ -167,13 +167,13 @@ def test_rounds_that_were_left_out_are_marked_and_never_reach_the_end(honest, mo
     a._catch_up()
     assert a.loop.next_round == 5, "the last of six"
     a._step()
-    assert a.loop.skipped == [(1, 4)]
+    assert a.loop.skipped_rounds == [(1, 4)]
     checkpoint.save(a.folder, a.loop, a._identity, a._timing())
     stored = json.loads((a.folder / checkpoint.PROVENANCE).read_text())
     assert stored["skipped"] == [[1, 4]]
     a.close()
     a.transport.close()
-    assert honest.node(0).loop.skipped == [(1, 4)], "a restart does not forget it"
+    assert honest.node(0).loop.skipped_rounds == [(1, 4)], "a restart does not forget it"
 
 
 def test_the_clock_of_the_run_bounds_a_jump(honest, monkeypatch):
@@ -217,10 +217,10 @@ def test_a_node_leaves_out_a_round_when_its_server_signs_that_it_is_past_it(left
     a.loop.next_round = 1
     with pytest.raises(TransportError, match="the server n2 has not answered for 0 s"):
         a._step()
-    assert a.loop.skipped == []
+    assert a.loop.skipped_rounds == []
     server.ahead = True
     a._step()
-    assert a.loop.skipped == [(1, 1)]
+    assert a.loop.skipped_rounds == [(1, 1)]
 
 
 def test_a_server_that_leaves_a_node_out_of_every_round_gives_it_no_success(left_out):
