@@ -127,10 +127,10 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
                 still_well()
         for _ in range(int(scale * HEADS)):
             current[:] = [hostile.message(good, own.sign, draw)[:1] or [(b"", b"x")]]
-            data = first.transport.head("n2", "abc", 5.0)
+            data = first.transport.ask_head("n2", "abc", 5.0)
             assert isinstance(data, bytes | Missing)
         still_well()
-        assert first.transport.outbox.load[1] <= 8  # type: ignore[attr-defined]
+        assert first.transport.outbox.current_load[1] <= 8  # type: ignore[attr-defined]
     warm = memory[len(memory) // 10 :]
     emit({
         "messages": int(scale * MESSAGES), "answers": int(scale * ANSWERS), "questions": int(scale * QUESTIONS),

@@ -188,7 +188,7 @@ def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_
         queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
         token = session.liveliness().declare_token(f"{base}/n2/alive")
         threading.Event().wait(0.5)
-        assert "n2" not in honest.transports[0].alive()
+        assert "n2" not in honest.transports[0].alive_members()
         assert honest.exchange(2, seconds=1.0).tolist() == [False]
         assert asked == []
         queryable.undeclare()
@@ -402,7 +402,7 @@ def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
             for i in range(200)
         ]
         assert honest.exchange(1).tolist() == [True]
-        assert honest.transports[0].outbox.load[1] <= 8
+        assert honest.transports[0].outbox.current_load[1] <= 8
         codes = [
             json.loads(r.err.payload.to_bytes())["code"]
             for replies in open_

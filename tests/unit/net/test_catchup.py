@@ -158,15 +158,15 @@ def test_a_member_that_has_started_alone_hurries_nobody(honest):
 def test_rounds_that_were_left_out_are_marked_and_never_reach_the_end(honest, monkeypatch):
     """Both others sign that they are in the last round: the node trains that one, and says which it did not."""
     a = honest.node(0)
-    a.transport.serve_head(a._head)
+    a.transport.serve_head(a._make_head)
     a._state = "running"
-    a._step()
-    a._step()
+    a._run_round()
+    a._run_round()
     heads = {name: replace_head(a, name, 99) for name in ("n1", "n2")}
     monkeypatch.setattr(a, "ask_heads", lambda names: heads)
     a._catch_up()
     assert a.loop.next_round == 5, "the last of six"
-    a._step()
+    a._run_round()
     assert a.loop.skipped_rounds == [(1, 4)]
     checkpoint.save(a.folder, a.loop, a._identity, a._timing())
     stored = json.loads((a.folder / checkpoint.PROVENANCE).read_text())
@@ -216,10 +216,10 @@ def test_a_node_leaves_out_a_round_when_its_server_signs_that_it_is_past_it(left
     a.post.terms = replace(a.post.terms, server_wait=0.0)
     a.loop.next_round = 1
     with pytest.raises(TransportError, match="the server n2 has not answered for 0 s"):
-        a._step()
+        a._run_round()
     assert a.loop.skipped_rounds == []
     server.ahead = True
-    a._step()
+    a._run_round()
     assert a.loop.skipped_rounds == [(1, 1)]
 
 

@@ -122,7 +122,7 @@ def three(tmp_path, port):
         patience = Patience(start=0.0, ask=1.0, poll=0.01)
         nodes.append(Node(plan, rows, who, place, sign, tmp_path / f"n{number}", patience=patience))
     asking, there = nodes
-    there.transport.serve_head(there._head)
+    there.transport.serve_head(there._make_head)
     there.post.serve_probe()
     yield asking, there, local.make_signer(keys[1])
     for node in nodes:
@@ -149,7 +149,7 @@ def test_a_wrong_clock_an_older_roster_and_another_study_are_told(three, monkeyp
     there.settings = {**there.settings, "rounds": 99}
 
     def skewed(nonce: str) -> bytes:
-        text = there._head(nonce)[64:].decode()
+        text = there._make_head(nonce)[64:].decode()
         return replace(Head(**json.loads(text)), time=time.time() - 3600).seal(sign)
 
     there.transport.serve_head(skewed)
@@ -174,7 +174,7 @@ def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(
     monkeypatch.setattr(doctor, "_LOOK", 0.1)
 
     def skewed(nonce: str) -> bytes:
-        text = there._head(nonce)[64:].decode()
+        text = there._make_head(nonce)[64:].decode()
         return replace(Head(**json.loads(text)), time=time.time() + seconds).seal(sign)
 
     there.transport.serve_head(skewed)

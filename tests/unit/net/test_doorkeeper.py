@@ -65,14 +65,14 @@ def test_everybody_may_connect_as_long_as_few_handshakes_break(door):
     door.flooded(2)
     door.now += 60
     door.flooded(2)
-    assert not door.keeper.closed
+    assert not door.keeper.is_closed
     assert door.lets_in(STRANGER)
 
 
 def test_a_flood_closes_the_door_to_strangers_and_not_to_members(door):
-    door.keeper.met("127.0.0.3:40000")
+    door.keeper.add_known("127.0.0.3:40000")
     door.flooded()
-    assert door.keeper.closed
+    assert door.keeper.is_closed
     assert door.events == ["door_closed"]
     assert not door.lets_in(STRANGER)
     assert door.lets_in("127.0.0.1"), "the roster's address of a member"
@@ -85,11 +85,11 @@ def test_the_door_opens_again_after_a_quiet_minute(door):
     door.flooded()
     with door.knocks(STRANGER):
         door.now += 59
-        door.keeper.look()
-        assert door.keeper.closed
+        door.keeper.reopen_if_quiet()
+        assert door.keeper.is_closed
         door.now += 1
-        door.keeper.look()
-        assert (door.keeper.closed, door.events) == (False, ["door_closed", "door_open"])
+        door.keeper.reopen_if_quiet()
+        assert (door.keeper.is_closed, door.events) == (False, ["door_closed", "door_open"])
         assert select.select([door.socket], [], [], 60)[0], (
             "its connection is tried again by the kernel"
         )

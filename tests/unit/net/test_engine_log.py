@@ -139,7 +139,7 @@ def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_dr
     after, who
 ):
     heard = Heard()
-    text = f"its certificate is valid; nothing that it sends is heard{who}"
+    text = f"its certificate is valid; nothing that it sends is read{who}"
     assert heard.hear(UNKNOWN, after) == [("not_on_roster", "", text, 1)]
     assert [reason for reason, *_ in heard.hear(line(DROPPED))] == ["dropped"]
 

@@ -114,7 +114,7 @@ def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
         return Missing("gone", address.client)
 
     post.fetch = fetch
-    found = post.gather([Address(0, 0, client) for client in range(23)], Template({}), 60.0)
+    found = post.fetch_all([Address(0, 0, client) for client in range(23)], Template({}), 60.0)
     assert [(client, missing.round) for client, missing in found.items()] == [
         (c, c) for c in range(23)
     ]
@@ -160,7 +160,7 @@ def test_a_round_has_one_deadline_however_often_its_peers_are_drawn_again(networ
     publish(b)
     publish(d)
     c.post.transport.close()
-    clock, left, gather = SimpleNamespace(now=100.0), [], a.post.gather
+    clock, left, gather = SimpleNamespace(now=100.0), [], a.post.fetch_all
     monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def slow(wanted, template, seconds):
@@ -169,7 +169,7 @@ def test_a_round_has_one_deadline_however_often_its_peers_are_drawn_again(networ
         clock.now += 4.0 if len(left) == 1 else 3.0
         return found
 
-    monkeypatch.setattr(a.post, "gather", slow)
+    monkeypatch.setattr(a.post, "fetch_all", slow)
     with pytest.raises(PeersMissing):
         pull(a, 2)
     pull(a, 1)
@@ -199,13 +199,13 @@ def test_a_peer_whose_token_went_is_known_to_be_away_at_the_next_round(network):
         begin(exchange)
         publish(exchange)
     begin(a, 1)
-    assert a.reachable().tolist() == [True, True, True]
+    assert a.reachable_clients().tolist() == [True, True, True]
     b.post.transport.close()
     begin(a, 2)
-    assert a.reachable().tolist() == [True, False, True]
-    a.away(["n2"])
+    assert a.reachable_clients().tolist() == [True, False, True]
+    a.set_away(["n2"])
     begin(a, 3)
-    assert a.reachable().tolist() == [True, False, True], (
+    assert a.reachable_clients().tolist() == [True, False, True], (
         "a token that is seen counts more than the start"
     )
 
@@ -363,7 +363,7 @@ def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
         if asked.is_set():
             raise OSError("no room")
 
-    exchange.post.transport.fetch, exchange.post.able = noticed, able
+    exchange.post.transport.fetch, exchange.post.ensure_able = noticed, able
     begin(exchange)
     started = time.monotonic()
     with pytest.raises(OSError, match="no room"):
@@ -403,10 +403,16 @@ def test_a_request_is_for_the_server_alone(network):
         return exchange.ask_server(message(int(exchange.ids[0])), double, torch.zeros(()))
 
     everywhere((a, b, c), serve)
-    request = replace(c._at(0, 1), kind="request")
-    assert c.post.fetch("n1", request, c._template(message(2), request), 1.0).reason == "forbidden"
-    answer = replace(c._at(0, 1), kind="reply")
-    assert c.post.fetch("n0", answer, c._template(message(2), answer), 1.0).reason == "forbidden"
+    request = replace(c._address_of(0, 1), kind="request")
+    assert (
+        c.post.fetch("n1", request, c._message_template(message(2), request), 1.0).reason
+        == "forbidden"
+    )
+    answer = replace(c._address_of(0, 1), kind="reply")
+    assert (
+        c.post.fetch("n0", answer, c._message_template(message(2), answer), 1.0).reason
+        == "forbidden"
+    )
 
 
 def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(network):

@@ -219,7 +219,7 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
     """n2 goes on with its old key: under the new roster its models are refused, and it is told to start again."""
     a, b, c = (run.node(f"n{i}") for i in range(3))
     for node in (a, b, c):
-        node.transport.serve_head(node._head)
+        node.transport.serve_head(node._make_head)
         node.loop.exchange.begin_round(node.loop.rng.at_round(0))
         node.loop.exchange.set_active(node.exchange.ids)
     request = identity.make_request(tmp_path / "new", "n2", a.roster.member("n2").address)
@@ -227,7 +227,7 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
     setup.rekey_member(organizer, "n2", request)
     for name in ("n0", "n2"):
         send(organizer, run.folder / name)
-    a.renew()
+    a.update_roster()
     (told,) = run.told("n0", "roster")
     assert told["rekeyed"] == ["n2"]
     old, new = (
@@ -242,7 +242,7 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
     with pytest.raises(
         TransportError, match="has another key for n2: put its key and certificate in place"
     ):
-        c.renew()
+        c.update_roster()
 
 
 def test_a_member_that_was_removed_ends(run, organizer):
@@ -250,7 +250,7 @@ def test_a_member_that_was_removed_ends(run, organizer):
     setup.remove_member(organizer, "n3")
     send(organizer, run.folder / "n3")
     with pytest.raises(TransportError, match="n3 was removed from run local in version 2"):
-        node.renew()
+        node.update_roster()
 
 
 def test_a_removed_name_and_id_are_not_used_again(organizer, tmp_path):

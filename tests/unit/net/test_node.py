@@ -429,10 +429,10 @@ def test_a_node_that_is_done_stays_while_others_are_not(networks, monkeypatch, h
 def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     """A member that did not answer at the start; with a server it is the server that misses it."""
     node = networks(kind).node(0)
-    node.exchange.away(["n3"])
+    node.exchange.set_away(["n3"])
     node.exchange.begin_round(Rng(3).at_round(0))
     everybody = torch.arange(6)
-    rnd = node.loop._context(0, torch.tensor([0]), everybody)
+    rnd = node.loop._make_round(0, torch.tensor([0]), everybody)
     assert everybody[~rnd.reachable].tolist() == away
 
 
@@ -456,12 +456,12 @@ def test_a_deadline_has_room_for_three_transfers_and_two_trainings(networks):
     """Transfers of 20 s on average and trainings of 8, 10 and 60 s: 3 x 20 + 2 x 10; half a minute at least."""
     node = networks("random").node(0)
     node.post.terms = Terms(deadline=0.0)
-    assert node.deadline() == 30.0
+    assert node.round_deadline() == 30.0
     node.post.traffic.transfer, node.post.traffic.received = 60.0, 3
     node._local = [8.0, 60.0, 10.0]
-    assert node.deadline() == 80.0
+    assert node.round_deadline() == 80.0
     node.post.terms = Terms(deadline=7.0)
-    assert node.deadline() == 7.0
+    assert node.round_deadline() == 7.0
 
 
 @pytest.mark.full
@@ -703,7 +703,7 @@ def test_whom_a_run_between_machines_cannot_hold_out_is_said(
 def test_numbers_for_prometheus_are_in_its_text_format(networks):
     node = networks("random").node(0)
     node.post.traffic.missing["timeout"] = 2
-    text = format_samples(node.samples())
+    text = format_samples(node.prometheus_samples())
     assert "# TYPE coterie_received_total counter" in text
     assert 'coterie_missing_total{node="n0",reason="timeout"} 2' in text
     assert 'coterie_round{node="n0"} -1' in text

@@ -147,7 +147,9 @@ def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes)
         line["peer"] == f"n{line['client']}" and line["until"] > line["round"] + 1 for line in told
     )
     assert sum(
-        report.of(f"n{i}").refused["rejected"] for report in network.reports() for i in range(SIZE)
+        report.traffic_with(f"n{i}").refused["rejected"]
+        for report in network.reports()
+        for i in range(SIZE)
     ) == len(told)
 
 

@@ -63,7 +63,7 @@ def test_the_last_eight_rounds_are_kept_and_older_ones_are_gone(outbox):
         outbox.publish(at(round), parcel(str(round)))
     assert ask(outbox, "b", at(2)) == [parcel("2")]
     assert ask(outbox, "b", at(1)) == [Missing("gone", 9)]
-    assert outbox.load == (8, 0)
+    assert outbox.current_load == (8, 0)
 
 
 def test_of_large_messages_fewer_rounds_are_kept_but_two_at_least(outbox, monkeypatch):
@@ -71,7 +71,7 @@ def test_of_large_messages_fewer_rounds_are_kept_but_two_at_least(outbox, monkey
     monkeypatch.setattr("coterie.net.outbox.KEEP_BYTES", 150)
     for round in range(4):
         outbox.publish(at(round), parcel(str(round)))
-    assert outbox.load == (2, 0)
+    assert outbox.current_load == (2, 0)
 
 
 def test_a_round_that_was_skipped_is_gone_for_those_who_waited(outbox):
@@ -109,7 +109,7 @@ def test_a_member_may_have_few_questions_open_and_messages_being_sent(outbox):
     ask(outbox, "b", at(2))
     assert ask(outbox, "b", at(0)) == [Missing("busy", 0)]
     assert ask(outbox, "c", at(0)) == [parcel("m")]
-    outbox.sent("b")
+    outbox.note_sent("b")
     assert ask(outbox, "b", at(0)) == [parcel("m")]
 
 
@@ -123,13 +123,13 @@ def test_asking_again_replaces_the_question(outbox):
 def test_a_thousand_questions_leave_few_open(outbox):
     for round in range(1000):
         ask(outbox, "b", at(round + 10))
-    assert outbox.load == (0, 3)
+    assert outbox.current_load == (0, 3)
 
 
 def test_one_that_stopped_answers_for_every_later_round(outbox):
-    outbox.stand(at(4), lambda address: parcel(f"round {address.round}"))
+    outbox.publish_standing(at(4), lambda address: parcel(f"round {address.round}"))
     assert ask(outbox, "b", at(4)) == [parcel("round 4")]
-    outbox.sent("b")
+    outbox.note_sent("b")
     assert ask(outbox, "b", at(900)) == [parcel("round 900")]
 
 
@@ -151,8 +151,8 @@ def test_a_standing_message_is_sealed_once_for_all_who_ask(outbox):
         sealed.append(at)
         return parcel("m")
 
-    outbox.stand(Address(3, 0, 5), seal)
+    outbox.publish_standing(Address(3, 0, 5), seal)
     for asker in ("b", "c", "b"):
         outbox.ask(asker, Address(4, 0, 5), 0.0, got.append)
-        outbox.sent(asker)
+        outbox.note_sent(asker)
     assert (sealed, len(got), got[0] is got[2]) == ([Address(4, 0, 5)], 3, True)

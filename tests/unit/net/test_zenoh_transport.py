@@ -107,7 +107,7 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
 
 def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkeypatch):
     """Here first, then at n1, whose token goes for a moment; n2 was removed. After some seconds only tokens count."""
-    for name in ("_end", "_begin"):
+    for name in ("_close_session", "_start_answering"):
         monkeypatch.setattr(ZenohTransport, name, lambda node: None)
     monkeypatch.setattr(ZenohTransport, "_open_session", lambda node, patience: None)
     node = ZenohTransport.__new__(ZenohTransport)
