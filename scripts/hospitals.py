@@ -298,7 +298,7 @@ CANNOT = """What this study cannot show:
 * Anything of AUROC at Switzerland, where eight patients are healthy, beyond tens of points.
 * Which model to use: the logistic regression was chosen because it can be read; its learning rate by the validation
   rows of the first five folds, with Local, FedAvg, Ditto, DAC and Pooled alike (`coterie tune four-hospitals` does
-  that for every method). Nothing else was tuned: the `mu` of FedProx, 0.1, is one of those that its paper tries.
+  that for every method). Nothing else was tuned: the `mu` of FedProx, 0.1, is one of the values that its paper tries.
 * Whether one model for all, as FedAvg's, predicts worse than Local where most are ill, and why: the means say so, and
   one intercept for hospitals that differ in the share of ill patients would be a reason, since it ranks patients as
   well (AUROC); neither is established here.

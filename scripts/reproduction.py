@@ -77,7 +77,7 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
 
 
 def cost_tables() -> list[str]:
-    """Return the costs that papers print and those that the cost ledger predicts for the studies of full size."""
+    """Return the costs that papers print and the costs that the ledger predicts for the studies of full size."""
     parts = []
     for source in numbers.SOURCES:
         for name, lines in compare.predict_paper_costs(source).items():
