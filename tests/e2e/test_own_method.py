@@ -41,7 +41,7 @@ class Ring(PeerMethod):
             os.kill(os.getpid(), signal.SIGKILL)
         peers = selection.keep_allowed(((rnd.ids + self.step) % rnd.task.population)[:, None], rnd.candidates)
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
-        weights, own = aggregation.fedavg_weights(inbox.field_by_slot("samples"), rnd.task.samples, inbox.mask)
+        weights, own = aggregation.fedavg_weights(inbox.field_by_slot("samples"), rnd.task.num_samples, inbox.mask)
         state = replace(state, params=inbox.mix(weights, own=state.params, own_weight=own))
         return state, {**mixing(inbox, weights, own), "trust": torch.full((len(rnd.ids),), 0.1 * rnd.index)}
 
