@@ -20,7 +20,8 @@ from coterie.data.folders import FolderOptions
 from coterie.data.shifts import SHIFTS
 from coterie.data.tables import TableOptions
 from coterie.engine.task import LocalTraining
-from coterie.methods import METHODS
+from coterie.methods import METHODS, registry
+from coterie.methods.dac import Dac
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.runtime.settings import Settings
 from coterie.studies import config
@@ -56,10 +57,13 @@ begin with `_`, such as `similarity/_base`, hold what the studies of a paper sha
 """
 
 
-def rows(cls: type) -> list[str]:
-    """Return the fields of a configuration class as a Markdown table."""
+def rows(cls: type, base: type | None = None) -> list[str]:
+    """Return the fields of a configuration class as a Markdown table; those of `base` are left out."""
     lines = ["| name | default | accepts | meaning |", "|---|---|---|---|"]
+    known = [] if base is None else _catalog.list_parameters(base)
     for p in _catalog.list_parameters(cls):
+        if any((p.name, p.expects) == (one.name, one.expects) for one in known):
+            continue
         lines.append(f"| `{p.name}` | {code(p)} | {cell(p.expects)} | {cell(p.text)} |")
     return lines if len(lines) > 2 else ["It has no settings."]
 
@@ -81,6 +85,10 @@ def methods() -> str:
     ]
     for kind, method in METHODS.items():
         lines += [f"## {kind}", "", _catalog.parse_description(method), "", *rows(method), ""]
+        published = registry.find_published(method)
+        if published is not None and method.__base__ is not Dac:  # variants have those of DAC
+            lines += ["Options of published code, in the same table:", ""]
+            lines += [*rows(published, method), ""]
         lines += [f"- {reference}" for reference in method.references] + [""] * bool(
             method.references
         )

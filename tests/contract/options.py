@@ -48,11 +48,13 @@ def configured() -> dict[str, type[Any]]:
     from coterie.data.shifts import SHIFTS
     from coterie.engine.optim import LocalTraining
     from coterie.engine.schedules import SCHEDULES
-    from coterie.methods import METHODS
+    from coterie.methods import METHODS, registry
     from coterie.runtime.settings import Settings
 
+    published = [registry.find_published(method) for method in METHODS.values()]
     every = [
         *METHODS.values(),
+        *filter(None, published),
         *SHIFTS.values(),
         *SCHEDULES.values(),
         Settings,
@@ -93,7 +95,9 @@ def options() -> dict[Option, list[Any]]:
         for key, hint in (above | settable_fields(cls)).items():
             choices, default = known.get((name, key)) or values(hint), vars(cls).get(key)
             if choices and key in above and key in vars(cls):
-                known[name, key] = [default]
+                # a subclass may take more values than the class above
+                more = [one for one in choices if one not in values(above[key])]
+                known[name, key] = [default, *more]
             elif choices and key not in above:
                 known[name, key] = [default] * (default in choices) + [
                     one for one in choices if one != default
@@ -138,7 +142,7 @@ class Ignoring:
         instance.__dict__[self.name] = value
 
 
-SAME: dict[Option, dict[Any, Any]] = {("SimplexMethod", "preset"): {"paper": "coterie"}}
+SAME: dict[Option, dict[Any, Any]] = {("PublishedSimplex", "preset"): {"paper": "coterie"}}
 """Values that mean the same as another one: neither can be noticed when it is taken for the other."""
 
 Case = tuple[str, str, Any, Any]

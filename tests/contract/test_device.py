@@ -22,19 +22,11 @@ from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
-from coterie.methods import (
-    METHODS,
-    Dac,
-    FedAvg,
-    FedGwc,
-    Ifca,
-    PanmGrad,
-    Pens,
-    Random,
-    SosicFl,
-    SosicFlPlus,
-)
+from coterie.methods import METHODS, Dac, FedAvg, Ifca, PanmGrad, Pens, Random, SosicFlPlus
 from coterie.methods.base import Method
+from coterie.papers.dac import PublishedDac
+from coterie.papers.fedgwc import PublishedFedGwc
+from coterie.papers.sosicfl import PublishedSosicFl
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
@@ -191,9 +183,9 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
     ("method", "changes"),
     [
         (Dac(2, similarity="cos_grad", aggregation="fedsim"), {"init": "per_client"}),
-        (Dac(2, similarity="inv_l2", two_hop_scope="history", tau_schedule="entropy"), {}),
+        (PublishedDac(2, similarity="inv_l2", two_hop_scope="history", tau_schedule="entropy"), {}),
         (
-            Dac(2, loss_direction="push", scaling="minmax", aggregation="fedsim_prior"),
+            PublishedDac(2, loss_direction="push", scaling="minmax", aggregation="fedsim_prior"),
             {"patience": 1},
         ),
         (
@@ -211,16 +203,19 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
         ),
         (Ifca(2, start="resample", share_representation=True), {"participation": 0.5}),
         (Ifca(2, start="random_groups", group_rounds=2, averaging_of="gradients"), {}),
-        (FedGwc(preset="released", eps=1.0, clients_per_round=4, aggregator="fedavgm"), {}),
+        (
+            PublishedFedGwc(preset="released", eps=1.0, clients_per_round=4, aggregator="fedavgm"),
+            {},
+        ),
         (
             METHODS["cfl"](participation="partial", eps1=10.0, eps2=0.0, warmup_rounds=1),
             {"participation": 0.7},
         ),
         (METHODS["fedprox"](sampling="samples", weights="uniform"), {"participation": 0.5}),
         (METHODS["fesem"](clusters=2, features="last_layer"), {}),
-        (SosicFl(endpoints=3, regions=2, topics="classes", test_samples=3), {}),
+        (PublishedSosicFl(endpoints=3, regions=2, topics="classes", test_samples=3), {}),
         (
-            SosicFl(preset="released", endpoints=3, warmup_rounds=1),
+            PublishedSosicFl(preset="released", endpoints=3, warmup_rounds=1),
             {"metrics": ALL_METRICS, "eval_every": 1},
         ),
         (SosicFlPlus(endpoints=3, regions=2, global_rounds=2, per_sample=True), {}),

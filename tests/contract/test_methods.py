@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coterie.engine.task import Task
 from coterie.methods import METHODS
 from coterie.methods.base import Info, PeerMethod, Round, State, draw_peers_uniformly
+from coterie.methods.registry import resolve_class
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
 from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
@@ -70,7 +71,8 @@ def test_method_keeps_the_contract(kind: str):
 )
 def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
     """Options that exchange something else or draw otherwise."""
-    check_method(METHODS[kind](**settings), relabel=False)
+    method, taken = resolve_class(METHODS[kind], settings)
+    check_method(method(**taken), relabel=False)
 
 
 class Net(nn.Module):

@@ -8,19 +8,22 @@ from tests.selection import first_only
 from coterie.methods.dac import Dac
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
+from coterie.papers.dac import PublishedDac
 from coterie.testing import check_method, tiny_settings
 
 METHODS = {
-    "l2": Dac(num_peers=2, similarity="inv_l2", aggregation="fedsim", scaling="minmax"),
-    "weights": Dac(
+    "l2": PublishedDac(num_peers=2, similarity="inv_l2", aggregation="fedsim", scaling="minmax"),
+    "weights": PublishedDac(
         num_peers=2, similarity="cos_weight", aggregation="fedsim_prior", tau=300, unknown="floor"
     ),
-    "gradients": Dac(
+    "gradients": PublishedDac(
         num_peers=2, similarity="cos_grad", two_hop_pick="least", drop_nonpositive=True
     ),
-    "push": Dac(num_peers=2, loss_direction="push", two_hop_relay="any"),
-    "history": Dac(num_peers=2, two_hop_scope="history", tau_schedule="entropy", entropy=1.0),
-    "push and history": Dac(
+    "push": PublishedDac(num_peers=2, loss_direction="push", two_hop_relay="any"),
+    "history": PublishedDac(
+        num_peers=2, two_hop_scope="history", tau_schedule="entropy", entropy=1.0
+    ),
+    "push and history": PublishedDac(
         num_peers=2, loss_direction="push", two_hop_scope="history", aggregation="fedsim"
     ),
     "pens, both stages": Pens(num_sampled=3, num_kept=1, num_peers=2, stage_one_rounds=2),

@@ -25,6 +25,7 @@ from coterie.methods.fedgwc import FedGwc, FedGwcClusters
 from coterie.methods.fedprox import FedProx
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
+from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 
@@ -34,7 +35,8 @@ LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
 
 def begin(method: FedGwc, population: int, *, models: int = 1) -> FedGwcClusters:
     """The server's state before anything happened, with one parameter."""
-    level = 1 / population**2 if method.start == "uniform" else 0.0
+    uniform = getattr(method, "start", "zero") == "uniform"
+    level = 1 / population**2 if uniform else 0.0
     return FedGwcClusters(
         models=torch.arange(float(models), dtype=torch.float64)[:, None],
         velocity=torch.zeros(
@@ -229,7 +231,9 @@ def test_children_are_sampled_and_merged_apart():
     ids = method.select_cohort(shared, Rng(0).at_round(0), 40, 0.2)
     # max(0.2 * 10, 3) and 0.2 * 30
     assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]
-    by_count = FedGwc(clients_per_round=5).select_cohort(shared, Rng(0).at_round(0), 40, 0.2)
+    by_count = PublishedFedGwc(clients_per_round=5).select_cohort(
+        shared, Rng(0).at_round(0), 40, 0.2
+    )
     assert torch.bincount(shared.label[by_count]).tolist() == [5, 5]
     ones = (shared.label[ids] == 1).nonzero().flatten()
     after = merge(method, shared, ids[ones], torch.zeros(len(ones), 2, dtype=torch.float64))
@@ -240,7 +244,7 @@ def test_children_are_sampled_and_merged_apart():
 @pytest.mark.option("FedGwc.cohort_of", "cluster", "population")
 def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     """Ten of 100 in twenty clusters of five, where each cluster for itself draws three; clusters that wait stay."""
-    one = FedGwc(cohort_of="population", explore=False)
+    one = PublishedFedGwc(cohort_of="population", explore=False)
     assert torch.equal(
         one.select_cohort(begin(one, 100), Rng(2).at_round(0), 100, 0.1),
         FedAvg().select_cohort(None, Rng(2).at_round(0), 100, 0.1),
@@ -289,7 +293,7 @@ def test_exploring_keeps_participation_even():
     """Over 1,000 rounds with 10 of 100 clients, counts stay within 8 of each other; without it they spread."""
     spread = {}
     for explore in (True, False):
-        method = FedGwc(explore=explore)
+        method = PublishedFedGwc(explore=explore)
         shared = begin(method, 100)
         for index in range(1000):
             ids = method.select_cohort(shared, Rng(0).at_round(index), 100, 0.1)
@@ -304,7 +308,7 @@ def test_exploring_keeps_participation_even():
 
 def test_unexplored_cohorts_are_those_of_fedavg():
     """While there is one cluster and no preference, everybody's participants are FedAvg's."""
-    method = FedGwc(explore=False)
+    method = PublishedFedGwc(explore=False)
     for index in range(5):
         rng = Rng(2).at_round(index)
         assert torch.equal(
@@ -363,32 +367,32 @@ def test_the_first_losses_are_sent():
     assert message.fields["losses"].tolist() == [[1.0, 2.0]] * 6
 
 
-@pytest.mark.option("FedGwc.alpha_rule", "constant", "local_rate", "decay")
+@pytest.mark.option("PublishedFedGwc.alpha_rule", "constant", "local_rate", "decay")
 def test_step_sizes_of_the_running_means():
     """Constant 0.1; |P| / K_c = 6 / 20; 0.2 (1 + 3)^-0.75."""
     assert FedGwc()._step_size(7, 6, 20) == 0.1
-    assert FedGwc(alpha_rule="local_rate")._step_size(7, 6, 20) == 0.3
-    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._step_size(3, 6, 20) == pytest.approx(
-        0.2 * 4**-0.75
-    )
+    assert PublishedFedGwc(alpha_rule="local_rate")._step_size(7, 6, 20) == 0.3
+    assert PublishedFedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._step_size(
+        3, 6, 20
+    ) == pytest.approx(0.2 * 4**-0.75)
 
 
 def one_round(losses: list[float], **options: Any) -> FedGwcClusters:
     """The state after a round in which the first clients of 20 report a loss each; they have 1, 2, 3 ... samples."""
-    method = FedGwc(min_pair_updates=0.0, **options)
+    method = PublishedFedGwc(min_pair_updates=0.0, **options)
     column = torch.tensor(losses, dtype=torch.float64)[:, None]
     return merge(method, begin(method, 20), torch.arange(len(losses)), column)
 
 
-@pytest.mark.option("FedGwc.reward_weights", "samples")
+@pytest.mark.option("PublishedFedGwc.reward_weights", "samples")
 def test_rewards_may_weigh_clients_by_their_samples():
     """Losses 0, 4 with 1, 2 samples: mean 8/3, biased variance 32/9, so rewards exp(-1) and exp(-1/4)."""
     gamma = one_round([0.0, 4.0], reward_weights="samples").matrix.diagonal()[:2]
     assert gamma.tolist() == pytest.approx([0.1 * math.exp(-1), 0.1 * math.exp(-1 / 4)])
 
 
-@pytest.mark.option("FedGwc.reward_weights", "uniform")
-@pytest.mark.option("FedGwc.normalize_rewards", False)
+@pytest.mark.option("PublishedFedGwc.reward_weights", "uniform")
+@pytest.mark.option("PublishedFedGwc.normalize_rewards", False)
 def test_the_variance_of_rewards_may_be_the_biased_one():
     """Losses 0, 2: sample variance 2 gives exp(-1/4), biased variance 1 gives exp(-1/2)."""
     assert float(one_round([0.0, 2.0]).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 4))
@@ -397,7 +401,7 @@ def test_the_variance_of_rewards_may_be_the_biased_one():
     )
 
 
-@pytest.mark.option("FedGwc.normalize_rewards", True)
+@pytest.mark.option("PublishedFedGwc.normalize_rewards", True)
 def test_rewards_may_be_divided_by_their_sum():
     """Four equal losses have reward 1, or 1/4 each."""
     assert float(one_round([1.0] * 4, normalize_rewards=True).matrix[0, 1]) == pytest.approx(
@@ -414,7 +418,7 @@ def test_draws_fill_the_losses_of_a_small_cohort_only():
     assert float(filled) != float(plain)
 
 
-@pytest.mark.option("FedGwc.mse_scope", "matrix", "sampled")
+@pytest.mark.option("PublishedFedGwc.mse_scope", "matrix", "sampled")
 def test_the_clock_may_look_at_the_sampled_part_only():
     """Four of 20 clients with reward 1: each of 16 entries changes by 0.1; the mean is over 400 entries, or 16."""
     assert float(one_round([1.0] * 4).mse[0]) == pytest.approx(0.9 + 0.1 * 16 * 0.01 / 400)
@@ -424,10 +428,10 @@ def test_the_clock_may_look_at_the_sampled_part_only():
 
 
 @pytest.mark.parametrize(("n_max_by", "children"), [("size", 4), ("cohort", 2)])
-@pytest.mark.option("FedGwc.n_max_by", "size", "cohort")
+@pytest.mark.option("PublishedFedGwc.n_max_by", "size", "cohort")
 def test_children_are_at_most_so_many(n_max_by: str, children: int):
     """Four planted blocks of five: all four, or with a cohort of 10 of 20 only two."""
-    method = FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0, n_max_by=n_max_by)  # type: ignore[arg-type]
+    method = PublishedFedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0, n_max_by=n_max_by)  # type: ignore[arg-type]
     truth = torch.arange(20) % 4
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(20, 20)))
     matrix = 0.1 + 0.8 * (truth[:, None] == truth).double() + 0.01 * noise
@@ -440,13 +444,13 @@ def test_children_are_at_most_so_many(n_max_by: str, children: int):
 
 def test_presets_fill_what_is_not_given():
     """A field that is given wins over the preset; an unknown preset is refused."""
-    assert FedGwc(preset="paper").upv_axis == "row"
-    assert FedGwc(preset="paper", upv_axis="column").upv_axis == "column"
-    assert FedGwc(preset="released").clients_per_round == 10
+    assert PublishedFedGwc(preset="paper").upv_axis == "row"
+    assert PublishedFedGwc(preset="paper", upv_axis="column").upv_axis == "column"
+    assert PublishedFedGwc(preset="released").clients_per_round == 10
     with pytest.raises(
         ConfigError, match=r"fedgwc: preset is 'papers'; expected 'coterie', 'paper' or 'released'"
     ):
-        FedGwc(preset="papers")  # type: ignore[arg-type]
+        PublishedFedGwc(preset="papers")  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match=r"fedgwc: alpha is 1\.0; expected a number, above 0 and below 1"
     ):
@@ -509,7 +513,7 @@ def test_the_released_preset_is_the_authors_code():
     """The same P, running change, affinity and split on a recorded trace of 60 rounds."""
     rounds, population, cohort = 60, 40, 10
     matrix, mse, affinity = released_trace(rounds, population, cohort)
-    never = FedGwc(preset="released", eps=1e-300)
+    never = PublishedFedGwc(preset="released", eps=1e-300)
     shared = begin(never, population)
     for index in range(rounds):
         ids, losses, _ = recorded(index, population, cohort)
@@ -529,7 +533,7 @@ def test_the_released_preset_is_the_authors_code():
         groups = label.fit_predict(affinity)
         found[n] = (davies_bouldin_score(space, groups), groups)
     best = min(found, key=lambda n: found[n][0])
-    now = FedGwc(preset="released", eps=1.0, patience=1)
+    now = PublishedFedGwc(preset="released", eps=1.0, patience=1)
     after = merge(now, shared, torch.from_numpy(ids), torch.from_numpy(losses), rounds)
     expected = (
         torch.from_numpy(found[best][1])
@@ -541,7 +545,7 @@ def test_the_released_preset_is_the_authors_code():
 
 def test_fedgwc_finds_two_loss_levels_by_itself():
     """End to end on the server: 40 clients at two loss levels; the clock strikes and the split is the planted one."""
-    method = FedGwc(eps=3e-5, min_pair_updates=1.0, explore=False)
+    method = PublishedFedGwc(eps=3e-5, min_pair_updates=1.0, explore=False)
     states = play(method, 700, 40, gap=4.0, participation=0.25)
     final = states[-1]
     truth = torch.arange(40) % 2
@@ -591,10 +595,10 @@ def parts_by_hand(matrix: np.ndarray, options: dict[str, Any], seed: int) -> set
     )
 
 
-@pytest.mark.option("FedGwc.upv_axis", "column", "row")
-@pytest.mark.option("FedGwc.minmax", False, True)
-@pytest.mark.option("FedGwc.labels", "cluster_qr", "kmeans")
-@pytest.mark.option("FedGwc.db_space", "rows", "embedding")
+@pytest.mark.option("PublishedFedGwc.upv_axis", "column", "row")
+@pytest.mark.option("PublishedFedGwc.minmax", False, True)
+@pytest.mark.option("PublishedFedGwc.labels", "cluster_qr", "kmeans")
+@pytest.mark.option("PublishedFedGwc.db_space", "rows", "embedding")
 @pytest.mark.parametrize(
     ("options", "place"),
     [
@@ -612,7 +616,9 @@ def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
     split_seed = int(Rng(0).at_round(0).generator("fedgwc.split.0").integers(1 << 31))
     parts = {}
     for chosen in ({}, options):
-        method = FedGwc(alpha=1e-12, beta=1.0, eps=1.0, patience=1, min_pair_updates=0.0, **chosen)
+        method = PublishedFedGwc(
+            alpha=1e-12, beta=1.0, eps=1.0, patience=1, min_pair_updates=0.0, **chosen
+        )
         shared = dataclasses.replace(begin(method, 12), matrix=torch.from_numpy(matrix))
         label = merge(
             method, shared, torch.arange(4), torch.zeros(4, 3, dtype=torch.float64)
@@ -623,19 +629,21 @@ def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
     assert parts["{}"] != parts[str(options)]
 
 
-@pytest.mark.option("FedGwc.start", "zero", "uniform")
+@pytest.mark.option("PublishedFedGwc.start", "zero", "uniform")
 def test_the_matrix_starts_empty_or_even():
     """Six clients: 0, or 1 / 36."""
     for start, level in (("zero", 0.0), ("uniform", 1 / 36)):
-        loop = testing.run_method(FedGwc(start=start), settings=testing.tiny_settings(rounds=0))
+        loop = testing.run_method(
+            PublishedFedGwc(start=start), settings=testing.tiny_settings(rounds=0)
+        )
         assert bool((loop.state.shared.matrix == level).all())
 
 
-@pytest.mark.option("FedGwc.explore", False, True)
+@pytest.mark.option("PublishedFedGwc.explore", False, True)
 def test_who_took_part_least_comes_first():
     """Three of ten never took part, the others 100 times: exp(-100) against 1. Without it the noise alone decides."""
     for explore in (True, False):
-        method = FedGwc(explore=explore)
+        method = PublishedFedGwc(explore=explore)
         sampled = torch.where(torch.arange(10) % 4 == 1, 0, 100)
         shared = dataclasses.replace(begin(method, 10), sampled=sampled)
         drawn = [
@@ -649,24 +657,24 @@ def test_who_took_part_least_comes_first():
         assert drawn == ([[1, 5, 9]] * 5 if explore else plain)
 
 
-@pytest.mark.option("FedGwc.preset", "coterie", "paper", "released")
+@pytest.mark.option("PublishedFedGwc.preset", "coterie", "paper", "released")
 def test_presets_are_the_paper_and_the_code():
     """The paper's text: rows, no guards. The code: its list of differences G1 to G16 of the specification."""
-    guarded = FedGwc()
+    guarded = PublishedFedGwc()
     assert (
         guarded.upv_axis,
         guarded.patience,
         guarded.min_pair_updates,
         guarded.min_cluster_size,
     ) == ("column", 0, 1.0, 3)
-    paper = FedGwc(preset="paper")
+    paper = PublishedFedGwc(preset="paper")
     assert (paper.upv_axis, paper.patience, paper.min_pair_updates, paper.minmax) == (
         "row",
         1,
         0.0,
         False,
     )
-    code = FedGwc(preset="released")
+    code = PublishedFedGwc(preset="released")
     assert (code.reward_weights, code.ddof, code.loss_sampling_size, code.normalize_rewards) == (
         "samples",
         0,

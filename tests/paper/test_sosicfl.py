@@ -25,6 +25,7 @@ from coterie.methods.server import ServerContext, model_request
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
+from coterie.papers.sosicfl import PublishedSosicFl, PublishedSosicFlAll, PublishedSosicFlPlus
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 
@@ -233,8 +234,8 @@ def by_plain_name(layout: Layout, row: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", [SosicFl, SosicFlAll])
-def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
+@pytest.mark.parametrize("kind", [PublishedSosicFl, PublishedSosicFlAll])
+def test_one_endpoint_is_fedavg(kind: type[PublishedSosicFl]):
     """M = 1 with the model's own first draw: the same served models, bit for bit."""
     method = kind(endpoints=1, regions=1, endpoint_start="model", assignment="labels", topics="lda")
     ours = follow(method, model=sequential)
@@ -247,7 +248,7 @@ def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
 
 def test_one_endpoint_with_personal_models_is_ditto():
     """M = 1: the same served model of every client, pulled to the global one by the same force."""
-    method = SosicFlPlus(endpoints=1, regions=1, endpoint_start="model", lam=0.7)
+    method = PublishedSosicFlPlus(endpoints=1, regions=1, endpoint_start="model", lam=0.7)
     ours, theirs = (follow(each, model=sequential, local=SGD) for each in (method, Ditto(lam=0.7)))
     everybody = torch.arange(6)
     served = method.serving_model(ours._make_round(2, everybody, everybody), ours.state)[0]
@@ -296,7 +297,7 @@ def test_the_head_step_is_scaled():
     """One SGD step at the barycenter moves the composed head by 1/M of a plain head's step; scale M undoes that."""
     moves = {}
     for scale in (1.0, 4.0):
-        method = SosicFl(
+        method = PublishedSosicFl(
             endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model"
         )
         task = task_of(method, sequential)
@@ -418,7 +419,7 @@ def test_regions_fit_groups_that_one_model_cannot():
     assert fit["sosicfl-plus"] <= fit["sosicfl"]
 
 
-@pytest.mark.option("SimplexMethod.radius_rule", "relative")
+@pytest.mark.option("PublishedSimplex.radius_rule", "relative")
 def test_regions_follow_the_counts_and_the_radius():
     """Relative: rho times the mean distance of the simplex to the centers; absolute: rho. Centers sum to 1."""
     relative = follow(
@@ -427,12 +428,14 @@ def test_regions_follow_the_counts_and_the_radius():
     scale = simplex.mean_distance(relative.centers).mean()
     torch.testing.assert_close(relative.radius, (0.5 * scale).expand(2).double())
     absolute = follow(
-        SosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"),
+        PublishedSosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"),
         label_skewed(),
         rounds=0,
     )
     assert absolute.state.shared.radius.tolist() == [0.5, 0.5]
-    classes = SosicFl(endpoints=4, regions=2, topics="classes", center="mean", metric="hilbert")
+    classes = PublishedSosicFl(
+        endpoints=4, regions=2, topics="classes", center="mean", metric="hilbert"
+    )
     centers = follow(classes, label_skewed(), rounds=0).state.shared.centers
     counts = relative.counts.double()
     for group in range(2):
@@ -452,10 +455,10 @@ def test_regions_wait_for_the_warmup_rounds():
 
 
 @pytest.mark.option("SimplexMethod.assignment", "gradient")
-@pytest.mark.option("SimplexMethod.radius_rule", "absolute")
+@pytest.mark.option("PublishedSimplex.radius_rule", "absolute")
 def test_floco_places_each_client_by_its_gradient():
     """In round tau everybody takes part; afterwards each client has a region of its own, near its group's."""
-    method = SosicFl(
+    method = PublishedSosicFl(
         endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1
     )
     loop = follow(method, label_skewed(), local=SGD, rounds=3, participation=0.5)
@@ -491,7 +494,7 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
 
 def test_who_sent_no_update_keeps_the_whole_simplex():
     """Ten of twelve clients answered: the other two stand in the middle, with the radius 2 of the whole simplex."""
-    method = SosicFl(
+    method = PublishedSosicFl(
         endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1
     )
     loop = follow(method, label_skewed(), rounds=0)
@@ -586,14 +589,14 @@ def test_settings_are_checked():
         SosicFlAll(test_samples=2)
     with pytest.raises(ConfigError, match="endpoints is 10; expected at most the 3 classes"):
         follow(SosicFl(regions=2), rounds=1)
-    assert SosicFl(preset="released").warmup_rounds == 250
+    assert PublishedSosicFl(preset="released").warmup_rounds == 250
 
 
-@pytest.mark.option("SimplexMethod.preset", "coterie", "paper", "released")
+@pytest.mark.option("PublishedSimplex.preset", "coterie", "paper", "released")
 def test_presets_are_the_paper_and_the_code():
     """The code's list of differences S2 to S7 of the specification; ours is the paper where the paper says it."""
     for preset in ("coterie", "paper"):
-        method = SosicFl(preset=preset)
+        method = PublishedSosicFl(preset=preset)
         assert (method.warmup_rounds, method.assignment, method.radius_rule, method.radius) == (
             0,
             "labels",
@@ -601,7 +604,7 @@ def test_presets_are_the_paper_and_the_code():
             0.3,
         )
         assert (method.sampler, method.simplex_bias) == ("exact", True)
-    code = SosicFl(preset="released")
+    code = PublishedSosicFl(preset="released")
     assert (code.warmup_rounds, code.assignment, code.radius_rule, code.radius) == (
         250,
         "gradient",
@@ -611,21 +614,23 @@ def test_presets_are_the_paper_and_the_code():
     assert (code.sampler, code.simplex_bias) == ("released", False)
 
 
-@pytest.mark.option("SimplexMethod.simplex_bias", True, False)
+@pytest.mark.option("PublishedSimplex.simplex_bias", True, False)
 def test_the_bias_has_endpoints_or_is_shared():
     """4 x 5 + 5 features, three endpoints of 5 x 3, and three biases of 3 or one."""
     for bias, size in ((True, 25 + 3 * 15 + 3 * 3), (False, 25 + 3 * 15 + 3)):
         assert (
-            task_of(SosicFl(endpoints=3, regions=2, simplex_bias=bias), sequential).layout.size
+            task_of(
+                PublishedSosicFl(endpoints=3, regions=2, simplex_bias=bias), sequential
+            ).layout.size
             == size
         )
 
 
-@pytest.mark.option("SimplexMethod.sampler", "exact", "released")
+@pytest.mark.option("PublishedSimplex.sampler", "exact", "released")
 def test_mixtures_are_drawn_exactly_or_as_the_code_does():
     """Two endpoints: uniform on the interval of the region, or the center and a step up to 0.4 (L1) off the simplex."""
     for sampler in ("exact", "released"):
-        method = SosicFl(
+        method = PublishedSosicFl(
             endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute"
         )
         loop = follow(method, label_skewed(), rounds=0)
@@ -653,14 +658,14 @@ COUNTS = torch.tensor([[989, 1, 10], [800, 100, 100], [400, 300, 300], [300, 100
 
 def placed(**options: Any) -> tuple[list[int], Tensor]:
     """The regions of four clients with COUNTS, and their centers."""
-    method = SosicFl(endpoints=3, **options)
+    method = PublishedSosicFl(endpoints=3, **options)
     loop = follow(method, testing.tiny_federation(num_clients=4), rounds=0)
     context = ServerContext(-1, Rng(0).at_round(-1), loop.task.layout, 4)
     shared = method._group_by_labels(context, dataclasses.replace(loop.state.shared, counts=COUNTS))
     return shared.region.tolist(), shared.centers
 
 
-@pytest.mark.option("SimplexMethod.metric", "l1", "hilbert")
+@pytest.mark.option("PublishedSimplex.metric", "l1", "hilbert")
 def test_groups_are_near_in_differences_or_in_ratios():
     """To the second client the first is 0.378 away and the third 0.8; ln 123.6 and ln 6 by Hilbert's distance."""
     for metric, expected in (("l1", [0, 0, 1, 1]), ("hilbert", [0, 1, 1, 1])):
@@ -668,7 +673,7 @@ def test_groups_are_near_in_differences_or_in_ratios():
         assert [number != region[0] for number in region] == [number != 0 for number in expected]
 
 
-@pytest.mark.option("SimplexMethod.center", "medoid", "mean")
+@pytest.mark.option("PublishedSimplex.center", "medoid", "mean")
 def test_a_center_is_a_member_or_the_mean():
     """One region of all: the second client is nearest to the others together (0.378 + 0.8 + 1), or the mean."""
     points = COUNTS.double() / 1000
@@ -678,7 +683,7 @@ def test_a_center_is_a_member_or_the_mean():
     )
 
 
-@pytest.mark.option("SimplexMethod.topics", "lda", "classes")
+@pytest.mark.option("PublishedSimplex.topics", "lda", "classes")
 def test_clients_are_mixtures_of_topics_or_of_classes():
     """Four regions for four clients: the centers are the clients' points, by scikit-learn or by division."""
     seed = int(Rng(0).at_round(-1).generator("regions").integers(1 << 31))
@@ -724,11 +729,11 @@ def test_a_mixture_is_drawn_for_each_batch_or_each_sample():
         torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.option("SimplexMethod.endpoint_start", "xavier", "model")
+@pytest.mark.option("PublishedSimplex.endpoint_start", "xavier", "model")
 def test_endpoints_start_by_xaviers_law_or_as_the_model_draws_its_head():
     """Ten endpoints of 3 x 4 weights: deviation sqrt(2 / 7) and no bias; or the ten models' own."""
     for start in ("xavier", "model"):
-        method = SosicFl(endpoints=10, regions=2, endpoint_start=start)
+        method = PublishedSosicFl(endpoints=10, regions=2, endpoint_start=start)
         task = task_of(method, lambda: nn.Linear(4, 3))
         views = task.layout.split_rows(method.draw_first_model(task, Rng(1)))
         own = [task.layout.split_rows(row) for row in task.draw_models(Rng(1), 10)]

@@ -33,6 +33,7 @@ from coterie.errors import ConfigError
 from coterie.methods import METHODS
 from coterie.methods.dac import Dac
 from coterie.methods.fedgwc import FedGwc
+from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.studies import config
 
 NEEDED = {
@@ -231,12 +232,12 @@ GIVEN: dict[str, Any] = {
 def test_a_preset_can_be_changed_and_what_is_given_stays(first, second, names, later):
     """However the fields came: with the preset, before it, or in the same replacement."""
     fields = {name: GIVEN[name] for name in names}
-    wanted = FedGwc(preset=second, **fields)
-    before = FedGwc(preset=first) if later else FedGwc(preset=first, **fields)
+    wanted = PublishedFedGwc(preset=second, **fields)
+    before = PublishedFedGwc(preset=first) if later else PublishedFedGwc(preset=first, **fields)
     after = replace(before, preset=second, **(fields if later else {}))
     assert after == wanted
     assert all(getattr(after, name) == value for name, value in fields.items())
-    assert replace(after, preset=first) == FedGwc(preset=first, **fields)
+    assert replace(after, preset=first) == PublishedFedGwc(preset=first, **fields)
     assert (
         parse_settings(FedGwc, {k: v for k, v in to_plain(after).items() if k != "kind"}, "x")
         == wanted

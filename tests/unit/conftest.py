@@ -79,7 +79,10 @@ def loss_table():
     def measure(task, table):
         clients = range(len(task))
         return torch.stack(
-            [task.rows(torch.full((len(table),), i)).loss(table, "train") for i in clients]
+            [
+                task.select_clients(torch.full((len(table),), i)).loss(table, "train")
+                for i in clients
+            ]
         )
 
     return measure

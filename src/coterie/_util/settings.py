@@ -247,6 +247,11 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
     return isinstance(value, hint), value
 
 
+def accepts(value: Any, hint: Any) -> bool:
+    """Return whether a field with an annotation takes a value."""
+    return _fit_value(value, hint)[0]
+
+
 def is_importable(hint: Any) -> bool:
     """Return whether an annotation is that of a function by its import path."""
     return typing.get_origin(hint) is Annotated and Importable() in typing.get_args(hint)[1:]

@@ -190,6 +190,8 @@ def _scatter_to_members(
 
 
 UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
+MIN_PROBABILITY = 1e-6
+"""Floor $\\varepsilon_p$ of the probabilities with which peers are drawn."""
 
 
 @dataclass(frozen=True)
@@ -338,29 +340,14 @@ class Dac(PeerMethod):
         similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
             1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
             or of their updates since the start.
-        aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the
-            probabilities with which the peers were drawn, as the similarity paper's code does; or
-            the import path of a rule of yours, a function of `functional.aggregation.ReceivedModels`.
+        aggregation: "fedavg"; "fedsim", by this round's similarities; or the import path of a
+            custom rule, a function of `functional.aggregation.ReceivedModels`.
         two_hop: estimate similarities that were not measured by those that peers share.
-        two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one
-            published code does.
-        two_hop_relay: peers share similarities that they measured themselves ("direct") or
-            estimates too ("any").
-        two_hop_scope: ask this round's peers ("current"), or all ever read ("history": one more
-            exchange).
-        unknown: members without a similarity enter the softmax with 0 ("zero") or get the floor
-            only ("floor").
-        drop_nonpositive: treat similarities of 0 and below as unknown.
         loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the
             peer's data, which the peer measures (three exchanges).
-        tau_schedule: "constant"; "var", $1 + (\tau - 1) \tanh(bt/2)$; "reference", $1 + \tau
-            \tanh(bt/2)$, as published code does; "entropy", each client's own $\tau$ at which its
-            probabilities have `entropy` bits.
-        b: steepness of the schedules.
-        entropy: bits, for tau_schedule = "entropy".
-        scaling: "none", or "minmax": known similarities are scaled to [0, 1] before the softmax.
+        tau_schedule: "constant"; or "var", $1 + (\tau - 1) \tanh(bt/2)$.
+        b: steepness of the schedule.
         eps: $\varepsilon$ of the inverse similarities.
-        eps_p: floor $\varepsilon_p$ of the probabilities.
         selection: import path of a rule of yours that says whom a client reads, a function of
             `functional.selection.PeerKnowledge`; the draw by similarity when not given.
     """
@@ -376,20 +363,12 @@ class Dac(PeerMethod):
     num_peers: PositiveInt = 5
     tau: NonNegativeFloat = 30.0
     similarity: Metric = "inv_loss"
-    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | CustomFunction = "fedavg"
+    aggregation: Literal["fedavg", "fedsim"] | CustomFunction = "fedavg"
     two_hop: bool = True
-    two_hop_pick: Literal["most", "least"] = "most"
-    two_hop_relay: Literal["direct", "any"] = "direct"
-    two_hop_scope: Literal["current", "history"] = "current"
-    unknown: Literal["zero", "floor"] = "zero"
-    drop_nonpositive: bool = False
     loss_direction: Literal["pull", "push"] = "pull"
-    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"
+    tau_schedule: Literal["constant", "var"] = "constant"
     b: NonNegativeFloat = 0.2
-    entropy: NonNegativeFloat = 2.0
-    scaling: Literal["none", "minmax"] = "none"
     eps: NonNegativeFloat = 1e-6
-    eps_p: NonNegativeFloat = 1e-6
     selection: CustomFunction | None = None
 
     def check(self) -> None:
@@ -397,13 +376,6 @@ class Dac(PeerMethod):
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
         require(
             fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"
-        )
-        drawn = self.selection is None or self.aggregation != "fedsim_prior"
-        require(
-            drawn,
-            "aggregation",
-            self.aggregation,
-            "another one with selection: a rule draws with no probability",
         )
 
     @property
@@ -417,12 +389,8 @@ class Dac(PeerMethod):
 
     @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One; two more for the answers of a push, one more to ask earlier peers."""
-        return (
-            1
-            + 2 * (self.loss_direction == "push")
-            + (self.two_hop and self.two_hop_scope == "history")
-        )
+        """One; two more for the answers of a push."""
+        return 1 + 2 * (self.loss_direction == "push")
 
     def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities:
         """Return a memory without similarities."""
@@ -442,54 +410,51 @@ class Dac(PeerMethod):
         )
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
-        """Publish the model with the similarities to share, or these alone when the peers of all rounds are asked.
+        """Publish the model with the similarities to share.
 
         Raises:
             ConfigError: with loss_direction = "push": peers measure and answer what they are asked
                 in the same round.
         """
-        if exchange and self.loss_direction == "push":
+        if exchange:
             raise ConfigError(
                 f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
                 "peers that act one after another have not published an answer when they are asked"
             )
-        if exchange:
-            return Message(state.params[:, :0], self.scores_to_share(state))
         fields = {"samples": task.num_samples}
         if state.memory.origin.shape[1]:
             fields["origin"] = task.sharing.compared.select_from(state.memory.origin)
-        if self.two_hop and self.two_hop_scope == "current":
+        if self.shares_with_model:
             fields |= self.scores_to_share(state)
         return Message(state.params, fields)
+
+    @property
+    def shares_with_model(self) -> bool:
+        """Whether a message with a model also holds the similarities that its client shares."""
+        return self.two_hop
 
     def scores_to_share(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
         memory: PeerSimilarities = state.memory
-        dropped, dtype = self.drop_nonpositive, state.params.dtype
-        return memory.scores_to_share(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
+        return memory.scores_to_share("direct", drop_nonpositive=False, dtype=state.params.dtype)
 
     def tau_at(self, round: int) -> float:
         """Return the inverse temperature of a round."""
-        rise = math.tanh(self.b * round / 2)
-        return {"var": 1 + (self.tau - 1) * rise, "reference": 1 + self.tau * rise}.get(
-            self.tau_schedule, self.tau
-        )
+        if self.tau_schedule != "var":
+            return self.tau
+        return 1 + (self.tau - 1) * math.tanh(self.b * round / 2)
 
     def peer_probabilities(
         self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
     ) -> Tensor:
-        """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
-        # unknown ones are 0
-        similarity, considered, tau = memory.similarity, None, self.tau_at(round)
-        if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
-            usable = memory.usable_members(drop_nonpositive=self.drop_nonpositive)
-            similarity = torch.where(usable, similarity, 0)
-            considered = usable if self.unknown == "floor" else None
-            if self.scaling == "minmax":
-                similarity = selection.scale_min_max(similarity, usable)
-        if self.tau_schedule == "entropy":
-            tau = selection.find_entropy_tau(similarity, considered, ids, self.entropy)
-        return selection.selection_probabilities(similarity, tau, considered, ids, floor=self.eps_p)
+        """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population.
+
+        Members with an unknown similarity enter the softmax with 0.
+        """
+        tau = self.tau_at(round)
+        return selection.selection_probabilities(
+            memory.similarity, tau, None, ids, floor=MIN_PROBABILITY
+        )
 
     def draw_peers(self, rnd: Round, memory: PeerSimilarities) -> tuple[Tensor, Tensor]:
         """Draw peers; return them and their probabilities: clients x peers. A few rows at a time fit the cache."""
@@ -529,20 +494,14 @@ class Dac(PeerMethod):
         inbox = measured.inbox
         drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
         told = similarity_report(rnd, measured.similarity, drawn)
-        if self.aggregation == "fedavg":
-            weights, own_weight = aggregation.fedavg_weights(
-                inbox.field_by_slot("samples"), rnd.task.num_samples, inbox.mask
-            )
-        elif self.aggregation == "fedsim":
-            weights, own_weight = aggregation.fedsim_weights(measured.similarity, inbox.mask)
-        elif self.aggregation == "fedsim_prior":
-            weights, own_weight = aggregation.fedsim_prior_weights(prior, inbox.mask)
-        else:
+        weighted = self.aggregation_weights(rnd, measured, prior)
+        if weighted is None:
             merged, report = merge_by_rule(
                 self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity
             )
             memory, cost = self.update_memory(rnd, state, measured)
             return replace(merged, memory=memory), {**report, **cost, **told}
+        weights, own_weight = weighted
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.update_memory(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {
@@ -550,6 +509,24 @@ class Dac(PeerMethod):
             **cost,
             **told,
         }
+
+    def aggregation_weights(
+        self, rnd: Round, measured: MeasuredInbox, prior: Float[Tensor, "clients peers"]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the weight of each slot and of the client's own model; None for a custom rule.
+
+        Args:
+            rnd: the round.
+            measured: what arrived, with its similarities.
+            prior: the probabilities with which the peers were drawn.
+        """
+        inbox = measured.inbox
+        if self.aggregation == "fedavg":
+            samples = inbox.field_by_slot("samples")
+            return aggregation.fedavg_weights(samples, rnd.task.num_samples, inbox.mask)
+        if self.aggregation == "fedsim":
+            return aggregation.fedsim_weights(measured.similarity, inbox.mask)
+        return None
 
     def update_memory(
         self, rnd: Round, state: State, measured: MeasuredInbox
@@ -562,17 +539,31 @@ class Dac(PeerMethod):
             memory = memory.record_reads(inbox, rnd.index)
         if not self.two_hop:
             return memory, cost
+        return self.estimate_from_peers(rnd, state, memory, inbox, cost)
+
+    def estimate_from_peers(
+        self,
+        rnd: Round,
+        state: State,
+        memory: PeerSimilarities,
+        relays: Inbox,
+        cost: dict[str, Tensor],
+        pick: Literal["most", "least"] = "most",
+    ) -> tuple[PeerSimilarities, Info]:
+        """Estimate similarities that were not measured by those that peers share; return the memory and the costs.
+
+        Args:
+            rnd: the round.
+            state: before it.
+            memory: with this round's measurements; changed in place.
+            relays: messages with the similarities that peers share.
+            cost: so far.
+            pick: use the estimate of the most or of the least similar peer.
+        """
         zero = torch.zeros_like(rnd.ids)
-        if self.two_hop_scope == "history":
-            relays = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
-            inbox = rnd.exchange.pull(
-                Message(state.params[:, :0], self.scores_to_share(state)), relays
-            )
-            cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
-        cost["extra_floats"] = (
-            cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
-        )
-        return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
+        received = relays.mask.sum(1) * rnd.task.population
+        cost["extra_floats"] = cost.get("extra_floats", zero) + received
+        return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Read the peers' models, and what they say of others; a push lets them read one's own too."""
@@ -584,19 +575,12 @@ class Dac(PeerMethod):
             cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
         # a similarity for each member, and whether it counts
         scores = setting.population * (size + 1)
-        if self.two_hop and self.two_hop_scope == "current":
+        if self.shares_with_model:
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
-        elif self.two_hop:
-            known = setting.num_others * (
-                1 - (1 - peers / max(1, setting.num_others)) ** (phase + 1)
-            )
-            cost += Cost(
-                extra_floats=known * setting.population, messages=known, bytes=known * scores
-            )
         if self.loss_direction == "push":
             # those that ask and were not asked
             pushed = peers * (1 - peers / max(1, setting.num_others))
-            beside = scores if self.two_hop and self.two_hop_scope == "current" else 0
+            beside = scores if self.shares_with_model else 0
             requests, answers = setting.num_others * (peers + 1) * 8, peers * (scores + 8)
             cost += Cost(
                 extra_models=pushed,

@@ -1,26 +1,19 @@
 """FedGWC: clients whose presence changes the others' rewards alike are grouped, again and again.
 
-Longer than other methods: paper, authors' code and this project differ in fifteen settings, and
-each is an option.
+What the paper and its authors' code do differently are options of a subclass,
+`papers.fedgwc.PublishedFedGwc`, which overrides the small functions here.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt
-from jaxtyping import Float, Int
+from annotated_types import Ge, Gt, Lt
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.settings import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    WithPresets,
-)
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.task import Task
-from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
@@ -58,21 +51,10 @@ class FedGwcClusters(Clusters):
 
 MIN_PARTICIPANTS = 3
 """Clients of a cluster that take part together: two have the same reward whatever their losses are."""
-PRESETS = {
-    "coterie": {},
-    "paper": {"upv_axis": "row", "patience": 1, "min_pair_updates": 0.0},
-    "released": {
-        "alpha_rule": "local_rate", "reward_weights": "samples", "ddof": 0, "loss_sampling_size": 10,
-        "normalize_rewards": True, "start": "uniform", "minmax": True, "diagonal": 0.0, "db_space": "embedding",
-        "n_max_by": "cohort", "mse_scope": "sampled", "clients_per_round": 10, "explore": False,
-        "min_cluster_size": 1, "min_pair_updates": 0.0,
-    },
-}  # fmt: skip
 
 
-@final
 @dataclass(frozen=True)
-class FedGwc(WithPresets, ServerMethod):
+class FedGwc(ServerMethod):
     r"""Clusters from Gaussian rewards of local losses.
 
     In each round, and for each cluster, a client's loss trace is compared with those of the clients
@@ -83,41 +65,19 @@ class FedGwc(WithPresets, ServerMethod):
 
     Args:
         aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
-        preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors'
-            code); a field that is given wins over it. "paper" splits first and by the least
-            evidence; see docs/explanation.
-        beta: width of the affinity ($\beta$); not comparable across `minmax`.
-        eps: a cluster has settled when its `mse` is below ($\varepsilon$).
+        beta: width of the affinity ($\beta$).
+        eps: a cluster has settled when the running mean of its squared change is below
+            ($\varepsilon$).
         alpha: $\alpha$, in (0, 1); the paper takes the participation rate.
-        kappa: exponent of `alpha_rule="decay"`, in (1/2, 1].
         n_max: most children of a split.
-        labels: how spectral clustering reads its eigenvectors.
-        alpha_rule: "constant"; "local_rate": $|P| / K_c$; "decay": $\alpha (1 + t)^{-\kappa}$.
-        reward_weights: clients in the mean and variance of losses alike, or by samples (then
-            biased).
-        ddof: 1 for the sample variance, 0 for the biased one.
-        loss_sampling_size: fill the losses of a step up to so many with normal draws; 0 for off.
-        normalize_rewards: divide rewards by their sum.
-        start: $P^0$ is "zero" or "uniform", $1 / K^2$.
-        upv_axis: a client's vector is its "column" or its "row" of $P$.
-        minmax: scale $P$ to [0, 1] before the affinity.
-        diagonal: of the affinity.
-        db_space: Davies-Bouldin index of the affinity's "rows" or of its spectral "embedding".
-        n_max_by: children at most $K_c$ divided by the smallest size, or by the cohort's.
-        mse_scope: mean squared change over the cluster's whole "matrix", or the "sampled" part.
         patience: rounds in a row below `eps` before a split is tried; 0 for $K_c / |P|$, rounded.
         cohort_of: the run's share is of each "cluster", or of the "population": then more clusters
             do not make a round dearer. Where three of each are more than that share, clusters take
             turns, the one whose members took part least often first.
-        clients_per_round: so many of every cluster (or of the population), whatever the run's
-            participation; 0 for the run's share.
-        explore: prefer clients that took part less often, $p_k \propto \exp(\min u - u_k)$.
         min_cluster_size: a split with a smaller part is refused; 30 is advisable at 10 %
             participation.
         min_pair_updates: no split before pairs took part together so often on average.
         momentum: of "fedavgm".
-        server_lr: of "fedavgm".
-        nesterov: of "fedavgm".
         mu: of "fedprox"; the penalty is no part of the losses.
         trace: losses sent, when local training is counted in epochs; with steps, one each.
     """
@@ -131,48 +91,24 @@ class FedGwc(WithPresets, ServerMethod):
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",
     )
-    presets: ClassVar = PRESETS
     aggregator: Literal["fedavg", "fedavgm", "fedprox", "fairavg"] = "fedavg"
-    preset: Literal["coterie", "paper", "released"] = "coterie"
     beta: PositiveFloat = 0.5
     eps: NonNegativeFloat = 1e-5
     alpha: Annotated[float, Gt(0), Lt(1)] = 0.1
-    kappa: Annotated[float, Gt(0.5), Le(1)] = 1.0
     n_max: Annotated[int, Ge(2)] = 4
-    labels: clustering.Labels = "cluster_qr"
-    alpha_rule: Literal["constant", "local_rate", "decay"] = "constant"
-    reward_weights: Literal["uniform", "samples"] = "uniform"
-    ddof: Annotated[int, Ge(0), Le(1)] = 1
-    loss_sampling_size: NonNegativeInt = 0
-    normalize_rewards: bool = False
-    start: Literal["zero", "uniform"] = "zero"
-    upv_axis: clustering.Axis = "column"
-    minmax: bool = False
-    diagonal: float = 1.0
-    db_space: clustering.Space = "rows"
-    n_max_by: Literal["size", "cohort"] = "size"
-    mse_scope: Literal["matrix", "sampled"] = "matrix"
     patience: NonNegativeInt = 0
     cohort_of: Literal["cluster", "population"] = "cluster"
-    clients_per_round: NonNegativeInt = 0
-    explore: bool = True
     min_cluster_size: PositiveInt = 3
     min_pair_updates: NonNegativeFloat = 1.0
     momentum: Momentum = 0.9
-    server_lr: PositiveFloat = 1.0
-    nesterov: bool = False
     mu: NonNegativeFloat = 0.01
     trace: PositiveInt = 32
-
-    def check(self) -> None:
-        """A client alone has nobody to be compared with."""
-        require(self.clients_per_round != 1, "clients_per_round", 1, "0, or at least 2")
 
     @property
     def averaging(self) -> Averaging:
         """That of the aggregator."""
         if self.aggregator == "fedavgm":
-            return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
+            return Averaging("samples", self.momentum)
         return Averaging("uniform" if self.aggregator == "fairavg" else "samples")
 
     @property
@@ -186,8 +122,7 @@ class FedGwc(WithPresets, ServerMethod):
             self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout),
             task.population,
         )
-        level = 1 / size**2 if self.start == "uniform" else 0.0
-        matrix = torch.full((size, size), level, dtype=torch.float64)
+        matrix = torch.zeros(size, size, dtype=torch.float64)
         pairs, never = (
             torch.zeros(size, size, dtype=torch.int32),
             torch.zeros(size, dtype=torch.int64),
@@ -232,19 +167,19 @@ class FedGwc(WithPresets, ServerMethod):
         """Draw in each cluster, as many as `_cohort_sizes` says."""
         noise = draw_cohort_noise(rng, population)
         chosen = []
-        for cluster, count in enumerate(
-            self._cohort_sizes(shared, self.clients_per_round or participation)
-        ):
+        for cluster, count in enumerate(self._cohort_sizes(shared, participation)):
             members = shared.label == cluster
-            often = (
-                shared.sampled[members].min() - shared.sampled
-                if self.explore
-                else torch.zeros(population)
-            )
+            preference = self._log_weights(shared, members)
             chosen.append(
-                selection.draw_cohort(noise, count, log_weights=often.double(), members=members)
+                selection.draw_cohort(noise, count, log_weights=preference, members=members)
             )
         return torch.cat(chosen).sort().values
+
+    def _log_weights(
+        self, shared: FedGwcClusters, members: Bool[Tensor, " population"]
+    ) -> Float[Tensor, " population"]:
+        r"""Prefer members that took part less often: $p_k \propto \exp(\min u - u_k)$."""
+        return (shared.sampled[members].min() - shared.sampled).double()
 
     def _cohort_sizes(self, shared: FedGwcClusters, rate: float | int) -> list[int]:
         """Return how many clients of each cluster take part."""
@@ -291,9 +226,8 @@ class FedGwc(WithPresets, ServerMethod):
         matrix = clustering.update_interactions(
             shared.matrix, ids, self._compute_rewards(context, cluster, message), alpha
         )
-        change = (matrix - shared.matrix).square().sum() / (
-            size if self.mse_scope == "matrix" else len(ids)
-        ) ** 2
+        width = self._change_width(size, len(ids))
+        change = (matrix - shared.matrix).square().sum() / width**2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
@@ -306,24 +240,37 @@ class FedGwc(WithPresets, ServerMethod):
         )
 
     def _step_size(self, index: int, cohort: int, size: int) -> float:
-        if self.alpha_rule == "local_rate":
-            return cohort / size
-        return self.alpha * (1 + index) ** -self.kappa if self.alpha_rule == "decay" else self.alpha
+        """Return the step of the running means in a round, for a cluster with so many members."""
+        return self.alpha
+
+    def _change_width(self, size: int, cohort: int) -> int:
+        """Return the width of the block of the matrix over which the squared change is averaged."""
+        return size
 
     def _compute_rewards(
         self, context: ServerContext, cluster: int, message: Message
     ) -> Float[Tensor, " clients"]:
-        losses = message.fields["losses"].cpu()
-        missing = self.loss_sampling_size - len(losses)
-        synthetic = None
-        if missing > 0:
-            stream = context.rng.generator(f"fedgwc.synthetic.{cluster}")
-            synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
-        weights = message.fields["samples"].cpu() if self.reward_weights == "samples" else None
-        rewards = clustering.gaussian_rewards(
-            losses, ddof=self.ddof, weights=weights, synthetic=synthetic
+        return clustering.gaussian_rewards(message.fields["losses"].cpu())
+
+    def compute_affinity(
+        self, matrix: Float[Tensor, "clients clients"], beta: float
+    ) -> Float[Tensor, "clients clients"]:
+        """Return the affinity of clients with some interactions, for a width."""
+        return clustering.affinity_matrix(matrix, beta)
+
+    def propose_split(
+        self, affinity: Float[Tensor, "clients clients"], cohort: int | None = None, seed: int = 0
+    ) -> Int[Tensor, " clients"] | None:
+        """Return the groups into which clients with an affinity fall apart; None where they do not.
+
+        Args:
+            affinity: of the members of a cluster.
+            cohort: how many of them took part in the round; None outside a round.
+            seed: of the eigenvalue solver.
+        """
+        return clustering.propose_split(
+            affinity, n_max=self.n_max, min_cluster_size=self.min_cluster_size, seed=seed
         )
-        return rewards / rewards.sum() if self.normalize_rewards else rewards
 
     def _try_split(
         self, context: ServerContext, shared: FedGwcClusters, cluster: int, cohort: int
@@ -335,21 +282,9 @@ class FedGwc(WithPresets, ServerMethod):
         apart = float(met.sum() - met.diagonal().sum()) / max(1, size * (size - 1))
         if size < 2 * self.min_cluster_size or apart < self.min_pair_updates:
             return shared
-        affinity = clustering.affinity_matrix(
-            shared.matrix[block],
-            self.beta,
-            axis=self.upv_axis,
-            minmax=self.minmax,
-            diagonal=self.diagonal,
-        )
-        label = clustering.propose_split(
-            affinity,
-            n_max=min(self.n_max, size // cohort) if self.n_max_by == "cohort" else self.n_max,
-            min_cluster_size=self.min_cluster_size,
-            space=self.db_space,
-            labels=self.labels,
-            seed=int(context.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31)),
-        )
+        affinity = self.compute_affinity(shared.matrix[block], self.beta)
+        seed = int(context.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31))
+        label = self.propose_split(affinity, cohort, seed)
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster], patience[cluster] = 1.0, 0
         shared = replace(shared, mse=mse, patience=patience)

@@ -7,11 +7,12 @@ A package offers a method under a short name by an entry point in the group "cot
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from coterie._util.importing import import_class
+from coterie._util.settings import accepts, settable_fields
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, describe_unknown
 from coterie.methods import METHODS
@@ -19,6 +20,17 @@ from coterie.methods.base import Method, Round, State
 from coterie.rng import Rng
 
 GROUP = "coterie.methods"
+
+PUBLISHED = {
+    "dac": "coterie.papers.dac:PublishedDac",
+    "dac-var": "coterie.papers.dac:PublishedDacVar",
+    "dac-no-two-hop": "coterie.papers.dac:PublishedDacNoTwoHop",
+    "fedgwc": "coterie.papers.fedgwc:PublishedFedGwc",
+    "sosicfl": "coterie.papers.sosicfl:PublishedSosicFl",
+    "sosicfl-all": "coterie.papers.sosicfl:PublishedSosicFlAll",
+    "sosicfl-plus": "coterie.papers.sosicfl:PublishedSosicFlPlus",
+}
+"""The subclass of a built-in method with the options of published code: of the same kind, by its import path."""
 
 
 def find_method(kind: str, package: str = "") -> type[Method]:
@@ -57,6 +69,58 @@ def find_method(kind: str, package: str = "") -> type[Method]:
     return _import_method(first.value, f"method {kind!r} of {_describe_origin(first)}", package)
 
 
+def find_published(method: type[Method]) -> type[Method] | None:
+    """Return the class of a method's kind with the options of published code; None where there is none."""
+    path = PUBLISHED.get(method.kind, "")
+    built_in = METHODS.get(method.kind) is method
+    if not path or not (built_in or path == f"{method.__module__}:{method.__qualname__}"):
+        return None
+    return _import_method(path, f"method {method.kind!r}", "")
+
+
+def resolve_class(
+    method: type[Method], table: Mapping[str, Any]
+) -> tuple[type[Method], dict[str, Any]]:
+    """Return the class that takes a table of settings, and what it takes of the table.
+
+    A table that sets an option of published code to another value than its default takes the class
+    with these options. A table that sets them all to their defaults, as stored configurations do,
+    takes the method itself, which always behaves so; the options are left out.
+
+    Args:
+        method: the class of the table's kind.
+        table: the settings by name; other keys are kept.
+    """
+    published = find_published(method)
+    if published is None or published is method:
+        return method, dict(table)
+    own, more = settable_fields(method), settable_fields(published)
+    extra = {key: value for key, value in table.items() if key in more and key not in own}
+    wider = [key for key in table if key in own and own[key] != more[key]]
+    needed = any(value != getattr(published, key) for key, value in extra.items()) or any(
+        accepts(table[key], more[key]) and not accepts(table[key], own[key]) for key in wider
+    )
+    if needed:
+        return published, dict(table)
+    return method, {key: value for key, value in table.items() if key not in extra}
+
+
+def with_published_options(method: Method) -> Method:
+    """Return the same method with the options of published code at their defaults, if its kind has any.
+
+    Stored configurations and the identities of runs contain these options.
+    """
+    published = find_published(type(method))
+    if published is None or isinstance(method, published):
+        return method
+    return published(**{item.name: getattr(method, item.name) for item in fields(method)})
+
+
+def all_settings(method: Method) -> dict[str, Any]:
+    """Return the settings of a method by name, with the options of published code of its kind."""
+    return asdict(with_published_options(method))
+
+
 def list_installed() -> dict[str, list[EntryPoint]]:
     """Return what installed packages offer, by name: usually one method, nothing under a built-in name."""
     found: dict[str, dict[str, EntryPoint]] = {}
@@ -71,7 +135,7 @@ def name_of(method: type[Method]) -> tuple[str, str]:
 
     The name is its kind where that is known, else its import path; the package is "" for both ends.
     """
-    if METHODS.get(method.kind) is method:
+    if METHODS.get(method.kind) is method or method is find_published(method):
         return method.kind, ""
     path = f"{method.__module__}:{method.__qualname__}"
     offers = list_installed().get(method.kind, [])

@@ -1,20 +1,16 @@
 r"""SosicFL, its variant with endpoints in all layers (SosicFL-All) and with personal models (SosicFL+)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.settings import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    WithPresets,
-)
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
@@ -54,18 +50,8 @@ class SimplexClusters(Clusters):
     radius: Float[Tensor, " regions"]
 
 
-PRESETS = {
-    "coterie": {},
-    "paper": {},
-    "released": {
-        "warmup_rounds": 250, "assignment": "gradient", "radius_rule": "absolute", "radius": 0.1,
-        "sampler": "released", "simplex_bias": False,
-    },
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
-class SimplexMethod(WithPresets, OneModel):
+class SimplexMethod(OneModel):
     r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
 
     From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of
@@ -73,49 +59,31 @@ class SimplexMethod(WithPresets, OneModel):
     before, from the whole simplex, and is served its center.
 
     Args:
-        preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as
-            in the public code); a field that is given wins over it.
         endpoints: $M$; with label counts at most the number of classes.
         regions: $L$, with label counts.
         warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
         assignment: "labels": each client's label counts, sent once, are described as mixtures of
             $M$ topics and grouped; "gradient" (Floco): the updates of all clients in round
             `warmup_rounds` place each client.
-        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the
-            centers; "absolute": $r = \rho$.
-        radius: $\rho$. The paper's values are lost; 0.3 is ours.
-        sampler: uniform draws ("exact"), or those of the public code ("released").
-        simplex_bias: whether the head's bias has endpoints too.
-        topics: mixtures by latent Dirichlet allocation ("lda") or, with as many endpoints as
-            classes, the class frequencies themselves ("classes").
-        metric: distance of mixtures, "l1" or "hilbert".
-        center: of a group, "medoid" or "mean".
+        radius: $\rho$; $r = \rho \bar d$ with the mean distance of the simplex to the centers. The
+            paper's values are lost; 0.3 is ours.
         per_sample: one $\alpha$ for each sample instead of each mini-batch.
         head_lr_scale: factor of the endpoints' step size under SGD; the composed head moves by
             $\lVert \alpha \rVert^2$ times a plain head's step.
-        endpoint_start: endpoints from Xavier's normal law with zero bias ("xavier"), or drawn as
-            the model draws its own head ("model").
         test_samples: predicted probabilities are averaged over so many draws from the region; 1
             serves the center. Divides `endpoints`.
+
+    Options of the published code are those of `papers.sosicfl.PublishedSimplex`.
     """
 
     scope: ClassVar[Literal["head", "all"]] = "head"
-    presets: ClassVar = PRESETS
-    preset: Literal["coterie", "paper", "released"] = "coterie"
     endpoints: PositiveInt = 10
     regions: PositiveInt = 10
     warmup_rounds: NonNegativeInt = 0
     assignment: Literal["labels", "gradient"] = "labels"
-    radius_rule: Literal["relative", "absolute"] = "relative"
     radius: NonNegativeFloat = 0.3
-    sampler: Literal["exact", "released"] = "exact"
-    simplex_bias: bool = True
-    topics: Literal["lda", "classes"] = "lda"
-    metric: simplex.Metric = "l1"
-    center: simplex.Center = "medoid"
     per_sample: bool = False
     head_lr_scale: PositiveFloat = 1.0
-    endpoint_start: Literal["xavier", "model"] = "xavier"
     test_samples: PositiveInt = 1
 
     def check(self) -> None:
@@ -134,21 +102,25 @@ class SimplexMethod(WithPresets, OneModel):
 
     def build_model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
-        gain, bias = math.sqrt(self.head_lr_scale), self.simplex_bias
+        gain, bias = math.sqrt(self.head_lr_scale), self._bias_has_endpoints()
         return simplex_layers.simplex_head(
             source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
         )
 
     def draw_first_model(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
-        rows, xavier = (
-            task.draw_models(rng, self.endpoints),
-            self.endpoint_start == "xavier" and self.scope == "head",
-        )
-        gain = math.sqrt(self.head_lr_scale)
+        rows = task.draw_models(rng, self.endpoints)
+        xavier, gain = self._draws_xavier(), math.sqrt(self.head_lr_scale)
         return simplex_layers.independent_endpoints(
             task.layout, rows, rng, xavier=xavier, gain=gain
         )
+
+    def _bias_has_endpoints(self) -> bool:
+        return True
+
+    def _draws_xavier(self) -> bool:
+        """Return whether endpoints are drawn by Xavier's normal law with zero bias, not as the model draws its own."""
+        return self.scope == "head"
 
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round; endpoints that stay at home are drawn independently there too."""
@@ -221,24 +193,22 @@ class SimplexMethod(WithPresets, OneModel):
 
     def _group_by_labels(self, context: ServerContext, shared: SimplexClusters) -> SimplexClusters:
         """Group clients by what their labels are mixed of."""
-        stream, topics = context.rng.at_round(-1).generator("regions"), self.endpoints
-        if self.topics == "classes":
-            classes = shared.counts.shape[1]
-            require(
-                topics == classes,
-                f"{self.kind}.topics",
-                "classes",
-                f"endpoints = {classes}, as many as classes",
-            )
-            mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
-        else:
-            mixtures = simplex.topic_mixtures(
-                shared.counts, topics, seed=int(stream.integers(1 << 31))
-            )
-        region, centers = simplex.cluster_points(
-            mixtures, self.regions, stream, metric=self.metric, center=self.center
-        )
+        stream = context.rng.at_round(-1).generator("regions")
+        region, centers = self._cluster_mixtures(self._label_mixtures(shared, stream), stream)
         return replace(shared, region=region, centers=centers, radius=self._compute_radii(centers))
+
+    def _label_mixtures(
+        self, shared: SimplexClusters, stream: np.random.Generator
+    ) -> Float[Tensor, "population topics"]:
+        """Describe each client's labels as a mixture of topics, by latent Dirichlet allocation."""
+        seed = int(stream.integers(1 << 31))
+        return simplex.topic_mixtures(shared.counts, self.endpoints, seed=seed)
+
+    def _cluster_mixtures(
+        self, mixtures: Float[Tensor, "population topics"], stream: np.random.Generator
+    ) -> tuple[Int[Tensor, " population"], Float[Tensor, "regions topics"]]:
+        """Group clients by their mixtures; return the group of each, and the centers of the groups."""
+        return simplex.cluster_points(mixtures, self.regions, stream, metric="l1", center="medoid")
 
     def _place_by_gradients(
         self,
@@ -267,8 +237,11 @@ class SimplexMethod(WithPresets, OneModel):
         )
 
     def _compute_radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
-        scale = simplex.mean_distance(centers).mean() if self.radius_rule == "relative" else 1.0
-        return torch.full((len(centers),), float(self.radius * scale), dtype=torch.float64)
+        radius = float(self.radius * self._radius_scale(centers))
+        return torch.full((len(centers),), radius, dtype=torch.float64)
+
+    def _radius_scale(self, centers: Float[Tensor, "regions topics"]) -> float | Tensor:
+        return simplex.mean_distance(centers).mean()
 
     # ---------------------------------------------------------------- where the clients are
 
@@ -295,11 +268,15 @@ class SimplexMethod(WithPresets, OneModel):
             shared=self.ask_server(rnd, self._register_counts, message, state.shared, NO_MODEL)[0],
         )
 
+    def _region_sampler(self) -> Callable[..., Tensor]:
+        """Return the function that draws points of a region."""
+        return simplex.sample_region
+
     def draw_points(
         self, rnd: Round, offer: Inbox, purpose: str, count: int
     ) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
-        sample = simplex.sample_region if self.sampler == "exact" else simplex.sample_released
+        sample = self._region_sampler()
         center, radius = (
             offer.field_by_slot("center")[:, 0].cpu(),
             offer.field_by_slot("radius")[:, 0].tolist(),
@@ -375,7 +352,6 @@ REFERENCES = (
 )
 
 
-@final
 @dataclass(frozen=True)
 class SosicFl(SimplexMethod):
     """Federated averaging of a simplex of heads; groups of clients train and use their own region of it.
@@ -390,7 +366,6 @@ class SosicFl(SimplexMethod):
     references: ClassVar[tuple[str, ...]] = REFERENCES
 
 
-@final
 @dataclass(frozen=True)
 class SosicFlAll(SimplexMethod):
     """SosicFL with endpoints of every trained tensor and one mixture for all layers; M times the traffic.
@@ -423,7 +398,6 @@ class PersonalSimplex:
     started: Bool[Tensor, " clients"]
 
 
-@final
 @dataclass(frozen=True)
 class SosicFlPlus(SimplexMethod):
     r"""SosicFL with a personal simplex for each client, kept near the global one as in Ditto.

@@ -1,6 +1,5 @@
 """Heads: a node's signed state, and the check that all nodes run the same study."""
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -8,6 +7,7 @@ from typing import Any
 
 from coterie.errors import PeerMismatch
 from coterie.methods.base import Method
+from coterie.methods.registry import all_settings
 from coterie.models.layout import Layout
 from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
@@ -126,7 +126,7 @@ def settings_of(
         "model": model,
         "population": population,
     }
-    out |= _flatten("method.", dataclasses.asdict(method))
+    out |= _flatten("method.", all_settings(method))
     own = {k: v for k, v in settings.to_identity().items() if v or k not in _OPTIONAL}
     if settings.new_client_others == "frozen":  # younger than rosters that are about
         del own["new_client_others"]

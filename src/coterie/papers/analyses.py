@@ -30,7 +30,7 @@ from torch import Tensor
 from coterie._util.files import write_atomically
 from coterie._util.settings import Configurable, PositiveFloat, PositiveInt
 from coterie.errors import ConfigError, describe_unknown, require
-from coterie.functional import clustering, simplex
+from coterie.functional import simplex
 from coterie.functional.metrics import ACCURACY
 from coterie.methods import METHODS
 from coterie.methods.fedgwc import FedGwc
@@ -162,13 +162,7 @@ def evaluate_betas(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     truth = planted if bool((planted >= 0).all()) else None
     rows = []
     for beta in options.betas:
-        found = clustering.propose_split(
-            _compute_affinity(loop, beta),
-            n_max=method.n_max,
-            min_cluster_size=method.min_cluster_size,
-            space=method.db_space,
-            labels=method.labels,
-        )
+        found = method.propose_split(_compute_affinity(loop, beta))
         label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
         scores = final_metrics.compute_cluster_metrics(label, truth, loop.task.class_counts())
         rows.append({"beta": float(beta), **scores})
@@ -178,14 +172,7 @@ def evaluate_betas(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
 def _compute_affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"]:
     method = loop.method
     assert isinstance(method, FedGwc)
-    matrix = loop.state.shared.matrix.cpu()
-    return clustering.affinity_matrix(
-        matrix,
-        beta or method.beta,
-        axis=method.upv_axis,
-        minmax=method.minmax,
-        diagonal=method.diagonal,
-    )
+    return method.compute_affinity(loop.state.shared.matrix.cpu(), beta or method.beta)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError
 from coterie.functional.metrics import metrics_to_store
 from coterie.methods.base import Method, State
+from coterie.methods.registry import all_settings
 from coterie.runtime import _compact
 from coterie.runtime.record import EDGES, METRICS
 
@@ -84,11 +85,7 @@ def compute_identity(
     kept["local"] = settings.local.result_settings()
     if settings.local.needs_rounds:
         kept["rounds"] = settings.rounds
-    own = {
-        k: v
-        for k, v in dataclasses.asdict(method).items()
-        if v is not None or k not in _NEWER_FIELDS
-    }
+    own = {k: v for k, v in all_settings(method).items() if v is not None or k not in _NEWER_FIELDS}
     what = [
         method.kind,
         own,
@@ -319,7 +316,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
         "config_hash": run,
         "method": {
             "kind": loop.method.kind,
-            **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()},
+            **{k: str(v) for k, v in all_settings(loop.method).items()},
         },
         "server": loop.method.server,
         "needs": sorted(loop.method.needs),

@@ -23,6 +23,7 @@ from coterie.engine.optim import ADDED_FIELDS, LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import split_requested
 from coterie.methods import METHODS, registry
+from coterie.methods.base import Method
 from coterie.runtime.settings import Settings
 from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.definition import (
@@ -480,7 +481,7 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
         head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
     )
     require(is_label(label), f"{where}: label", label, LABEL)
-    own = _guess_own_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
+    own = _guess_own_keys(entry) if kind is None else _option_names(kind)
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"
@@ -499,9 +500,14 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     if kind is None:
         rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
         return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
-    return MethodConfig(
-        label, tables.parse_settings(kind, select_keys(own), where), settings, head.paper
-    )
+    kind, table = registry.resolve_class(kind, select_keys(own))
+    return MethodConfig(label, tables.parse_settings(kind, table, where), settings, head.paper)
+
+
+def _option_names(method: type[Method]) -> set[str]:
+    """The settings of a method, and the options of published code that its table may set as well."""
+    classes = method, registry.find_published(method) or method
+    return {f.name for one in classes for f in fields(one) if f.init}
 
 
 def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
@@ -532,7 +538,7 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
     method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
     if isinstance(method, registry.StoredMethod):
         return {"kind": entry.kind, "label": entry.label, **paper, **method.settings}
-    own = {f.name for f in fields(method)}
+    own = _option_names(type(method))
 
     def find_changes(mine: Any, theirs: Any) -> dict[str, Any]:
         differs = {
@@ -557,6 +563,8 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
         **paper,
         **({"package": package} if package else {}),
     }
+    if decided:
+        method = registry.with_published_options(method)
     own_said = tables.to_plain(method, decided=decided)
     return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
 

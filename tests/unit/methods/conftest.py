@@ -15,6 +15,7 @@ from coterie.methods.base import Info, Method, State
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
+from coterie.simulation._sequential import select_loop
 from coterie.testing import tiny_federation, tiny_settings
 
 
@@ -81,7 +82,7 @@ def play(monkeypatch):
 
         monkeypatch.setattr(record, "add_edges", listen)
         door = exchange or InMemory(federation.ids, federation.population)
-        result = Play(Loop(task, method, door, chosen, Rng(3), record), infos)
+        result = Play(select_loop(chosen)(task, method, door, chosen, Rng(3), record), infos)
         return result.steps(1)
 
     return start

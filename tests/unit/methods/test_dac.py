@@ -13,6 +13,7 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.functional import similarity
 from coterie.methods.dac import Dac, DacNoTwoHop, DacVar, PeerSimilarities
+from coterie.papers.dac import PublishedDac, PublishedDacVar
 from coterie.testing import run_method, tiny_federation, tiny_settings
 
 IDS = torch.arange(4)
@@ -76,7 +77,7 @@ def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
 @pytest.mark.parametrize(("relay", "known"), [("direct", 2), ("any", 1)])
 def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, known, pick, drop):
     """s_ij is what the most (or least) similar of the peers that answered says, if it may say anything of j."""
-    method = Dac(num_peers=2, two_hop_relay=relay, two_hop_pick=pick)
+    method = PublishedDac(num_peers=2, two_hop_relay=relay, two_hop_pick=pick)
     run = play(
         method, tiny_federation(9), exchange=Faulty(InMemory(torch.arange(9), 9), drop=drop)
     ).steps(3)
@@ -111,57 +112,66 @@ def test_relays_do_not_vouch_for_dropped_similarities():
     ].tolist() == [[False, False, True, False]]
 
 
-@pytest.mark.option("Dac.unknown", "zero", "floor")
+@pytest.mark.option("PublishedDac.unknown", "zero", "floor")
 def test_unknown_members_enter_with_zero_or_get_the_floor():
     """Option D6: s = (?, 1, ?) of three others: with tau = ln 2 shares (1, 2, 1) / 4, or all to the known one."""
     memory = acquaintance([[0.0, 0.0, 1.0, 0.0]], [[0, 0, 2, 0]])
-    zero = Dac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
+    zero = PublishedDac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(zero, torch.tensor([[0.0, 0.25, 0.5, 0.25]]).double())
-    floor = Dac(tau=math.log(2), eps_p=0.0, unknown="floor").peer_probabilities(IDS[:1], memory, 0)
+    floor = PublishedDac(tau=math.log(2), eps_p=0.0, unknown="floor").peer_probabilities(
+        IDS[:1], memory, 0
+    )
     torch.testing.assert_close(floor, torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double())
 
 
-@pytest.mark.option("Dac.drop_nonpositive", False, True)
+@pytest.mark.option("PublishedDac.drop_nonpositive", False, True)
 def test_nonpositive_similarities_can_count_as_unknown():
     """Option D7: s = (-1, 1, 0.5): kept, they rank below unknown; dropped, they count 0 or get the floor."""
     memory = acquaintance([[0.0, -1.0, 1.0, 0.5]], [[0, 2, 2, 2]])
     tau = math.log(2)
-    kept = Dac(tau=tau, eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
+    kept = PublishedDac(tau=tau, eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(kept[0, 1] / kept[0, 2], torch.tensor(0.25).double())
-    zero = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True).peer_probabilities(IDS[:1], memory, 0)
-    torch.testing.assert_close(zero[0, 1] / zero[0, 2], torch.tensor(0.5).double())
-    floor = Dac(tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor").peer_probabilities(
+    zero = PublishedDac(tau=tau, eps_p=0.0, drop_nonpositive=True).peer_probabilities(
         IDS[:1], memory, 0
     )
+    torch.testing.assert_close(zero[0, 1] / zero[0, 2], torch.tensor(0.5).double())
+    floor = PublishedDac(
+        tau=tau, eps_p=0.0, drop_nonpositive=True, unknown="floor"
+    ).peer_probabilities(IDS[:1], memory, 0)
     assert float(floor[0, 1]) == 0
 
 
-@pytest.mark.option("Dac.scaling", "none", "minmax")
+@pytest.mark.option("PublishedDac.scaling", "none", "minmax")
 @pytest.mark.option("Dac.tau_schedule", "constant")
+@pytest.mark.option("PublishedDac.tau_schedule", "constant")
 def test_min_max_scaling_uses_what_is_known():
     """s = (4, 2, ?) becomes (1, 0, 0): with tau = ln 2 shares (2, 1, 1) / 4, and (16, 4, 1) / 21 unscaled."""
     memory = acquaintance([[0.0, 4.0, 2.0, 0.0]], [[0, 2, 1, 0]])
-    p = Dac(tau=math.log(2), eps_p=0.0, scaling="minmax").peer_probabilities(IDS[:1], memory, 0)
+    p = PublishedDac(tau=math.log(2), eps_p=0.0, scaling="minmax").peer_probabilities(
+        IDS[:1], memory, 0
+    )
     torch.testing.assert_close(p, torch.tensor([[0.0, 0.5, 0.25, 0.25]]).double())
-    p = Dac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
+    p = PublishedDac(tau=math.log(2), eps_p=0.0).peer_probabilities(IDS[:1], memory, 0)
     torch.testing.assert_close(p, torch.tensor([[0.0, 16.0, 4.0, 1.0]]).double() / 21)
 
 
-@pytest.mark.option("Dac.tau_schedule", "entropy")
+@pytest.mark.option("PublishedDac.tau_schedule", "entropy")
 def test_entropy_schedule_gives_every_client_its_own_temperature():
     """Wanted is 1 bit; similarities of very different scale give the same spread of probabilities."""
     memory = acquaintance(
         [[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 200.0, 300.0]], [[0, 2, 2, 2], [2, 0, 2, 2]]
     )
-    p = Dac(tau_schedule="entropy", entropy=1.0, eps_p=0.0).peer_probabilities(IDS[:2], memory, 5)
+    p = PublishedDac(tau_schedule="entropy", entropy=1.0, eps_p=0.0).peer_probabilities(
+        IDS[:2], memory, 5
+    )
     entropy = -torch.special.xlogy(p, p).sum(1) / math.log(2)
     torch.testing.assert_close(entropy, torch.ones(2).double())
 
 
-@pytest.mark.option("Dac.tau_schedule", "reference")
+@pytest.mark.option("PublishedDac.tau_schedule", "reference")
 def test_reference_schedule_has_the_published_values():
     """Invariant 18: 1 + 30 tanh(0.1 t): 1.00, 3.99, 6.92, 14.86, 23.85, 29.92; its limit is tau + 1."""
-    dac = DacVar(tau_schedule="reference")
+    dac = PublishedDacVar(tau_schedule="reference")
     values = [dac.tau_at(t) for t in (0, 1, 2, 5, 10, 20)]
     assert values == pytest.approx([1.00, 3.99, 6.92, 14.86, 23.85, 29.92], abs=0.006)
     assert dac.tau_at(1000) == pytest.approx(31)
@@ -169,6 +179,7 @@ def test_reference_schedule_has_the_published_values():
 
 @pytest.mark.option("Dac.tau_schedule", "var")
 @pytest.mark.option("DacVar.tau_schedule", "var")
+@pytest.mark.option("PublishedDacVar.tau_schedule", "var")
 def test_var_schedule_rises_from_one_to_tau():
     """Invariant 18: tau(0) = 1, increasing, limit tau; with tau = 1 constant; "constant" is constant."""
     values = [DacVar().tau_at(t) for t in range(50)]
@@ -284,7 +295,7 @@ def test_push_goes_on_when_peers_have_stopped(play):
 
 def test_history_asks_everyone_ever_read(play):
     """Option D2: after two rounds with one peer each, estimates may come from both; the extra messages are counted."""
-    run = play(Dac(num_peers=1, two_hop_scope="history")).steps(3)
+    run = play(PublishedDac(num_peers=1, two_hop_scope="history")).steps(3)
     read = (run.memory.count > 0).sum(1)
     _, info = run.exchange()
     new = torch.tensor(
@@ -294,7 +305,8 @@ def test_history_asks_everyone_ever_read(play):
     assert info["extra_bytes"].tolist() == ((6 * 8 + 6) * (read + new)).tolist()
     many = tiny_federation(12)
     told = [
-        play(Dac(num_peers=1, tau=0.0, two_hop_scope=scope), many).steps(4).memory.status > 0
+        play(PublishedDac(num_peers=1, tau=0.0, two_hop_scope=scope), many).steps(4).memory.status
+        > 0
         for scope in ("current", "history")
     ]
     assert bool((told[1] | ~told[0]).all()), (
@@ -331,12 +343,12 @@ def test_weights_are_shared_among_those_that_arrived(play):
 
 def test_fedsim_prior_depends_on_the_past_alone(play):
     """Invariant 27: the plain mean in round 0; later, this round's similarities change nothing."""
-    first = play(Dac(num_peers=3, aggregation="fedsim_prior"))
+    first = play(PublishedDac(num_peers=3, aggregation="fedsim_prior"))
     torch.testing.assert_close(first.exchange()[1]["weights"], torch.full((6, 3), 0.25).double())
     weights = []
     run = first.steps(3)
     for metric in ("inv_loss", "cos_weight"):
-        run.loop.method = Dac(num_peers=3, aggregation="fedsim_prior", similarity=metric)
+        run.loop.method = PublishedDac(num_peers=3, aggregation="fedsim_prior", similarity=metric)
         weights.append(run.exchange()[1]["weights"])
     assert torch.equal(*weights)
     assert not torch.allclose(weights[0], torch.full((6, 3), 0.25).double())
@@ -420,7 +432,7 @@ def test_running_statistics_have_no_part_in_a_similarity(play, metric):
 )
 def test_impossible_settings_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        Dac(**fields)
+        PublishedDac(**fields)
 
 
 def test_an_unknown_word_is_refused():
@@ -435,8 +447,8 @@ def test_exchanges_are_counted_by_what_is_asked():
     """One; three to be answered; one more to ask earlier peers."""
     assert Dac().exchanges == 1
     assert Dac(loss_direction="push").exchanges == 3
-    assert Dac(two_hop_scope="history").exchanges == 2
-    assert Dac(two_hop_scope="history", two_hop=False).exchanges == 1
+    assert PublishedDac(two_hop_scope="history").exchanges == 2
+    assert PublishedDac(two_hop_scope="history", two_hop=False).exchanges == 1
 
 
 @pytest.mark.parametrize("schedule", ["sequential_exchange", "sequential"])
@@ -487,9 +499,10 @@ def estimated(before, read, measured, *, pick, relay, scope):
 
 
 @pytest.mark.option("Dac.two_hop", True, False)
-@pytest.mark.option("Dac.two_hop_pick", "most", "least")
-@pytest.mark.option("Dac.two_hop_relay", "direct", "any")
-@pytest.mark.option("Dac.two_hop_scope", "current", "history")
+@pytest.mark.option("PublishedDacNoTwoHop.two_hop", False)
+@pytest.mark.option("PublishedDac.two_hop_pick", "most", "least")
+@pytest.mark.option("PublishedDac.two_hop_relay", "direct", "any")
+@pytest.mark.option("PublishedDac.two_hop_scope", "current", "history")
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
@@ -506,7 +519,7 @@ def estimated(before, read, measured, *, pick, relay, scope):
 )
 def test_estimates_are_those_of_the_relay_that_the_options_name(play, loss_table, options, rule):
     """Eight clients that read two in each of three rounds, against loops over clients, peers and relays."""
-    run = play(Dac(num_peers=2, tau=0.0, **options), tiny_federation(8))
+    run = play(PublishedDac(num_peers=2, tau=0.0, **options), tiny_federation(8))
     for _ in range(3):
         read = run.exchange()[1]["peers"].tolist()
         losses = loss_table(run.loop.task, run.state.params)
@@ -519,12 +532,13 @@ def test_estimates_are_those_of_the_relay_that_the_options_name(play, loss_table
         torch.testing.assert_close(run.memory.similarity, similarity)
 
 
-@pytest.mark.option("Dac.aggregation", "fedavg", "fedsim", "fedsim_prior")
+@pytest.mark.option("Dac.aggregation", "fedavg", "fedsim")
+@pytest.mark.option("PublishedDac.aggregation", "fedavg", "fedsim_prior")
 def test_models_are_weighed_by_samples_by_similarity_or_by_probability(play, loss_table, uneven):
     """12 to 7 samples; n_j; or 1 / loss; or p_ij before the exchange, and then oneself like the best of them."""
     tau = 2.0
     for aggregation in ("fedavg", "fedsim", "fedsim_prior"):
-        run = play(Dac(num_peers=3, tau=tau, aggregation=aggregation), uneven).steps(3)
+        run = play(PublishedDac(num_peers=3, tau=tau, aggregation=aggregation), uneven).steps(3)
         _, info = run.exchange()
         losses = loss_table(run.loop.task, run.state.params)
         for i, peers in enumerate(info["peers"].tolist()):
@@ -570,7 +584,7 @@ def test_epsilon_is_added_to_the_loss(play):
 )
 def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, options):
     """What was measured of the peers, and p_ij of the round before, uniform in the first."""
-    method = Dac(num_peers=2, **options)
+    method = PublishedDac(num_peers=2, **options)
     run = play(method, record_similarities=True).steps(1)
     info = run.infos[-1]
     assert bool((info["probabilities"] == 1 / 5).all())
@@ -585,7 +599,7 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
 
 def test_who_chooses_by_a_rule_of_the_user_draws_with_no_known_probability(play, monkeypatch):
     chosen = torch.arange(6)[:, None].add(1).remainder(6)
-    monkeypatch.setattr("coterie.methods.dac.chosen_by", lambda *_: chosen)
+    monkeypatch.setattr("coterie.methods.dac.choose_peers_by_rule", lambda *_: chosen)
     run = play(Dac(num_peers=1, selection="own:rule"), record_similarities=True).steps(1)
     assert bool(run.infos[-1]["probabilities"].isnan().all())
     assert bool((run.infos[-1]["similarities"] > 0).all())

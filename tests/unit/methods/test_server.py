@@ -15,6 +15,7 @@ from coterie.methods.fedprox import FedProx
 from coterie.methods.fesem import FeSem
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.models.layout import Layout
+from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.rng import Rng
 from coterie.testing import run_method, tiny_settings
 
@@ -65,9 +66,9 @@ def test_methods_that_fix_the_weights():
 
 
 @pytest.mark.option("FedAvgM.nesterov", False, True)
-@pytest.mark.option("FedGwc.nesterov", False, True)
+@pytest.mark.option("PublishedFedGwc.nesterov", False, True)
 @pytest.mark.parametrize(
-    "method", [FedAvgM, lambda **options: FedGwc(aggregator="fedavgm", **options)]
+    "method", [FedAvgM, lambda **options: PublishedFedGwc(aggregator="fedavgm", **options)]
 )
 def test_momentum_can_look_ahead(method):
     """beta = 1/2, a step of 1/5, mean 23/6.

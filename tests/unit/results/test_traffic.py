@@ -20,6 +20,7 @@ from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SimplexMethod
+from coterie.papers.dac import PublishedDac
 from coterie.results import traffic
 from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate
@@ -112,7 +113,7 @@ RUNS = [
     (Oracle(num_peers=4), "shared"),
     (Dac(num_peers=2), "shared"),
     (Dac(num_peers=2, similarity="inv_l2", two_hop=False), "shared"),
-    (Dac(num_peers=5, two_hop_scope="history"), "shared"),
+    (PublishedDac(num_peers=5, two_hop_scope="history"), "shared"),
     (Dac(num_peers=5, loss_direction="push"), "shared"),
     (Pens(num_sampled=3, num_kept=1, stage_one_rounds=9), "shared"),
     (PanmLoss(num_peers=2, num_candidates=3), "shared"),

@@ -19,6 +19,7 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods.dac import Dac
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
+from coterie.papers.dac import PublishedDac
 from coterie.rng import Rng
 from coterie.runtime.record import Record
 from coterie.simulation import _sequential
@@ -313,7 +314,7 @@ class PlainHistory(Plain):
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
 def test_what_earlier_peers_measured_is_the_newest_that_they_know(schedule):
     """DAC's second exchange: a peer that acted before in the round tells what it measured in it."""
-    loop = started(Dac(num_peers=2, tau=0.0, two_hop_scope="history"), schedule=schedule)
+    loop = started(PublishedDac(num_peers=2, tau=0.0, two_hop_scope="history"), schedule=schedule)
     plain, estimates = PlainHistory(loop), 0
     for index in range(3):
         plain.round(index)
