@@ -52,7 +52,6 @@ ELSEWHERE = {
     "testing/_promises": "contract/test_pieces.py",
     "testing/data": "contract/test_pieces.py",
     "testing/exchanges": "contract/test_exchanges.py",
-    "testing/methods": "contract/test_methods.py",
     "testing/models": "contract/test_pieces.py",
     "testing/rules": "contract/test_pieces.py",
     "testing/tiny": "contract/test_methods.py",
