@@ -45,7 +45,7 @@ class PublishedDac(Dac):
     """
 
     aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | CustomFunction = "fedavg"
-    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"
+    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"  # pyright: ignore[reportIncompatibleVariableOverride]
     two_hop_pick: Literal["most", "least"] = "most"
     two_hop_relay: Literal["direct", "any"] = "direct"
     two_hop_scope: Literal["current", "history"] = "current"
