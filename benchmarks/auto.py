@@ -15,11 +15,12 @@ import torch
 
 from coterie._util.origin import write_results
 from coterie.engine._choice import count_products, is_batching_worthwhile
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.models.layout import ModelSource, resolve_model
 from coterie.models.simplex_layers import simplex_head
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 CLIENTS, REPEATS = 10, 3
 CELLS: dict[str, tuple[tuple[int, ...], int]] = {
@@ -48,8 +49,8 @@ def cell(name: str, batch_size: int) -> dict[str, Any]:
     ).host(range(CLIENTS))
     local, best, tasks = LocalTraining(batch_size=batch_size), {}, {}
     for engine in ("loop", "vmap"):
-        tasks[engine] = Task(data, network(name, features), engine=engine)
-    start = {engine: task.init(Rng(0)).clone() for engine, task in tasks.items()}
+        tasks[engine] = build_task(data, network(name, features), engine=engine)
+    start = {engine: task.initial_models(Rng(0)).clone() for engine, task in tasks.items()}
     for _ in range(REPEATS):
         for engine, task in tasks.items():
             began = time.perf_counter()

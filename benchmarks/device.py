@@ -28,9 +28,10 @@ from coterie._util.origin import write_results
 from coterie.data.federation import Federation
 from coterie.engine import device as devices
 from coterie.engine._batches import draw_batches
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.errors import CoterieError
 from coterie.rng import Rng
+from coterie.testing.tiny import build_task
 
 SAMPLES, USUAL, TOLERANCE = 80, 2, 5e-3
 NETS, CLIENTS, BATCHES = ("mlp", "cnn-b", "cnn-a"), (10, 100, 1000), (8, 32)
@@ -42,11 +43,11 @@ def side(
     """Return a training of all clients with what "auto" takes, which returns the losses of the steps."""
     # a hundred rounds: the CPU compiles where that pays
     expected = float(len(data) * SAMPLES * 100)
-    task = Task(
+    task = build_task(
         data,
         lambda: network(net),
         device=device,
-        expected=expected,
+        train_samples=expected,
         batch_size=local.batch_size,
         cuda_graphs=graphs,
     )
@@ -61,7 +62,7 @@ def side(
 
 def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
     """Return the usual loop's training of the first clients, from the same start with the same batches."""
-    task = Task(data, lambda: network(net), engine="loop")
+    task = build_task(data, lambda: network(net), engine="loop")
     start = task.layout.build_module(task.initial_models(Rng(1))[0])
     schedule = draw_batches(
         local, task.count_samples("train"), task.ids, Rng(1).at_round(0), "batches"

@@ -37,6 +37,7 @@ from coterie.engine import ENGINES
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import CoterieError
 from coterie.rng import Rng
+from coterie.testing.tiny import build_task
 
 BATCHES = (8, 32, 64)
 # training samples of the run for which "auto" chooses: 100 clients, 500 samples, 100 rounds
@@ -213,11 +214,11 @@ def task(entry: Entry, x: Tensor, y: Tensor, batch: int, engine: str) -> tuple[T
     """Return the clients with an engine, and what was said against it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        made_ = Task(
+        made_ = build_task(
             federation(x, y, entry.classes),
             entry.make,
             engine=engine,
-            expected=RUN,
+            train_samples=RUN,
             batch_size=batch,
             block=None,
         )

@@ -191,13 +191,13 @@ def page() -> str:
             if why != "yes":
                 notes.append(f"* `{name}`, engine `{engine}`: {reason(why)}.")
         shown = [REGISTRY[one].title for one in task.engine.metrics[1:]] + [
-            one.title for one in task.metrics
+            one.title for one in task.evaluator.metrics
         ]
         rows.append(
             (
                 f"{WORDS[name]} (`{path.name}`)",
                 MODELS[name],
-                f"`{task.objective.kind}`",
+                f"`{task.trainer.loss.kind}`",
                 ", ".join(shown) or "-",
                 *("yes" if found[engine] == "yes" else "no" for engine in ENGINES),
                 f"`{chosen(what)}`",

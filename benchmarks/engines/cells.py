@@ -13,7 +13,7 @@ from benchmarks._measured import flops
 from coterie.data.federation import Federation
 from coterie.engine._batches import draw_batches
 from coterie.engine._choice import count_products
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.errors import CoterieError
 from coterie.exchange.base import Inbox, Message, make_inbox
 from coterie.exchange.in_memory import InMemory
@@ -21,6 +21,7 @@ from coterie.methods.base import Round, State
 from coterie.methods.dac import Dac
 from coterie.models.layout import NETS
 from coterie.rng import Rng
+from coterie.testing.tiny import build_task
 
 from .usual import UsualClient
 
@@ -118,7 +119,7 @@ class Coterie:
 
     def __init__(self, cell: Cell, engine: str, limit: int | None = None) -> None:
         self.cell, self.local, self.rng = cell, LocalTraining(), Rng(1).at_round(0)
-        everybody = Task(
+        everybody = build_task(
             federation(cell), partial(network, cell.net), engine=engine, init="per_client"
         )
         if everybody.engine.name != engine:
@@ -143,7 +144,7 @@ class Coterie:
 
     def train(self) -> Tensor:
         """Train every acting client for one epoch; return the losses of the first steps."""
-        _, info = self.task.train(self.state.params, self.rng, self.local)
+        _, info, _ = self.task.train(self.state.params, self.rng, self.local)
         return info["losses"][:, :CHECKED]
 
     def inverse_loss(self) -> Tensor:

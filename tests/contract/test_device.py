@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.data.federation import Federation
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS, Dac, FedAvg, Ifca, PanmGrad, Pens, Random, SosicFlPlus
@@ -31,6 +31,7 @@ from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 Cuda = Callable[[], AbstractContextManager[Any]]
 ALL_METRICS = ["balanced_accuracy", "train_prior_accuracy", "global_accuracy", "clusters", "maxima", "reductions",
@@ -167,13 +168,13 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
             UserWarning,
             match="the vmap engine is used: .* native programs run on a CPU, not on cuda",
         ):
-            task = Task(
+            task = build_task(
                 tiny_federation().host(range(6)), "linear", device="cuda", engine="compiled"
             )
         assert task.engine.name == "vmap"
         assert (
-            Task(
-                tiny_federation().host(range(6)), "linear", device="cuda", expected=1e9
+            build_task(
+                tiny_federation().host(range(6)), "linear", device="cuda", train_samples=1e9
             ).engine.name
             == "vmap"
         )
@@ -282,7 +283,7 @@ def test_foreign_randomness_on_a_device_is_that_of_the_client():
     for clients in ([0, 1, 2, 3, 4, 5], [4]):
         with pretended_cuda():
             torch.cuda.manual_seed(0)  # the trial of an engine draws too
-            task = Task(
+            task = build_task(
                 tiny_federation().host(clients), lambda: Foreign(4, 3), engine="loop", device="cuda"
             )
             torch.cuda.set_rng_state(torch.cuda.get_rng_state())

@@ -265,7 +265,7 @@ def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str
         shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local
     )
     loop = run_method(METHODS["dac"](num_peers=2), model=Net, settings=settings)
-    part, start = loop.task.sharing, loop.task.origin(Rng(3))
+    part, start = loop.task.sharing, loop.task.initial_models(Rng(3))
     assert {width for width, _ in boards} == {part.shared.num_columns}
     assert {board.shape for _, board in boards} == {(6, part.shared.num_columns)}
     assert torch.equal(part.local.select_from(loop.state.params), part.local.select_from(start))
@@ -281,7 +281,7 @@ def test_similarities_compare_the_part_that_they_are_told_to():
         for metric in ("inv_l2", "cos_weight", "cos_grad"):
             method = METHODS["dac"](num_peers=2, similarity=metric, two_hop=False)
             loop = _RunFactory(federation, method, Net, settings).make_loop()
-            layout, start = loop.task.layout, loop.task.origin(Rng(3))
+            layout, start = loop.task.layout, loop.task.initial_models(Rng(3))
             body, head = (
                 match_patterns(layout, [one], "").nonzero().flatten() for one in ("body.0", "head")
             )

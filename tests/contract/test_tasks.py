@@ -7,13 +7,13 @@ import torch
 from tests.contract.test_methods import BY_POSITION, SETTINGS
 from tests.selection import one_of_each_family
 
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
 from coterie.models.layout import ModelSource
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
 from coterie.testing import TinyTokens, check_method, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 MODELS: dict[str, ModelSource] = {"tokens": TinyTokens, "labels": "linear"}
 LOSSES = {"tokens": "tokens", "labels": "multi-label"}
@@ -46,16 +46,18 @@ def test_engines_agree(task: Any):
     for engine in ("loop", "vmap", "compiled"):
         data = tiny_federation(kind=task)
         settings = tiny_settings(loss=LOSSES[task], engine=engine)
-        part = Task(
+        part = build_task(
             data.host(data.ids), MODELS[task], engine=engine, dtype=torch.float64, loss=settings.custom_loss,
-            expected=1e9, batch_size=5,
+            train_samples=1e9, batch_size=5,
         )  # fmt: skip
         assert part.engine.name == engine
-        params, info = part.train(part.initial_models(Rng(0)), Rng(0).at_round(0), settings.local)
+        params, info, _ = part.train(
+            part.initial_models(Rng(0)), Rng(0).at_round(0), settings.local
+        )
         found[engine] = [
             params,
             info["losses"],
-            *part.evaluate_split(params, "validation").values(),
+            *part.evaluator.evaluate_split(params, "validation").values(),
         ]
         found[engine] += part.evaluate(params).values()
     for engine in ("vmap", "compiled"):

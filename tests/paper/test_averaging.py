@@ -66,7 +66,9 @@ def test_the_first_loss_is_that_of_the_model_sent():
     """Losses are measured before the step: the first full batch shows the broadcast model's loss."""
     loop = follow(FedAvg(), local=dataclasses.replace(SGD, batch_size=100), rounds=1)
     start = loop.task.draw_models(Rng(3), 1).expand(6, -1)
-    _, info = loop.task.train(start, Rng(3).at_round(0), dataclasses.replace(SGD, batch_size=100))
+    _, info, _ = loop.task.train(
+        start, Rng(3).at_round(0), dataclasses.replace(SGD, batch_size=100)
+    )
     torch.testing.assert_close(info["losses"][:, 0], loop.task.loss(start, "train"))
 
 
@@ -124,7 +126,7 @@ def test_a_stronger_penalty_keeps_clients_nearer():
     start = loop.task.draw_models(Rng(3), 1).expand(6, -1)
     gaps = []
     for mu in (0.0, 0.1, 1.0, 4.0):
-        params, _ = loop.task.train(start, Rng(3).at_round(0), SGD, anchor=start, prox=mu)
+        params, _, _ = loop.task.train(start, Rng(3).at_round(0), SGD, anchor=start, prox=mu)
         gaps.append(float((params - start).norm()))
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[-1] < 0.8 * gaps[0]
@@ -176,7 +178,7 @@ def test_ditto_without_penalty_is_local_training():
     loop = follow(Ditto(lam=0.0), rounds=3)
     params = loop.task.initial_models(Rng(3))
     for index in range(3):
-        params, _ = loop.task.train(
+        params, _, _ = loop.task.train(
             params, Rng(3).at_round(index), loop.settings.local, purpose="batches.personal"
         )
     assert torch.equal(loop.state.memory.model, params)

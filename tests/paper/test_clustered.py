@@ -180,7 +180,7 @@ def test_ifca_can_start_with_random_groups():
     order = Rng(3).generator("ifca.groups").permutation(6)
     group = torch.from_numpy(order) % 2
     start = loop.task.draw_models(Rng(3), 2)
-    trained, _ = loop.task.train(start[group], Rng(3).at_round(0), loop.settings.local)
+    trained, _, _ = loop.task.train(start[group], Rng(3).at_round(0), loop.settings.local)
     for cluster in range(2):
         expected = trained[group == cluster].mean(0)
         torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)

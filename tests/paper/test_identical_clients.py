@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from coterie.data.federation import Federation, TestSet
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
+from coterie.testing.tiny import build_task
 
 pytestmark = pytest.mark.paper
 CLIENTS, SAMPLES, ROUNDS, LR = 5, 12, 8, 0.05
@@ -59,9 +60,9 @@ def test_gossip_with_everybody_is_centralized_gradient_descent(method):
     local = LocalTraining(optimizer="sgd", lr=LR, batch_size=SAMPLES)
     settings = Settings(rounds=ROUNDS, local=local, dtype="float64", evaluate="final")
     run = simulate(federation, method, model="linear", settings=settings, seed=3)
-    start = Task(federation.host(federation.ids), "linear", dtype=torch.float64).initial_models(
-        Rng(3)
-    )[0]
+    start = build_task(
+        federation.host(federation.ids), "linear", dtype=torch.float64
+    ).initial_models(Rng(3))[0]
     x, y = federation.x[0, :10], federation.y[0, :10]
     expected = gradient_descent(start, x, y, ROUNDS + 1)
     torch.testing.assert_close(run.params, expected.expand(CLIENTS, -1), rtol=0, atol=1e-12)

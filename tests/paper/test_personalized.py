@@ -136,7 +136,7 @@ def test_apfl_goes_from_fedavg_to_local_training():
     loop, fedavg = follow(Apfl(1.0), rounds=3), follow(FedAvg(), rounds=3)
     alone = loop.task.initial_models(Rng(3))
     for index in range(3):
-        alone, _ = loop.task.train(alone, Rng(3).at_round(index), SGD)
+        alone, _, _ = loop.task.train(alone, Rng(3).at_round(index), SGD)
     torch.testing.assert_close(served(loop), alone, rtol=0, atol=1e-12)
     torch.testing.assert_close(
         served(follow(Apfl(0.0), rounds=3)), fedavg.state.params, rtol=0, atol=1e-12

@@ -28,6 +28,7 @@ from coterie.models.layout import Layout
 from coterie.papers.sosicfl import PublishedSosicFl, PublishedSosicFlAll, PublishedSosicFlPlus
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
+from coterie.testing.tiny import build_task
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=20, optimizer="sgd", lr=0.2)
@@ -219,7 +220,7 @@ def task_of(
 ) -> Task:
     """A task in float64 for a method's form of a model."""
     federation = federation or testing.tiny_federation()
-    return Task(
+    return build_task(
         federation.host(federation.ids), method.build_model(model), dtype=torch.float64, **settings
     )
 
@@ -305,7 +306,7 @@ def test_the_head_step_is_scaled():
         alpha = simplex_layers.alpha_inputs(
             task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64)
         )
-        after, _ = task.train(
+        after, _, _ = task.train(
             start, Rng(0).at_round(0), dataclasses.replace(SGD, steps=1), inputs=alpha
         )
         slot = next(s for s in task.layout.slots if s.name == "2.weight")

@@ -192,7 +192,7 @@ class Block:
 
     def _make_report(self) -> RoundReport:
         loop, before = self.loop, self._told
-        self._told = now = loop.train_samples, loop.task.train_seconds, self.links.sent
+        self._told = now = loop.train_samples, loop.task.trainer.totals.seconds, self.links.sent
         samples, seconds, sent = now[0] - before[0], now[1] - before[1], now[2] - before[2]
         return RoundReport(
             loop.recorder.take_calls(), samples, seconds, bool(loop.tracker.stopped.all()), sent
@@ -208,7 +208,7 @@ class Block:
             {one.name: one.state for one in loop.extensions},
             tracker,
             loop.validation,
-            loop.task.privacy_ledger.snapshot(),
+            loop.task.trainer.totals.privacy.snapshot(),
             snapshot,
         )
 
@@ -221,7 +221,7 @@ class Block:
         for one in loop.extensions:
             one.state = kept.extensions[one.name]
         loop.validation = dict(kept.validation)
-        loop.task.privacy_ledger.restore(kept.spent)
+        loop.task.trainer.totals.privacy.restore(kept.spent)
         getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
 
     def evaluate_final(self, last: int) -> FinalReport:
@@ -463,7 +463,7 @@ class DriverLoop(Loop):
             name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
         }
         spent = [one.spent for one in found if one.spent]
-        self.task.privacy_ledger.restore(
+        self.task.trainer.totals.privacy.restore(
             {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
         )
         self.stored_exchange.restore(merge_snapshots([one.exchange for one in found]))
@@ -471,7 +471,7 @@ class DriverLoop(Loop):
 
     def scatter_state(self) -> None:
         """Send each block its part of the state."""
-        spent, kept = self.task.privacy_ledger.snapshot(), list[BlockState]()
+        spent, kept = self.task.trainer.totals.privacy.snapshot(), list[BlockState]()
         for rows in self.block_rows:
             of_rows = partial(_select_rows, rows)
             mine = torch.isin(spent["client"], self.task.ids[rows]) if spent else rows

@@ -14,7 +14,7 @@ from coterie.data.source import is_images, normalize_images
 from coterie.engine._augment import CropFlip
 from coterie.engine.noise import InputNoise
 from coterie.engine.optim import LocalTraining
-from coterie.engine.privacy import PrivateSteps
+from coterie.engine.privacy import PrivacyLedger, PrivateSteps
 from coterie.models.layout import splitmix
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
@@ -302,6 +302,19 @@ class TrainingWork:
             move_indices([rows for groups in steps for _, rows in groups], self.samples.device)
         )
         return [[(size, next(there)) for size, _ in groups] for groups in steps]
+
+
+@dataclass
+class TrainingTotals:
+    """What the trainings of the clients hosted here have cost so far.
+
+    Args:
+        seconds: spent in training.
+        privacy: what private training has spent of each client's privacy.
+    """
+
+    seconds: float = 0.0
+    privacy: PrivacyLedger = field(default_factory=PrivacyLedger)
 
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:

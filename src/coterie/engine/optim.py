@@ -294,6 +294,37 @@ class OptimizerState:
         )
         return OptimizerState(values, torch.zeros(clients, tracks, dtype=torch.int64))
 
+    def copy_track(
+        self, track: int
+    ) -> tuple[Float[Tensor, "clients moments trainable"], Int[Tensor, " clients"]]:
+        """Return a copy of what the optimizers of one model remember, and their steps so far."""
+        values = self.values[:, track].clone(memory_format=torch.contiguous_format)
+        return values, self.taken[:, track].clone()
+
+    def replace_track(
+        self,
+        track: int,
+        values: Float[Tensor, "clients moments trainable"],
+        taken: Int[Tensor, " clients"],
+        initial: float = 0.0,
+    ) -> "OptimizerState":
+        """Return the state after a training of one model of each client.
+
+        Clients whose optimizer remembers a NaN or an infinity begin again.
+
+        Args:
+            track: which of the client's models was trained.
+            values: what its optimizer remembers then.
+            taken: steps taken by then.
+            initial: what an optimizer remembers at first.
+        """
+        lost = ~torch.isfinite(values).flatten(1).all(1)
+        out = OptimizerState(self.values.clone(), self.taken.clone())
+        out.values[:, track] = values
+        out.values[lost, track] = initial
+        out.taken[:, track] = taken.masked_fill(lost.cpu(), 0)
+        return out
+
 
 class RowOptimizer:
     """One optimizer state for each row, updated in place.

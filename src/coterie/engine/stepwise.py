@@ -12,8 +12,8 @@ from torch import Tensor
 from coterie._util import pages
 from coterie.engine._base import Engine
 from coterie.engine._batches import BatchPlan, last_epoch_mean
-from coterie.engine._work import TrainingWork, not_finite
-from coterie.engine.optim import GRADIENT_ONLY, RowOptimizer
+from coterie.engine._work import TrainingTotals, TrainingWork, not_finite
+from coterie.engine.optim import GRADIENT_ONLY, OptimizerState, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.functional import metrics
 
@@ -30,19 +30,19 @@ class StepwiseTraining:
         work: the local training as a whole.
         block: clients trained at once.
         schedule: its batches.
-        foreign: (step, client's row) -> a context in which PyTorch's own generator is that
+        seed_torch: (step, client's row) -> a context in which PyTorch's own generator is that
             client's.
-        spent: told the seconds that gradients and steps took.
-        leave: told what the optimizers keep, where their state outlasts a round: track, moments,
-            steps taken.
-        kept: (track) -> the state of an optimizer to go on from, which may be changed, and steps
-            taken before.
-        used: told that a gradient of a step's batch was taken, and how many there were so far with
-            it.
+        totals: get the seconds that gradients and steps took.
+        copy_track: (track) -> the state of an optimizer to go on from, which may be changed, and
+            steps taken before.
+        record_query: called with a step of whose batch a gradient was taken, and how many there
+            were of it so far.
+        optimizer: the state from which optimizers go on, and after `finish` the one they leave;
+            None where it was not given.
         only: which trained parameters `apply_gradient` moves; all when None.
 
     Attributes:
-        count: the largest number of steps of any client.
+        num_steps: the largest number of steps of any client.
         losses: the loss of the first gradient asked for in each step; NaN where there was none.
     """
 
@@ -50,11 +50,11 @@ class StepwiseTraining:
     work: TrainingWork
     block: int
     schedule: BatchPlan
-    foreign: Callable[[int, int], AbstractContextManager[None]]
-    spent: Callable[[float], None]
-    leave: Callable[[int, Tensor, Tensor], None]
-    kept: Callable[[int], tuple[Tensor, Tensor] | tuple[None, None]]
-    used: Callable[[int, int], None]
+    seed_torch: Callable[[int, int], AbstractContextManager[None]]
+    totals: TrainingTotals
+    copy_track: Callable[[int], tuple[Tensor, Tensor] | tuple[None, None]]
+    record_query: Callable[[int, int], None]
+    optimizer: OptimizerState | None = None
     only: Bool[Tensor, " trainable"] | None = None
     losses: Float[Tensor, "clients steps"] = field(init=False)
     _samples: Int[Tensor, " clients"] = field(init=False)  # processed
@@ -102,15 +102,15 @@ class StepwiseTraining:
             local=GRADIENT_ONLY,
             moments=found,
             steps_taken=torch.zeros(len(params), dtype=torch.int64),
-            seed_torch=lambda row: self.foreign(step, row),
+            seed_torch=lambda row: self.seed_torch(step, row),
         )
         losses = self.engine.train(params, work, self.block)[:, 0]
         self._asked[step] = self._asked.get(step, 0) + 1
-        self.used(step, self._asked[step])
+        self.record_query(step, self._asked[step])
         first = self.losses[:, step].isnan()
         self.losses[:, step] = torch.where(first, losses.to(self.losses), self.losses[:, step])
         self._samples += self.work.batch_sizes[:, step]
-        self.spent(time.perf_counter() - started)
+        self.totals.seconds += time.perf_counter() - started
         return found[:, 0]
 
     def apply_gradient(
@@ -131,10 +131,10 @@ class StepwiseTraining:
         started = time.perf_counter()
         if track not in self._optimizers:
             self._optimizers[track] = _TrackOptimizer(
-                *self.kept(track), torch.zeros(len(params), dtype=torch.int64)
+                *self.copy_track(track), torch.zeros(len(params), dtype=torch.int64)
             )
         self._optimizers[track].step(self, params, gradient, step)
-        self.spent(time.perf_counter() - started)
+        self.totals.seconds += time.perf_counter() - started
 
     def learning_rates(self, step: int) -> Float[Tensor, " clients"]:
         """Return the learning rate of each client in a step, in float64 and on the CPU."""
@@ -151,9 +151,13 @@ class StepwiseTraining:
             params: the models that it led to; a client with NaN or infinity in one of them has
                 diverged.
         """
+        initial = self.work.local.initial_accumulator_value
         for track, optimizer in self._optimizers.items():
-            if optimizer.moments is not None and optimizer.before is not None:
-                self.leave(track, optimizer.moments, optimizer.before + optimizer.taken)
+            before, moments = optimizer.before, optimizer.moments
+            if self.optimizer is not None and moments is not None and before is not None:
+                self.optimizer = self.optimizer.replace_track(
+                    track, moments, before + optimizer.taken, initial
+                )
         stepped = self.schedule.batch_sizes > 0
         losses = self.losses
         lost = torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)

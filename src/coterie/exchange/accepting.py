@@ -131,9 +131,20 @@ class Reputation:
 class Judge(Protocol):
     """The data and the model with which a client judges. An `engine.task.Task` is one."""
 
-    num_samples: Tensor
-    population: int
-    sharing: ParameterSharing
+    @property
+    def num_samples(self) -> Float[Tensor, " clients"]:
+        """Training samples of each client."""
+        ...
+
+    @property
+    def population(self) -> int:
+        """How many clients there are in all."""
+        ...
+
+    @property
+    def sharing(self) -> ParameterSharing:
+        """What clients share of their models."""
+        ...
 
     def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return how many samples each client has in a split."""

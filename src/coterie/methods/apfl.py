@@ -83,7 +83,7 @@ class Apfl(PersonalModels):
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train both parts on the same batches."""
         memory: ApflMemory = state.memory
-        steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        steps, trainable = rnd.train_stepwise(state), rnd.task.layout.trainable
         shared, model, alpha = state.params.clone(), memory.model.clone(), memory.alpha.clone()
         for step in range(steps.num_steps):
             slope = steps.compute_gradient(shared, step)
@@ -102,7 +102,8 @@ class Apfl(PersonalModels):
             steps.apply_gradient(shared, slope, step)
             steps.apply_gradient(model, personal * share, step, track=1)
         report = steps.finish(shared, model)
-        new = replace(state, params=shared, memory=ApflMemory(model, alpha))
+        memory = ApflMemory(model, alpha)
+        new = replace(state, params=shared, memory=memory, moments=steps.optimizer)
         return new, {**report, "alpha": alpha}
 
     def serving_model(

@@ -21,6 +21,7 @@ from coterie._util import pages
 from coterie._util.importing import import_function
 from coterie._util.settings import Configurable
 from coterie.engine.optim import OptimizerState
+from coterie.engine.stepwise import StepwiseTraining
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import AcceptingExchange
@@ -77,8 +78,8 @@ class State:
         memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or
             None.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
-        moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not
-            the method's.
+        moments: the state of the clients' optimizers, where it outlasts a round; `Round.train`
+            starts from it and replaces it.
     """
 
     params: Float[Tensor, "clients params"]
@@ -172,7 +173,8 @@ class Round:
         """Train the models of a state with the clients' data; the options are those of `Task.train`.
 
         Args:
-            state: `state.params` are the models to start from.
+            state: `state.params` are the models to start from, and `state.moments` the state of
+                the optimizers.
             local: how to train; as the run says when None.
             anchor: models that a proximal term pulls to.
             prox: weight of the proximal term.
@@ -182,13 +184,30 @@ class Round:
             in_place: whether `state.params` may be overwritten.
 
         Returns:
-            The state with the trained models, and the report of the training.
+            The state with the trained models and their optimizers, and the report of the training.
         """
-        params, info = self.task.train(
-            state.params, self.rng, local or self.local, anchor=anchor, prox=prox, inputs=inputs,
-            purpose=purpose, track=track, in_place=in_place,
+        params, info, moments = self.task.train(
+            state.params, self.rng, local or self.local, optimizer=state.moments, anchor=anchor,
+            prox=prox, inputs=inputs, purpose=purpose, track=track, in_place=in_place,
         )  # fmt: skip
-        return replace(state, params=params), info
+        return replace(state, params=params, moments=moments), info
+
+    def train_stepwise(
+        self,
+        state: State,
+        *,
+        local: LocalTraining | None = None,
+        purpose: str = "batches",
+        only: Bool[Tensor, " trainable"] | None = None,
+    ) -> StepwiseTraining:
+        """Return a training whose steps a method takes itself; see `Trainer.train_stepwise`.
+
+        Its optimizers start from `state.moments`. After `finish` their new state is `optimizer` of
+        what is returned.
+        """
+        return self.task.train_stepwise(
+            self.rng, local or self.local, optimizer=state.moments, purpose=purpose, only=only
+        )
 
     @property
     def ids(self) -> Int[Tensor, " clients"]:
@@ -437,7 +456,8 @@ class PeerMethod(Method):
         new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, new.params)
-        return self.remember_update(new, state.params), info
+        new = replace(self.remember_update(new, state.params), moments=new.moments)
+        return new, info
 
     @final
     def exchange_with_retries(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -454,7 +474,8 @@ class PeerMethod(Method):
                 break
             except PeersMissing as missing:
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
-        return replace(new, params=rnd.task.apply_buffer_policy(state.params, new.params)), info
+        params = rnd.task.apply_buffer_policy(state.params, new.params)
+        return replace(new, params=params, moments=state.moments), info
 
 
 LARGE_POPULATION = 20_000

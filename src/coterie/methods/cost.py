@@ -47,7 +47,7 @@ class CostSetting:
             group: members of a client's own cluster.
         """
         part = task.sharing
-        samples, apart = int(task.num_samples.mean()), task.init_mode == "per_client"
+        samples, apart = int(task.num_samples.mean()), task.model.init == "per_client"
         shared, compared = part.shared.num_columns, part.compared.num_columns
         return CostSetting(
             task.population, shared, samples, group, task.dtype.itemsize, apart, compared

@@ -98,7 +98,7 @@ def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, 
     if origin.shape[1]:
         origin, origins = compared.select_from(origin), inbox.fields["origin"]
     else:
-        origin = compared.select_from(rnd.task.origin(rnd.rng))
+        origin = compared.select_from(rnd.task.initial_models(rnd.rng))
         origins = origin[:1].expand(len(inbox.table), -1)
     own, table = compared.select_from(state.params), compared.select_from(inbox.table)
     return similarity.cosine(own, table, inbox.index, inbox.mask, origin=origin, origins=origins)
@@ -394,13 +394,13 @@ class Dac(PeerMethod):
 
     def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities:
         """Return a memory without similarities."""
-        apart = task.init_mode == "per_client" and self.similarity != "inv_loss"
+        apart = task.model.init == "per_client" and self.similarity != "inv_loss"
         if apart:
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
         memory = PeerSimilarities.all_unknown(
-            task.population, task.origin(rng)[:, :columns].clone()
+            task.population, task.initial_models(rng)[:, :columns].clone()
         )
         if self.selection is None:
             return memory

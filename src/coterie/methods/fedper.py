@@ -43,10 +43,11 @@ def train_alternately(
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []
     for track, (local, only, purpose) in enumerate(parts):
-        steps = rnd.task.train_stepwise(rnd.rng, local, purpose=purpose, only=only)
+        steps = rnd.train_stepwise(state, local=local, purpose=purpose, only=only)
         for step in range(steps.num_steps):
             steps.apply_gradient(params, steps.compute_gradient(params, step), step, track)
         reports.append(steps.finish(params))
+        state = replace(state, moments=steps.optimizer)
     fitted, info = reports
     lost = fitted["diverged"] | info["diverged"]
     return replace(state, params=params), {

@@ -95,7 +95,7 @@ class Panm(PeerMethod):
     def init_memory(self, task: Task, rng: Rng) -> PanmMemory:
         """Return a memory without neighbors."""
         update, origin = self.memory_widths(task)
-        start = task.origin(rng)
+        start = task.initial_models(rng)
         nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
         list_size = min(self.num_peers, max(0, task.population - 1))
         none = torch.full((len(task.ids), list_size), -1)
@@ -233,7 +233,7 @@ class PanmGrad(Panm):
 
     def memory_widths(self, task: Task) -> tuple[int, int]:
         """Keep the updates that messages carry."""
-        apart = task.init_mode == "per_client" and self.alpha < 1
+        apart = task.model.init == "per_client" and self.alpha < 1
         if apart:
             text = "panm-grad: cosines of updates say little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)

@@ -61,12 +61,11 @@ class PerFedAvg(OneModel):
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Go down the gradient of the loss after adaptation."""
-        task, free = rnd.task, self.hessian == "free"
-        first, second = (
-            task.train_stepwise(rnd.rng, rnd.local, purpose=name)
-            for name in ("batches", "batches.adapted")
-        )
-        third = task.train_stepwise(rnd.rng, rnd.local, purpose="batches.hessian") if free else None
+        first = rnd.train_stepwise(state)
+        second = rnd.train_stepwise(state, purpose="batches.adapted")
+        third = None
+        if self.hessian == "free":
+            third = rnd.train_stepwise(state, purpose="batches.hessian")
         params = state.params.clone()
         for step in range(first.num_steps):
             adapted = self._move_along(params, first.compute_gradient(params, step), -self.alpha)
@@ -88,7 +87,7 @@ class PerFedAvg(OneModel):
                 info["train_samples"] = (
                     info["train_samples"] + other.finish(params)["train_samples"]
                 )
-        return replace(state, params=params), info
+        return replace(state, params=params, moments=first.optimizer), info
 
     def _move_along(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
         """Return models that went along a direction; the others are not changed."""

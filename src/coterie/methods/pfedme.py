@@ -65,7 +65,7 @@ class PFedMe(PersonalModels):
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Approach the envelope's minimum on each batch, and follow it."""
-        steps, trainable = rnd.task.train_stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        steps, trainable = rnd.train_stepwise(state), rnd.task.layout.trainable
         shared, model = state.params.clone(), state.params.clone()
         w, theta = shared[:, :trainable], model[:, :trainable]  # views
         for step in range(steps.num_steps):
@@ -75,5 +75,6 @@ class PFedMe(PersonalModels):
             away = (w - theta).mul_(self.eta * self.lam)
             w.sub_(away.masked_fill_(~steps.active_clients(step).to(away.device)[:, None], 0))
         shared[:, trainable:] = model[:, trainable:]
-        new = replace(state, params=shared, memory=PersonalMemory(model))
-        return new, steps.finish(shared, model)
+        info = steps.finish(shared, model)
+        memory = PersonalMemory(model)
+        return replace(state, params=shared, memory=memory, moments=steps.optimizer), info

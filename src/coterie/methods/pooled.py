@@ -43,13 +43,16 @@ class Pooled(Method):
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Train on the pool, and give the model to every client."""
-        model, info = rnd.task.train_pooled(state.params[:1], rnd.rng, rnd.local)
+        model, info, moments = rnd.task.train_pooled(
+            state.params[:1], rnd.rng, rnd.local, optimizer=state.moments
+        )
         everybody = len(rnd.ids)
         told = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
         samples = (
             info["train_samples"] * rnd.task.num_samples.double() / rnd.task.num_pooled_samples
         )
-        return replace(state, params=model.expand(everybody, -1).clone()), {
+        params = model.expand(everybody, -1).clone()
+        return replace(state, params=params, moments=moments), {
             **told,
             "train_samples": samples.long(),
         }

@@ -618,7 +618,7 @@ class Node:
     def _timing(self) -> dict[str, float]:
         return {
             "wall_s": time.perf_counter() - self._started + self._earlier.get("wall_s", 0.0),
-            "train_s": self.task.train_seconds + self._earlier.get("train_s", 0.0),
+            "train_s": self.task.trainer.totals.seconds + self._earlier.get("train_s", 0.0),
             "train_samples": self.loop.train_samples,
         }
 

@@ -121,7 +121,7 @@ def _compute_accuracy(
     loop: Loop, client: int, rows: Float[Tensor, "rows params"]
 ) -> Float[Tensor, " rows"]:
     if client == ALL_CLIENTS:
-        return loop.task.accuracy_on_all_tests(rows)
+        return loop.task.evaluator.accuracy_on_all_tests(rows)
     return loop.task.select_clients(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
 
 

@@ -122,7 +122,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         tensors |= {f"state.{one.name}.{k}": v for k, v in _list_tensors(one.state).items()}
     tensors |= {f"tracker.{k}": v for k, v in _list_tensors(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
-    tensors |= {f"privacy.{k}": v for k, v in loop.task.privacy_ledger.snapshot().items()}
+    tensors |= {f"privacy.{k}": v for k, v in loop.task.trainer.totals.privacy.snapshot().items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
     record, names = loop.record.snapshot()
     tensors |= {f"record.{k}": v for k, v in record.items()}
@@ -223,7 +223,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
     loop.tracker = _fill_fields(loop.tracker, select_tensors("tracker."))
     loop.validation = select_tensors("validation.")
-    loop.task.privacy_ledger.restore(select_tensors("privacy."))
+    loop.task.trainer.totals.privacy.restore(select_tensors("privacy."))
     loop.record.restore(select_tensors("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
@@ -309,7 +309,7 @@ def _describe_engine(loop: "Loop") -> dict[str, Any]:
 
 def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, settings hash, time."""
-    own = metrics_to_store([*loop.recorded_metrics.values(), *loop.task.metrics])
+    own = metrics_to_store([*loop.recorded_metrics.values(), *loop.task.evaluator.metrics])
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,

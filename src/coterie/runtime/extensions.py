@@ -155,7 +155,9 @@ class PrivacyExtension(Extension):
 
     def measure_clients(self, task: Task) -> dict[str, Tensor]:
         """Return each client's epsilon so far."""
-        return {metrics.EPSILON.name: task.privacy_ledger.compute_epsilon(task.ids, self.delta)}
+        return {
+            metrics.EPSILON.name: task.trainer.totals.privacy.compute_epsilon(task.ids, self.delta)
+        }
 
 
 def make_extensions(method: Method, settings: Settings) -> list[Extension]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie._util.names import format_clients
 from coterie.engine.task import Task
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
@@ -151,7 +151,8 @@ class Loop:
             task,
         )
         if self.settings.local.persistent_client_optimizer:
-            moments = task.init_optimizer_state(self.settings.local, self.method.tracks)
+            tracks = self.method.tracks
+            moments = task.trainer.init_optimizer_state(self.settings.local, tracks)
             state = dataclasses.replace(state, moments=moments)
         for extension in self.extensions:
             extension.start(task, self.rng, state.params)
@@ -172,7 +173,7 @@ class Loop:
     @property
     def train_seconds(self) -> float:
         """Seconds spent in training so far."""
-        return self.task.train_seconds
+        return self.task.trainer.totals.seconds
 
     def gather_state(self) -> None:
         """Collect the state of clients that other processes host; here it does nothing."""
@@ -215,7 +216,7 @@ class Loop:
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
-        task = self._task_at(index).carrying(self.state.moments)
+        task = self._task_at(index)
         task = task if whole else task.select_clients(rows)
         exchange = narrow_exchange(
             self.exchange, task.sharing, self.state.params if whole else self.state.params[rows]
@@ -247,14 +248,14 @@ class Loop:
             and self.order == "exchange_first"
             and (local.steps or local.epochs)
         ):
-            task = self.task.carrying(self.state.moments)
-            params, info = task.train(self.state.params, rng, local)
+            before, task = self.state.params, self.task
+            params, info, moments = task.train(before, rng, local, optimizer=self.state.moments)
             for extension in self.extensions:
-                extension.note_warm_up(task, self.state.params, params)
-            self.state = self.method.remember_update(
-                dataclasses.replace(self.state, params=params), self.state.params
+                extension.note_warm_up(task, before, params)
+            new = self.method.remember_update(
+                dataclasses.replace(self.state, params=params), before
             )
-            self.state = dataclasses.replace(self.state, moments=task.moments)
+            self.state = dataclasses.replace(new, moments=moments)
         self.exchange.begin_round(rng)
         self.exchange.set_active(self.task.ids)
         whole = self._make_round(-1, everybody, torch.arange(self.task.population))
@@ -279,7 +280,11 @@ class Loop:
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
-        new = dataclasses.replace(new, moments=rnd.task.moments)
+        if part.moments is not None and new.moments is None:
+            raise ConfigError(
+                f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
+                "state without moments; train with rnd.train(state), and return what it returns"
+            )
         for extension in self.extensions:
             info = extension.finish_round(rnd, rows, info)
         self.state = new if whole else self.state.replace_rows(rows, new)
@@ -325,12 +330,12 @@ class Loop:
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
-            values = self._task_at(index).evaluate_split(judged, "validation")
+            values = self._task_at(index).evaluator.evaluate_split(judged, "validation")
         else:
             values = (
                 self._task_at(index)
                 .select_clients(measured.nonzero().flatten())
-                .evaluate_split(judged[measured], "validation")
+                .evaluator.evaluate_split(judged[measured], "validation")
             )
         for name, value in values.items():
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
@@ -439,9 +444,9 @@ class Loop:
         if not accuracy or not wanted & {balanced, prior}:
             values = task.evaluate(params)
         else:
-            values, recall, number = task.evaluate_by_class(params)
-            values |= task.evaluate_metrics(
-                params, [one for one in task.metrics if one.name != balanced]
+            values, recall, number = task.evaluator.evaluate_by_class(params)
+            values |= task.evaluator.evaluate_metrics(
+                params, [one for one in task.evaluator.metrics if one.name != balanced]
             )
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
@@ -451,12 +456,12 @@ class Loop:
         self._note_undefined(values)
         if accuracy and overall in wanted and self.method.server:
             models = self.method.newcomer_model(self._make_evaluation_round(index), self.state)
-            values[overall] = task.accuracy_on_all_tests(models)
+            values[overall] = task.evaluator.accuracy_on_all_tests(models)
         return values
 
     def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
         """Note why clients have no value of a metric, and which clients."""
-        known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
+        known = {**metrics.REGISTRY, **{one.name: one for one in self.task.evaluator.metrics}}
         for name, value in values.items():
             entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
@@ -481,7 +486,7 @@ class Loop:
         )
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
             values |= final_metrics.compute_reductions(
-                tested[name], self.task.count_test_samples()[seen], label
+                tested[name], self.task.data.count_test_samples()[seen], label
             )
         if "maxima" in wanted:
             values |= final_metrics.compute_maxima(self.record.metrics)
@@ -516,7 +521,7 @@ class Loop:
         task = self._task_at(last)
         measured = {
             "test": self._evaluate_on_tests(last, params),
-            "validation": task.evaluate_split(params, "validation"),
+            "validation": task.evaluator.evaluate_split(params, "validation"),
         }
         for split, values in measured.items():
             # the round may have measured its current models already

@@ -409,7 +409,7 @@ def collect_models(
         folder: of the run.
     """
     task, settings = loop.task, loop.settings
-    federation, layout, objective = task.federation, task.layout, task.objective
+    federation, layout, objective = task.data.federation, task.layout, task.trainer.loss
     y = federation.y.flatten(0, 1)
     outputs = objective.num_outputs(y, federation.classes)
     own = make_template(resolve_model(model, federation.features, outputs))

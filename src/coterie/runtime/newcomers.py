@@ -178,14 +178,12 @@ class JoinContext:
         self.exchange.begin_round(self.rng.at_round(index))
         self.exchange.set_active(ids)
 
-    def fresh_moments(self) -> OptimizerState | None:
-        """Return the newcomers' initial optimizer states, where they outlast a round."""
-        keeps = self.settings.local.persistent_client_optimizer
-        return (
-            self.newcomer_task.init_optimizer_state(self.settings.local, self.method.tracks)
-            if keeps
-            else None
-        )
+    def init_moments(self, task: Task) -> OptimizerState | None:
+        """Return the initial optimizer states of some clients, where they outlast a round."""
+        local = self.settings.local
+        if not local.persistent_client_optimizer:
+            return None
+        return task.trainer.init_optimizer_state(local, self.method.tracks)
 
 
 ModelSteps = Iterator[tuple[Float[Tensor, "newcomers params"], Float[Tensor, "newcomers params"]]]
@@ -256,7 +254,7 @@ def evaluate_newcomers(
         if place == 0 and now.method.server:
             record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
         if best:
-            loss = measured.evaluate_split(judged, "validation")[metrics.LOSS.name].cpu()
+            loss = measured.evaluator.evaluate_split(judged, "validation")[metrics.LOSS.name].cpu()
             tracker = tracker or Tracker.start(judged)
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
@@ -281,12 +279,11 @@ def iterate_served_models(now: JoinContext, table: Float[Tensor, "models params"
     method, own = now.method, now.newcomer_task
     assert isinstance(method, ServerMethod)
     received, _ = _choose_received_models(now, table)
-    state = State(received, moments=now.fresh_moments())
+    state = State(received, moments=now.init_moments(own))
     yield received, received
     for index in range(now.settings.new_client_rounds):
-        rnd = now.make_round(index, own.carrying(state.moments), state.params)
-        new = method.adapt_newcomer(rnd, state, received)
-        state = replace(new, moments=rnd.task.moments)
+        rnd = now.make_round(index, own, state.params)
+        state = method.adapt_newcomer(rnd, state, received)
         yield state.params, state.params
 
 
@@ -324,8 +321,7 @@ def _iterate_cohort_models(
     state = State(torch.cat([old.params, received]), memory, method.add_members(old.shared, chosen))
     if old.moments is not None:
         state = replace(
-            state,
-            moments=zip_tensors(old.moments, now.fresh_moments(), lambda a, b: torch.cat([a, b])),
+            state, moments=_join_moments(old.moments, now.init_moments(now.newcomer_task))
         )
     for index in range(loop.next_round, loop.next_round + now.settings.new_client_rounds):
         taking = torch.zeros(task.population, dtype=torch.bool)
@@ -337,10 +333,10 @@ def _iterate_cohort_models(
         active = taking.nonzero().flatten()
         now.begin_round(index, active)
         part = state.select_rows(active)
-        trained = task.carrying(state.moments).select_clients(active)
-        rnd = replace(now.make_round(index, trained, part.params), reachable=taking)
+        rnd = now.make_round(index, task.select_clients(active), part.params)
+        rnd = replace(rnd, reachable=taking)
         new, _ = check_returned_round(method, "round", method.round(rnd, part), rnd.task)
-        state = state.replace_rows(active, replace(new, moments=rnd.task.moments))
+        state = state.replace_rows(active, new)
         now.exchange.set_active(task.ids)
         params = method.serving_model(now.make_round(index, task, state.params), state)[0]
         yield params[rows], params[rows]
@@ -364,7 +360,8 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
     """
     method, settings, rows = now.method, now.settings, now.rows
     assert isinstance(method, PeerMethod)
-    moments, theirs = now.fresh_moments(), None if going is None else going.state.moments
+    if state.moments is None:
+        state = replace(state, moments=now.init_moments(now.task))
     reachable = now.reachable
 
     def choose_active_others(index: int) -> Int[Tensor, " active"]:
@@ -392,25 +389,13 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
         return new
 
     def train_models(index: int, state: State, active: Tensor, local: LocalTraining) -> State:
-        nonlocal moments, theirs
-        rnd = replace(
-            now.make_round(index, now.newcomer_task.carrying(moments), state.params[rows]),
-            local=local,
-        )
-        found, _ = method.train_locally(rnd, state.select_rows(rows))
-        moments = rnd.task.moments
-        new = state.replace_rows(rows, replace(found, moments=None))
+        rnd = replace(now.make_round(index, now.newcomer_task, state.params[rows]), local=local)
+        new = state.replace_rows(rows, method.train_locally(rnd, state.select_rows(rows))[0])
         if going is not None and len(active):
-            whole = now.task.select_clients(torch.arange(len(going.task))).carrying(theirs)
-            rnd = now.make_round(
-                going.next_round + index, whole.select_clients(active), state.params[active]
-            )
+            task = now.task.select_clients(active)
+            rnd = now.make_round(going.next_round + index, task, state.params[active])
             found, _ = method.train_locally(rnd, state.select_rows(active))
-            if theirs is not None:
-                theirs = zip_tensors(
-                    theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b)
-                )
-            new = new.replace_rows(active, replace(found, moments=None))
+            new = new.replace_rows(active, found)
         return new
 
     for index in range(-1, settings.new_client_rounds):
@@ -466,7 +451,17 @@ def join_states(loop: Loop, task: Task) -> State:
         if old.memory is None
         else zip_tensors(fresh.memory, old.memory, _make_enlarger(loop.method.kind))
     )
-    return State(torch.cat([published, fresh.params[count:]]), memory)
+    params = torch.cat([published, fresh.params[count:]])
+    if old.moments is None:
+        return State(params, memory)
+    newcomers = task.select_clients(torch.arange(count, len(task)))
+    begun = newcomers.trainer.init_optimizer_state(loop.settings.local, loop.method.tracks)
+    return State(params, memory, moments=_join_moments(old.moments, begun))
+
+
+def _join_moments(old: OptimizerState, new: OptimizerState | None) -> OptimizerState:
+    """Return the optimizers of clients, and of others after them."""
+    return zip_tensors(old, new, lambda a, b: torch.cat([a, b]))
 
 
 def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:

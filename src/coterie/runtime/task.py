@@ -5,7 +5,7 @@ from functools import partial
 from coterie._util.importing import import_function
 from coterie._util.settings import custom_functions
 from coterie.data.federation import Federation
-from coterie.engine.task import Task
+from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
 from coterie.methods.base import Method
@@ -38,56 +38,43 @@ def make_task(
             unknown.
         ModelError: when the module cannot be trained on such data.
     """
-    knows = "truth" in method.needs
-    local, samples = settings.local, int(federation.count_samples("train").sum())
-    once = (
-        local.epochs * samples
-        if local.steps is None
-        else local.steps * local.batch_size * len(federation)
-    )
+    local = settings.local
     for name, path in custom_functions(method).items():
         import_function(path, f"{method.kind}: {name} {path!r}")
-    if knows and federation.truth is None:
-        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    clusters = None
+    if "truth" in method.needs:
+        if federation.truth is None:
+            raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+        clusters = federation.truth.cluster
     local.check_imports()
-    loss = settings.custom_loss or default_loss(federation.y.flatten(0, 1), federation.classes)
-    made = method.build_model(
-        resolve_model(
-            model,
-            federation.features,
-            loss.num_outputs(federation.y.flatten(0, 1), federation.classes),
-        )
-    )
-    build = partial(
-        Task,
-        model=made,
+    targets = federation.y.flatten(0, 1)
+    loss = settings.custom_loss or default_loss(targets, federation.classes)
+    outputs = loss.num_outputs(targets, federation.classes)
+    spec = ModelSpec(
+        method.build_model(resolve_model(model, federation.features, outputs)),
         init=settings.init,
         buffers=settings.buffers,
         shared=settings.shared,
         similarity_on=settings.similarity_on,
-        home=method.personal_tensors,
+        local_tensors=method.personal_tensors,
         owner=method.kind,
+        loss=loss,
+        metrics=settings.output_metrics,
+    )
+    options = EngineOptions(
         engine=settings.engine,
         block=settings.block,
         dtype=DTYPES[settings.dtype],
         device=settings.device,
         precision=settings.precision,
         cuda_graphs=settings.cuda_graphs,
-        expected=once * (settings.rounds + 1),
-        batch_size=local.batch_size,
-        loss=loss,
-        metrics=settings.output_metrics,
-        own_optimizer=local.custom_optimizer,
-        rounds=settings.rounds,
-        secret=secret,
     )
-    task = build(
-        federation.host(federation.ids),
-        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
-        pool=build(federation.pool_clients() if pool is None else pool)
-        if "pool" in method.needs
-        else None,
-    )
-    task.check_batches(local)
-    task.check_private(local)
+    work = Workload.of_run(local, settings.rounds, federation)
+    build = partial(Task.build, model=spec, options=options, workload=work, secret=secret)
+    pooled = None
+    if "pool" in method.needs:
+        pooled = build(federation.pool_clients() if pool is None else pool)
+    task = build(federation.host(federation.ids), clusters=clusters, pool=pooled)
+    task.trainer.check_batches(local)
+    task.trainer.check_private(local)
     return task

@@ -161,7 +161,7 @@ def wrap_exchange(inner: Exchange, groups: AttackGroups, task: Task, seed: int) 
     """Return the exchange in which these clients attack; the given one without attackers."""
     if not groups:
         return inner
-    part, first = task.sharing, task.origin(Rng(seed))
+    part, first = task.sharing, task.initial_models(Rng(seed))
     return AttackingExchange(
         inner,
         groups,

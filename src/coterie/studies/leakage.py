@@ -192,7 +192,7 @@ def _attack_method(
         elif any(len(row) != task.layout.size for row in rows):
             target = "part"
             break
-        losses.append(task.sample_losses(torch.stack(rows)))
+        losses.append(task.evaluator.sample_losses(torch.stack(rows)))
     common: dict[str, Any] = {
         "label": entry.label,
         "noise_multiplier": None if dp is None else dp.noise_multiplier,

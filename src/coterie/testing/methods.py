@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie.data.federation import Federation
-from coterie.engine.task import Task
+from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.exchange.base import Exchange, Inbox, Message
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
@@ -26,7 +26,7 @@ from coterie.models.layout import ModelSource, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
 from coterie.runtime.record import Record
-from coterie.runtime.settings import Settings
+from coterie.runtime.settings import DTYPES, Settings
 from coterie.simulation.run import simulate
 from coterie.testing._promises import assert_accepted
 from coterie.testing.tiny import tiny_federation, tiny_settings
@@ -98,24 +98,21 @@ class _RunFactory:
         )
 
     def _task_of(self, federation: Federation, **more: Any) -> Task:
-        return Task(
-            federation,
-            self.method.build_model(
-                resolve_model(self.model, federation.features, federation.outputs)
-            ),
-            init=self.settings.init,
-            buffers=self.settings.buffers,
-            shared=self.settings.shared,
-            similarity_on=self.settings.similarity_on,
-            home=self.method.personal_tensors,
-            owner=self.method.kind,
-            engine=self.settings.engine,
-            dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
-            loss=self.settings.custom_loss,
-            own_optimizer=self.settings.local.custom_optimizer,
-            rounds=self.settings.rounds,
-            **more,
+        settings, method = self.settings, self.method
+        model = resolve_model(self.model, federation.features, federation.outputs)
+        spec = ModelSpec(
+            method.build_model(model),
+            init=settings.init,
+            buffers=settings.buffers,
+            shared=settings.shared,
+            similarity_on=settings.similarity_on,
+            local_tensors=method.personal_tensors,
+            owner=method.kind,
+            loss=settings.custom_loss,
         )
+        options = EngineOptions(engine=settings.engine, dtype=DTYPES[settings.dtype])
+        work = Workload(settings.rounds, custom_optimizer=settings.local.custom_optimizer)
+        return Task.build(federation, spec, options, workload=work, **more)
 
     def make_loop(
         self,

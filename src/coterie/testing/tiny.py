@@ -1,5 +1,6 @@
 """Tiny federations and settings, for runs of about a second."""
 
+from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch.nn import functional
 
 from coterie.data.federation import Federation, TestSet, Truth
 from coterie.data.source import Samples, Source
-from coterie.engine.task import LocalTraining
+from coterie.engine.task import EngineOptions, LocalTraining, ModelSpec, Task, Workload
+from coterie.models.layout import ModelSource
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 
@@ -118,3 +120,35 @@ def tiny_settings(**changes: Any) -> Settings:
     """Return settings for a run of about a second: float64, SGD, few rounds."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5)
     return Settings(**{"rounds": 4, "local": local, "dtype": "float64", **changes})
+
+
+def build_task(
+    federation: Federation | None = None, model: ModelSource = "linear", **options: Any
+) -> Task:
+    """Build a task from one list of options.
+
+    Args:
+        federation: the hosted rows; all of a tiny federation when None.
+        model: what clients train.
+        options: fields of `ModelSpec`, `EngineOptions` and `Workload`, and further arguments of
+            `Task.build`, by name.
+
+    Example:
+        >>> build_task(engine="loop", init="per_client").engine.name
+        'loop'
+    """
+    if federation is None:
+        federation = tiny_federation()
+        federation = federation.host(federation.ids)
+
+    def pop_fields(kind: type) -> dict[str, Any]:
+        return {item.name: options.pop(item.name) for item in fields(kind) if item.name in options}
+
+    spec = ModelSpec(model, **pop_fields(ModelSpec))
+    return Task.build(
+        federation,
+        spec,
+        EngineOptions(**pop_fields(EngineOptions)),
+        workload=Workload(**pop_fields(Workload)),
+        **options,
+    )

@@ -9,8 +9,9 @@ from torch.nn import functional
 from benchmarks.zoo import ZOO
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
+from coterie.testing.tiny import build_task
 
 PARAMETERS = {
     "linear": 784 * 10 + 10,
@@ -65,10 +66,12 @@ def trained(
     with warnings.catch_warnings():
         # an engine that does not run a model says so, and PyTorch where vmap is slow
         warnings.simplefilter("ignore")
-        task = Task(federation, entry.make, engine=engine, dtype=dtype, batch_size=12, **settings)
+        task = build_task(
+            federation, entry.make, engine=engine, dtype=dtype, batch_size=12, **settings
+        )
         if task.engine.name != engine:
             return None
-        params, info = task.train(task.initial_models(Rng(0)).clone(), Rng(0).at_round(0), local)
+        params, info, _ = task.train(task.initial_models(Rng(0)).clone(), Rng(0).at_round(0), local)
     return params, info["losses"]
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from coterie.engine._augment import CropFlip
 from coterie.engine._work import RawSamples
 from coterie.engine.optim import LocalTraining
-from coterie.engine.task import Task
 from coterie.errors import ModelError
 from coterie.methods.fedavg import FedAvg
 from coterie.rng import Rng
 from coterie.testing import run_grouped, run_method, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 def candidates(image: Tensor, padding: int, fill: Tensor) -> list[Tensor]:
@@ -95,8 +95,8 @@ def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
         local = LocalTraining(
             steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=1
         )
-        task = Task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
-        after, _ = task.train(
+        task = build_task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
+        after, _, _ = task.train(
             torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at_round(0), local
         )
         moved, kinds = 0, set()

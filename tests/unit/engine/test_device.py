@@ -9,11 +9,11 @@ import torch
 from tests.selection import first_only
 
 from coterie.engine.device import check_device, describe_devices
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.methods import FedAvg
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_what_is_here_is_taken(machine):
 def test_tasks_and_simulations_refuse_it_before_they_begin(machine, tmp_path):
     machine(None)
     with pytest.raises(ConfigError, match="device is 'cuda', but"):
-        Task(tiny_federation().host(range(6)), "linear", device="cuda")
+        build_task(tiny_federation().host(range(6)), "linear", device="cuda")
     with pytest.raises(ConfigError, match="device is 'cuda', but"):
         simulate(
             tiny_federation(),

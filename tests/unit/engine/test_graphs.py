@@ -8,8 +8,9 @@ from tests.contract.test_device import Net, images
 from torch import Tensor
 
 from coterie.engine._graphs import _FIRST, _MOST, ReplayedFunction
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
+from coterie.testing.tiny import build_task
 
 
 class Recorder:
@@ -99,10 +100,12 @@ def test_a_training_that_is_replayed_is_that_which_is_not():
     """Clients of unequal size, dropout, batch normalization and noise, over rounds in which graphs are replayed."""
     trained = []
     for graphs in (False, True):
-        task = Task(images().host(range(6)), Net, engine="vmap", device="cuda", cuda_graphs=graphs)
+        task = build_task(
+            images().host(range(6)), Net, engine="vmap", device="cuda", cuda_graphs=graphs
+        )
         rows = task.initial_models(Rng(0)).clone()
         for number in range(4):
-            rows, _ = task.train(
+            rows, _, _ = task.train(
                 rows, Rng(0).at_round(number), LocalTraining(epochs=4, batch_size=4, lr=0.01)
             )
         trained.append(rows)

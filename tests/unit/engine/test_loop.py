@@ -170,7 +170,7 @@ def plain(module, layout, row, work, client, loss=functional.cross_entropy, befo
         for slot, value in layout.views(row).items():
             named[slot].copy_(value)
     local, trained = work.local, [p for p in module.parameters() if p.requires_grad]
-    kind = {"lr": local.lr, "weight_decay": local.arguments["weight_decay"]}
+    kind = {"lr": local.lr, "weight_decay": local.optimizer_arguments["weight_decay"]}
     optimizer = torch.optim.Adam(trained, **kind)
     if local.optimizer == "sgd":
         optimizer = torch.optim.SGD(trained, momentum=local.momentum, **kind)

@@ -85,10 +85,12 @@ def test_all_metrics_of_a_round_are_of_the_same_noisy_images():
     federation = noisy_federation()
     task = make_task(federation, FedAvg(), "linear", tiny_settings()).for_round(Rng(2).at_round(3))
     params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
-    _, recall, number = task.evaluate_by_class(params)
+    _, recall, number = task.evaluator.evaluate_by_class(params)
     accuracy = task.evaluate(params)["accuracy"]
     torch.testing.assert_close((recall.nan_to_num() * number).sum(1) / number.sum(1), accuracy)
-    torch.testing.assert_close(task.accuracy_on_all_tests(params[:1])[0], accuracy[:2].mean())
+    torch.testing.assert_close(
+        task.evaluator.accuracy_on_all_tests(params[:1])[0], accuracy[:2].mean()
+    )
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
@@ -127,7 +129,10 @@ def test_measurements_of_engines_agree():
         params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
         found.append(
             torch.stack(
-                [task.evaluate_split(params, "train")["loss"], task.evaluate(params)["loss"]]
+                [
+                    task.evaluator.evaluate_split(params, "train")["loss"],
+                    task.evaluate(params)["loss"],
+                ]
             )
         )
     for other in found[1:]:

@@ -12,6 +12,7 @@ from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.studies import config
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 
 class Net(nn.Module):
@@ -31,8 +32,8 @@ class Net(nn.Module):
 
 
 def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]:
-    task = Task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
-    params, info = task.train(
+    task = build_task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
+    params, info, _ = task.train(
         task.initial_models(Rng(0)),
         Rng(0).at_round(0),
         LocalTraining(batch_size=5, optimizer="sgd", lr=0.1),
@@ -63,13 +64,15 @@ def test_engines_agree_at_lower_precision_as_far_as_it_goes(loss_table):
 def test_auto_does_not_compile_at_lower_precision_and_compiled_refuses_it():
     federation = tiny_federation().host(range(6))
     assert (
-        Task(federation, "linear", engine="auto", expected=1e6, precision="bf16").engine.name
+        build_task(
+            federation, "linear", engine="auto", train_samples=1e6, precision="bf16"
+        ).engine.name
         == "vmap"
     )
     with pytest.raises(
         ConfigError, match="engine = 'compiled' computes in full; found precision = 'bf16'"
     ):
-        Task(federation, "linear", engine="compiled", precision="bf16")
+        build_task(federation, "linear", engine="compiled", precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_auto_does_not_compile_at_lower_precision_and_compiled_refuses_it():
 )
 def test_what_a_device_cannot_do_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Task(tiny_federation().host(range(6)), "linear", **options)
+        build_task(tiny_federation().host(range(6)), "linear", **options)
 
 
 @pytest.mark.parametrize(("wanted", "on"), [("full", False), ("tf32", True)])
@@ -103,7 +106,7 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else(wanted, on):
 
 def test_cuda_graphs_are_for_a_device_alone():
     """On a CPU nothing is captured; tests/unit/engine/test_graphs.py says what is on a device."""
-    task = Task(tiny_federation().host(range(6)), "linear")
+    task = build_task(tiny_federation().host(range(6)), "linear")
     loss = torch.nn.functional.cross_entropy
     plain, replaying = (
         engines.VmapEngine(task.layout, loss, cuda_graphs=wanted) for wanted in (False, True)

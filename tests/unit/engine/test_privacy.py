@@ -11,12 +11,13 @@ from torch import nn
 
 from coterie.data.build import build_federation
 from coterie.engine.privacy import DPSGD, PrivacyLedger, PrivateQuery, clip_factors
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError, ModelError
 from coterie.methods.local import Local
 from coterie.rng import Rng
 from coterie.studies import config
 from coterie.testing import run_grouped, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 ENGINES = ["loop", "vmap", "compiled"]
 DP = {"clip": 0.5, "noise_multiplier": 1.5}
@@ -47,7 +48,7 @@ def ragged(noise=True):
 
 
 def task(engine="vmap", model="linear", federation=None, **kwargs):
-    return Task(
+    return build_task(
         (federation or ragged()).host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs
     )
 
@@ -58,7 +59,7 @@ def test_a_step_is_that_of_the_paper(engine):
     federation = ragged(noise=False)
     own, local = task(engine, federation=federation), replace(SGD, epochs=1, steps=3)
     start, rng = own.initial_models(Rng(0)) * 3 + 0.1, Rng(0).at_round(1)
-    found, info = own.train(start, rng, local)
+    found, info, _ = own.train(start, rng, local)
     for row, count in enumerate((12, 11, 7, 5, 3, 2)):
         weights, size = start[row].clone(), min(4, count)
         inside = rng.generator("batches", row).random((3, count)) < size / count
@@ -103,7 +104,7 @@ def test_engines_agree(model, optimizer):
         start = own.initial_models(Rng(0)).clone()
         ends.append(own.train(start, Rng(0).at_round(2), local, anchor=start + 0.1, prox=0.3))
     assert bool(ends[0][1]["losses"][0].isnan().any())  # a batch that nobody is in
-    for params, info in ends[1:]:
+    for params, info, _ in ends[1:]:
         torch.testing.assert_close(params, ends[0][0], rtol=0, atol=1e-10)
         for name, value in info.items():
             torch.testing.assert_close(value, ends[0][1][name], rtol=0, atol=1e-10, equal_nan=True)
@@ -114,7 +115,7 @@ def test_engines_agree_on_augmented_images():
     local = replace(SGD, steps=2, batch_size=6, augment="crop-flip", padding=1)
     ends = []
     for engine in ENGINES:
-        own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
+        own = build_task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
         ends.append(own.train(own.initial_models(Rng(0)), Rng(0).at_round(1), local)[0])
     for params in ends[1:]:
         torch.testing.assert_close(params, ends[0], rtol=0, atol=1e-10)
@@ -138,16 +139,16 @@ def test_who_is_hosted_beside_changes_no_bit(engine):
 def test_step_by_step_is_train(engine, optimizer):
     own, local = task(engine, Custom), replace(SGD, batch_size=2, optimizer=optimizer)
     start, rng = own.initial_models(Rng(0)).clone(), Rng(0).at_round(2)
-    expected, told = own.train(start, rng, local)
+    expected, told, _ = own.train(start, rng, local)
     params, steps = start.clone(), own.train_stepwise(rng, local)
-    once = dict(own.privacy_ledger.uses)
+    once = dict(own.trainer.totals.privacy.uses)
     for step in range(steps.num_steps):
         steps.apply_gradient(params, steps.compute_gradient(params, step), step)
     found = steps.finish(params)
     torch.testing.assert_close(params, expected, rtol=0, atol=1e-12)
     for name, value in told.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, equal_nan=True)
-    assert own.privacy_ledger.uses == {key: 2 * times for key, times in once.items()}
+    assert own.trainer.totals.privacy.uses == {key: 2 * times for key, times in once.items()}
 
 
 def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
@@ -157,10 +158,11 @@ def test_an_optimizer_that_is_kept_counts_steps_without_a_sample():
         replace(SGD, optimizer="adam", batch_size=1, steps=6),
     )
     kept = replace(local, persistent_client_optimizer=True)
-    view = own.carrying(own.init_optimizer_state(kept))
-    _, info = view.train(own.initial_models(Rng(0)), Rng(0), kept)
+    begun = own.trainer.init_optimizer_state(kept)
+    _, info, left = own.train(own.initial_models(Rng(0)), Rng(0), kept, optimizer=begun)
     assert bool(info["losses"].isnan().any())
-    assert view.moments.taken.flatten().tolist() == [6] * 6
+    assert left is not None
+    assert left.taken.flatten().tolist() == [6] * 6
 
 
 def test_a_secret_draws_other_noise_and_batches():
@@ -230,7 +232,7 @@ def test_what_joins_samples_is_refused():
     with pytest.raises(ModelError, match=r"BatchNorm '1' joins samples: take nn\.GroupNorm"):
         own.train(own.initial_models(Rng(0)), Rng(0), SGD)
     with pytest.raises(ConfigError, match=r"dp\.delta is 0\.1; expected less than 1 / 12"):
-        task().check_private(replace(SGD, dp={**DP, "delta": 0.1}))
+        task().trainer.check_private(replace(SGD, dp={**DP, "delta": 0.1}))
 
 
 # ---------------------------------------------------------------- accounting
@@ -304,10 +306,10 @@ def test_what_was_used_is_counted():
         for client, n in enumerate((12, 11, 7, 5, 3, 2))
     }
     expected[5, PrivateQuery(1.0, 1.5)] += 7
-    assert own.privacy_ledger.uses == expected
+    assert own.trainer.totals.privacy.uses == expected
     again = PrivacyLedger()
-    again.restore(own.privacy_ledger.snapshot())
-    assert again == own.privacy_ledger
+    again.restore(own.trainer.totals.privacy.snapshot())
+    assert again == own.trainer.totals.privacy
     assert PrivacyLedger().snapshot() == {}
 
 
@@ -322,7 +324,7 @@ def test_several_gradients_of_a_batch_are_one_query():
     assert not torch.equal(first, second)  # noise of its own
     assert {
         query.gradients: times
-        for (client, query), times in own.privacy_ledger.uses.items()
+        for (client, query), times in own.trainer.totals.privacy.uses.items()
         if client == 0 and times
     } == {2: 1, 1: 1}
 

@@ -22,7 +22,6 @@ from coterie.engine.schedules import (
     compute_learning_rates,
     parse_schedules,
 )
-from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
@@ -34,6 +33,7 @@ from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate
 from coterie.studies import config
 from coterie.testing import check_method, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 TORCH = {
     "warmup": ({"length": 5}, lambda o: lr_scheduler.LinearLR(o, total_iters=5)),
@@ -205,7 +205,7 @@ def test_a_function_that_is_not_there_or_does_not_fit_is_refused():
 
 
 def test_a_task_that_does_not_know_the_number_of_rounds_says_so():
-    task = Task(tiny_federation().host(range(6)), "linear")
+    task = build_task(tiny_federation().host(range(6)), "linear")
     local = LocalTraining(lr_schedule="cosine")
     with pytest.raises(ConfigError, match=r"runs over all rounds; expected Task\(rounds=...\)"):
         task.train(task.initial_models(Rng(0)), Rng(0), local)

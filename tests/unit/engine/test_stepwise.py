@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from coterie.data.build import build_federation
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
 from coterie.methods.apfl import Apfl
 from coterie.rng import Rng
 from coterie.studies import config
 from coterie.testing import check_method, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 ENGINES = ["loop", "vmap", "compiled"]
 SGD = LocalTraining(epochs=2, batch_size=4, optimizer="sgd", lr=0.1, drop_last=True)
@@ -50,7 +51,9 @@ def task(engine="vmap", model="linear", **kwargs):
         split[client, count:12] = -1
     noise = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.0, 0.1], dtype=torch.float64)
     federation = replace(federation, split=split, noise=noise)
-    return Task(federation.host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs)
+    return build_task(
+        federation.host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -59,7 +62,7 @@ def test_step_by_step_is_train(engine, local):
     """Equal batches, dropout masks, noise, rates and running statistics; clients with fewer steps stop."""
     own = task(engine, Custom)
     start, rng = own.initial_models(Rng(0)).clone(), Rng(0).at_round(2)
-    expected, told = own.train(start, rng, local)
+    expected, told, _ = own.train(start, rng, local)
     params, steps = start.clone(), own.train_stepwise(rng, local)
     for step in range(steps.num_steps):
         steps.apply_gradient(params, steps.compute_gradient(params, step), step)
@@ -98,9 +101,9 @@ def test_images_are_cropped_and_flipped_as_in_training():
     """Draws of an augmentation depend on the step, which a single gradient knows."""
     federation = build_federation(config.load_study("rotated-digits").data, 0)
     for engine in ENGINES:
-        own = Task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
+        own = build_task(federation.host(range(3)), "cnn-b", engine=engine, dtype=torch.float64)
         local = replace(SGD, batch_size=20, augment="crop-flip", padding=1)
-        expected, _ = own.train(own.initial_models(Rng(0)), Rng(0).at_round(1), local)
+        expected, _, _ = own.train(own.initial_models(Rng(0)), Rng(0).at_round(1), local)
         params, steps = (
             own.initial_models(Rng(0)).clone(),
             own.train_stepwise(Rng(0).at_round(1), local),
@@ -155,13 +158,15 @@ def test_state_that_is_kept_between_rounds_goes_on():
     only = torch.zeros(15, dtype=torch.bool)
     only[[2, 9]] = True
     own = task()
-    moments, params = own.init_optimizer_state(local), torch.zeros(6, 15, dtype=torch.float64)
+    moments, params = (
+        own.trainer.init_optimizer_state(local),
+        torch.zeros(6, 15, dtype=torch.float64),
+    )
     for _ in range(2):
-        view = own.carrying(moments)
-        steps = view.train_stepwise(Rng(0), local, only=only)
+        steps = own.train_stepwise(Rng(0), local, optimizer=moments, only=only)
         steps.apply_gradient(params, torch.ones(6, 15, dtype=torch.float64), 0)
         steps.finish(params)
-        moments = view.moments
+        moments = steps.optimizer
     assert torch.equal(params, torch.where(only, -2.5, 0.0).double().expand(6, -1))
     assert moments.taken.flatten().tolist() == [2] * 6
     check_method(
@@ -184,7 +189,7 @@ def test_samples_of_all_gradients_count_and_a_lost_model_is_told():
     report = steps.finish(params)
     assert report["train_samples"].tolist() == [24, 22, 14, 10, 6, 4]
     assert report["diverged"].tolist() == [False, True, False, False, False, False]
-    assert own.train_seconds > 0
+    assert own.trainer.totals.seconds > 0
 
 
 def test_an_optimizer_by_import_path_is_refused():

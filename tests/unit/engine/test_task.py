@@ -20,6 +20,7 @@ from coterie.exchange.base import Message, make_inbox
 from coterie.rng import Rng
 from coterie.studies import config
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 
 class Custom(nn.Module):
@@ -40,7 +41,7 @@ class Custom(nn.Module):
 
 
 def task(engine="vmap", model=Custom, federation=None, **kwargs):
-    return Task(
+    return build_task(
         (federation or tiny_federation()).host(range(6)),
         model,
         engine=engine,
@@ -71,7 +72,7 @@ def test_two_threads_train_and_measure_with_one_task_at_once(engine):
         for _ in range(10):
             if not alone:
                 together.wait(60)
-            params, info = shared.train(starts[number], Rng(number), local)
+            params, info, _ = shared.train(starts[number], Rng(number), local)
             out.append((params, info["losses"], *shared.evaluate(params).values()))
         return out
 
@@ -94,7 +95,7 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
     for engine, block in (("loop", None), ("vmap", None), ("vmap", 4)):
         t = task(engine, federation=data(), block=block)
         start = t.initial_models(Rng(0))
-        params, info = t.train(start, Rng(0).at_round(0), local)
+        params, info, _ = t.train(start, Rng(0).at_round(0), local)
         results.append(
             (params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"])
         )
@@ -126,9 +127,9 @@ def test_the_block_changes_no_bit(model, dtype, loss_table):
     """Training, scores and evaluation, with clients of unequal size."""
     results = []
     for block in (1, 2, 5, 6):
-        t = Task(ragged().host(range(6)), model, engine="vmap", dtype=dtype, block=block)
+        t = build_task(ragged().host(range(6)), model, engine="vmap", dtype=dtype, block=block)
         local = LocalTraining(batch_size=4, weight_decay=0.01, drop_last=True)
-        params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
+        params, info, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         losses = info["losses"].nan_to_num(0)
         results.append((params, losses, loss_table(t, params), t.evaluate(params)["loss"]))
     for other in results[1:]:
@@ -145,8 +146,8 @@ def test_a_client_that_trains_alone_ends_with_the_bits_it_has_among_others():
     data, local = build_federation(study.data, 0), LocalTraining(lr=0.01)
 
     def trained(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        t = Task(data.host(ids), "cnn-b", engine="loop")
-        params, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
+        t = build_task(data.host(ids), "cnn-b", engine="loop")
+        params, _, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         return params, t.loss(params, "validation")
 
     together, losses = trained([0, 1])
@@ -170,21 +171,23 @@ def test_local_training_is_that_of_torch_optim(local):
     if local.steps:
         t = task("vmap", model=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     start = t.initial_models(Rng(1))
-    params, info = t.train(start, Rng(1).at_round(2), local)
+    params, info, _ = t.train(start, Rng(1).at_round(2), local)
     federation = tiny_federation()
     schedule = draw_batches(local, t.count_samples("train"), t.ids, Rng(1).at_round(2), "batches")
     for client in (0, 5):
         module = copy.deepcopy(t.layout.build_module(start[client], dtype=t.dtype)).train()
         if local.optimizer == "adam":
             optimizer = torch.optim.Adam(
-                module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"]
+                module.parameters(),
+                lr=local.lr,
+                weight_decay=local.optimizer_arguments["weight_decay"],
             )
         else:
             optimizer = torch.optim.SGD(
                 module.parameters(),
                 lr=local.lr,
                 momentum=local.momentum,
-                weight_decay=local.arguments["weight_decay"],
+                weight_decay=local.optimizer_arguments["weight_decay"],
             )
         losses = []
         for step in range(schedule.num_steps):
@@ -206,8 +209,10 @@ def test_the_optimizer_starts_fresh_in_every_call():
     start = t.initial_models(Rng(0))
     for optimizer, same in (("sgd", True), ("adam", False)):
         local = LocalTraining(epochs=1, batch_size=12, optimizer=optimizer, lr=0.05)
-        once, _ = t.train(start, Rng(0).at_round(0), replace(local, epochs=2))
-        twice, _ = t.train(t.train(start, Rng(0).at_round(0), local)[0], Rng(0).at_round(1), local)
+        once, _, _ = t.train(start, Rng(0).at_round(0), replace(local, epochs=2))
+        twice, _, _ = t.train(
+            t.train(start, Rng(0).at_round(0), local)[0], Rng(0).at_round(1), local
+        )
         assert torch.allclose(once, twice, atol=1e-9) is same
 
 
@@ -220,8 +225,8 @@ def test_the_proximal_term_pulls_towards_the_anchor():
         for mu in (0.0, 1.0, 5.0)
     ]
     assert distances[0] > distances[1] > distances[2]
-    free, _ = t.train(start, Rng(0).at_round(0), local)
-    zero, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.0)
+    free, _, _ = t.train(start, Rng(0).at_round(0), local)
+    zero, _, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.0)
     assert torch.equal(free, zero)
 
 
@@ -231,8 +236,8 @@ def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine)
     t = task(engine, model="linear")
     start = t.initial_models(Rng(0)).clone()
     local = LocalTraining(steps=1, batch_size=12, optimizer="sgd", lr=0.1)
-    free, _ = t.train(start, Rng(0).at_round(0), local)
-    pulled, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.6)
+    free, _, _ = t.train(start, Rng(0).at_round(0), local)
+    pulled, _, _ = t.train(start, Rng(0).at_round(0), local, anchor=start + 1, prox=0.6)
     assert torch.allclose(pulled - free, torch.full_like(start, 0.1 * 0.6), atol=1e-12)
 
 
@@ -292,11 +297,11 @@ def test_foreign_randomness_in_a_module_is_reproducible():
     with pytest.warns(UserWarning, match="the loop engine is used"):
         t = task("auto", model=lambda: Foreign(4, 3))
     start = t.initial_models(Rng(0))
-    first, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
-    again, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
+    first, _, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
+    again, _, _ = t.train(start, Rng(0).at_round(0), LocalTraining())
     assert torch.equal(first, again)
     part = t.select_clients(torch.tensor([4]))
-    alone, _ = part.train(start[4:5], Rng(0).at_round(0), LocalTraining())
+    alone, _, _ = part.train(start[4:5], Rng(0).at_round(0), LocalTraining())
     assert torch.equal(alone[0], first[4])
 
 
@@ -337,7 +342,7 @@ def test_a_large_set_is_measured_whole(engine):
     params = t.initial_models(Rng(0)) + torch.randn(
         6, t.layout.size, generator=torch.Generator().manual_seed(1)
     )
-    found = t.evaluate_split(params, "train")
+    found = t.evaluator.evaluate_split(params, "train")
     for client in range(6):
         x, y = federation.x[client, :300], federation.y[client, :300]
         outputs = t.layout.build_module(params[client], dtype=t.dtype)(x).detach()
@@ -368,7 +373,7 @@ def test_the_accuracy_on_all_test_sets_together_counts_each_sample_once():
         model.weight.zero_()
         model.bias.copy_(bias)
     t = task(model=model, federation=replace(federation, tests=tests), init="given")
-    assert t.accuracy_on_all_tests(t.initial_models(Rng(0))).tolist() == [30 / 32] * 6
+    assert t.evaluator.accuracy_on_all_tests(t.initial_models(Rng(0))).tolist() == [30 / 32] * 6
 
 
 def test_losses_that_were_kept_are_of_the_models_that_are_scored():
@@ -413,13 +418,13 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
     """Six clients asked for, two fit: with the results of a machine that holds all, and a line for each halving."""
     results, local = [], LocalTraining(batch_size=4, drop_last=True)
     for most in (6, 2):
-        t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
+        t = build_task(ragged().host(range(6)), Custom, engine="vmap", block=6)
         small_memory(t, monkeypatch, most)
         if most == 6:
-            params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
+            params, info, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         else:
             with pytest.warns(UserWarning, match="out of memory: blocks of clients are"):
-                params, info = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
+                params, info, _ = t.train(t.initial_models(Rng(0)), Rng(0).at_round(0), local)
         results.append((params, info["loss"], t.loss(params, "train"), loss_table(t, params)))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -427,7 +432,7 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
 
 def test_measuring_goes_on_with_fewer_models_where_the_memory_is_small(monkeypatch):
     """Without a training before that found out."""
-    t = Task(tiny_federation().host(range(6)), Custom, engine="vmap", block=6)
+    t = build_task(tiny_federation().host(range(6)), Custom, engine="vmap", block=6)
     params = t.initial_models(Rng(0)).clone()
     wanted = t.loss(params, "train")
     small_memory(t, monkeypatch, 3)
@@ -437,7 +442,7 @@ def test_measuring_goes_on_with_fewer_models_where_the_memory_is_small(monkeypat
 
 def test_a_client_that_does_not_fit_alone_is_refused_in_words(monkeypatch):
     """After halving down to one."""
-    t = Task(ragged().host(range(6)), Custom, engine="vmap", block=2)
+    t = build_task(ragged().host(range(6)), Custom, engine="vmap", block=2)
     small_memory(t, monkeypatch, 0)
     with (
         pytest.warns(UserWarning, match="2 times smaller"),
@@ -452,19 +457,19 @@ def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_norma
     made = task("loop", federation=replace(hosted, client_names=names))
     said = r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
     with pytest.raises(ModelError, match=said):
-        made.check_batches(LocalTraining(batch_size=4))
+        made.trainer.check_batches(LocalTraining(batch_size=4))
     with pytest.raises(
         ModelError, match=r"Lima has 11 training samples.* holds one \(3 more like it\)"
     ):
-        made.check_batches(LocalTraining(batch_size=2))
+        made.trainer.check_batches(LocalTraining(batch_size=2))
     with pytest.raises(
         ModelError, match=r"local.batch_size is 1, and batch normalization needs two or more"
     ):
-        made.check_batches(LocalTraining(batch_size=1))
+        made.trainer.check_batches(LocalTraining(batch_size=1))
     for fine in (LocalTraining(batch_size=2, drop_last=True), LocalTraining(batch_size=3, drop_last=True),
                  LocalTraining(batch_size=8), LocalTraining(batch_size=4, steps=1)):  # fmt: skip
-        made.check_batches(fine)
-    task("loop", nn.Linear(4, 3), hosted).check_batches(LocalTraining(batch_size=1))
+        made.trainer.check_batches(fine)
+    task("loop", nn.Linear(4, 3), hosted).trainer.check_batches(LocalTraining(batch_size=1))
 
 
 def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batches():
@@ -476,11 +481,11 @@ def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batc
         ModelError,
         match="client 2 has one training sample, and batch normalization needs two or more",
     ):
-        made.check_batches(LocalTraining(batch_size=4, drop_last=True))
+        made.trainer.check_batches(LocalTraining(batch_size=4, drop_last=True))
 
 
 def test_normalization_over_the_places_of_one_image_takes_a_batch_of_one():
     """Sixteen values a channel: a variance can be computed."""
     module = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))
     made = task("loop", module, tiny_federation(features=(1, 4, 4)))
-    made.check_batches(LocalTraining(batch_size=1))
+    made.trainer.check_batches(LocalTraining(batch_size=1))

@@ -10,10 +10,11 @@ from tests.contract.pretend_device import Crossings, pretended_cuda
 from tests.contract.test_device import Net, images
 
 from coterie.engine import _base
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Message, make_inbox
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 
 def trained(engine: str, steps: int, **changes: Any) -> Crossings:
@@ -21,11 +22,11 @@ def trained(engine: str, steps: int, **changes: Any) -> Crossings:
     local = LocalTraining(steps=steps, batch_size=4, lr=0.01, augment="crop-flip", padding=1, weight_decay=0.1,
                           persistent_client_optimizer=True, **changes)  # fmt: skip
     with pretended_cuda() as crossings:
-        task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
+        task = build_task(images().host(range(6)), Net, engine=engine, device="cuda")
         start = task.initial_models(Rng(0)).clone()
-        task = task.carrying(task.init_optimizer_state(local))
+        optimizer = task.trainer.init_optimizer_state(local)
         crossings.clear()
-        task.train(start, Rng(0).at_round(0), local, anchor=start, prox=0.5)
+        task.train(start, Rng(0).at_round(0), local, optimizer=optimizer, anchor=start, prox=0.5)
         return Crossings(crossings)
 
 
@@ -45,7 +46,7 @@ def test_a_real_device_is_waited_for_as_often_with_two_steps_as_with_nine(engine
 
     def waits(steps: int) -> int:
         local = LocalTraining(steps=steps, batch_size=4, lr=0.01, augment="crop-flip", padding=1)
-        task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
+        task = build_task(images().host(range(6)), Net, engine=engine, device="cuda")
         start = task.initial_models(Rng(0)).clone()
         task.train(start, Rng(0).at_round(0), local)
         with warnings.catch_warnings(record=True) as said:
@@ -63,7 +64,7 @@ def test_a_real_device_is_waited_for_as_often_with_two_steps_as_with_nine(engine
 def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
     """Places of samples, members of groups and the rows' keys go up once; losses and what diverged come down once."""
     with pretended_cuda() as crossings:
-        task = Task(tiny_federation().host(range(6)), "mlp-c", engine="vmap", device="cuda")
+        task = build_task(tiny_federation().host(range(6)), "mlp-c", engine="vmap", device="cuda")
         start = task.initial_models(Rng(0))
         crossings.clear()
         task.train(start, Rng(0).at_round(0), LocalTraining(epochs=3, batch_size=5))
@@ -82,7 +83,7 @@ def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
         monkeypatch.setattr(_base, "_SAMPLES_MANY_MODELS", {"cuda": piece})
         monkeypatch.setattr(_base, "_SAMPLES_ONE_MODEL", piece)
         with pretended_cuda() as found:
-            task = Task(federation.host(range(6)), Net, engine=engine, device="cuda")
+            task = build_task(federation.host(range(6)), Net, engine=engine, device="cuda")
             params = task.initial_models(Rng(0)) + torch.linspace(-1, 1, 6, device="cuda")[:, None]
             peers = torch.tensor([[(i + 1) % 6, (i + 2) % 6] for i in range(6)])
             inbox = make_inbox(Message(params, {}, torch.arange(6)), torch.arange(6), peers, 6)
@@ -90,7 +91,7 @@ def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
             if work == "score":
                 task.score(inbox)
             elif work == "measure":
-                task.evaluate_split(params, "train")
+                task.evaluator.evaluate_split(params, "train")
             else:
                 getattr(task, work)(params)
             return Crossings(found)
@@ -103,7 +104,7 @@ def test_equal_models_are_found_in_one_question():
 
     def crossings(number: int) -> Crossings:
         with pretended_cuda() as found:
-            task = Task(tiny_federation().host(range(6)), "linear", device="cuda")
+            task = build_task(tiny_federation().host(range(6)), "linear", device="cuda")
             params = task.initial_models(Rng(0)).clone()
             params[number:] += torch.arange(6.0 - number, device="cuda")[:, None] + 1
             found.clear()

@@ -8,13 +8,13 @@ import torch
 from coterie.engine._loop import LoopEngine
 from coterie.engine._work import RawSamples, first_equal_rows
 from coterie.engine.native.compiled import CompiledEngine
-from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 TRAIN = torch.tensor([12, 11, 7, 5, 3, 2])  # samples of the six clients, 40 in all
 VALIDATION = 4
@@ -32,7 +32,7 @@ class Counted:
         for client, count in enumerate(TRAIN.tolist()):
             split[client, count:12] = -1
         self.federation, method = replace(federation, split=split), METHODS[kind](**options)
-        self.task = Task(
+        self.task = build_task(
             self.federation.host(range(6)), "linear", engine=engine, dtype=torch.float64
         )
         assert self.task.engine.name == engine
@@ -189,10 +189,12 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
         run.passed = 0
         run.task.evaluate(rows)
         assert run.passed == samples
-        values, recall, _ = run.task.evaluate_by_class(rows)
+        values, recall, _ = run.task.evaluator.evaluate_by_class(rows)
         assert run.passed == 2 * samples
         alone = [
-            run.task.select_clients(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0]
+            run.task.select_clients(EVERYBODY[i : i + 1]).evaluator.evaluate_by_class(
+                rows[i : i + 1]
+            )[1][0]
             for i in range(6)
         ]
         assert torch.equal(recall, torch.stack(alone))

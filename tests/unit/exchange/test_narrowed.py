@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.engine.task import Task
 from coterie.errors import ExchangeError
 from coterie.exchange.base import Message, Reply
 from coterie.exchange.in_memory import InMemory
@@ -15,6 +14,7 @@ from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 LAYOUT = Layout(nn.Linear(2, 2), torch.float64)  # weight: columns 0 to 3; bias: 4 and 5
 PART = ParameterSharing.from_patterns(LAYOUT, ["weight"])
@@ -98,7 +98,7 @@ class _Wrong(InMemory):
 def test_a_received_part_is_measured_with_the_home_part_of_its_reader():
     """As the joined model is, one by one; with many pairs they are joined a few at a time."""
     federation = tiny_federation(num_clients=3)
-    task = Task(
+    task = build_task(
         federation.host(federation.ids),
         "linear",
         dtype=torch.float64,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from coterie.data.federation import Federation
-from coterie.engine.task import Task
 from coterie.exchange.base import Exchange, Inbox, Message, make_inbox
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Method, State
@@ -17,6 +16,7 @@ from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.simulation._sequential import select_loop
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ def play(monkeypatch):
         federation = federation or tiny_federation()
         chosen = tiny_settings(**{"rounds": 1000, **settings})
         clusters = federation.truth.cluster if federation.truth is not None else None
-        task = Task(
+        task = build_task(
             federation.host(federation.ids),
             model,
             init=chosen.init,

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import base
 from coterie.methods.base import Round, draw_peers_uniformly
@@ -13,6 +12,7 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 
 def test_a_share_of_a_peer_to_peer_population_may_be_one_client():
@@ -43,7 +43,9 @@ def a_round(
     clients: int, ids: list[int], index: int = 0, reachable: torch.Tensor | None = None
 ) -> Round:
     """A round in which some clients of a population are hosted."""
-    task = Task(tiny_federation(clients).host(ids), "linear", engine="loop", dtype=torch.float64)
+    task = build_task(
+        tiny_federation(clients).host(ids), "linear", engine="loop", dtype=torch.float64
+    )
     everybody = torch.ones(clients, dtype=torch.bool) if reachable is None else reachable
     return Round(
         index, task, InMemory(torch.tensor(ids), clients), Rng(3).at_round(index), everybody

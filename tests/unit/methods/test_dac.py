@@ -359,7 +359,7 @@ def test_cosine_of_gradients_measures_from_the_common_start(play):
     """u_i = w_i - w_0 with the one first model of all."""
     run = play(Dac(num_peers=5, similarity="cos_grad"))
     state, _ = run.exchange()
-    updates = run.state.params - run.loop.task.origin(run.loop.rng)
+    updates = run.state.params - run.loop.task.initial_models(run.loop.rng)
     expected = torch.nn.functional.cosine_similarity(
         updates[:, None], updates[None], dim=2
     ).fill_diagonal_(0)
@@ -372,7 +372,7 @@ def test_clients_that_start_apart_tell_where_they_started(play):
     with pytest.warns(UserWarning, match="start from different models"):
         run = play(method, init="per_client")
     state, info = run.exchange()
-    updates = run.state.params - run.loop.task.origin(run.loop.rng)
+    updates = run.state.params - run.loop.task.initial_models(run.loop.rng)
     expected = torch.nn.functional.cosine_similarity(
         updates[:, None], updates[None], dim=2
     ).fill_diagonal_(0)
@@ -411,7 +411,7 @@ def test_running_statistics_have_no_part_in_a_similarity(play, metric):
     if metric == "inv_l2":
         expected = 1 / ((w[:, None] - w[None]).norm(dim=2) + 1e-6)
     else:
-        start = run.loop.task.origin(run.loop.rng)[:, :53] if metric == "cos_grad" else 0
+        start = run.loop.task.initial_models(run.loop.rng)[:, :53] if metric == "cos_grad" else 0
         expected = torch.nn.functional.cosine_similarity(
             (w - start)[:, None], (w - start)[None], dim=2
         )
@@ -564,7 +564,7 @@ def test_running_statistics_have_no_part_in_distances_and_cosines(metric):
     params[:, 21:] = torch.arange(42.0).reshape(6, 7)
     loop.state, loop.settings = dataclasses.replace(loop.state, params=params), settings
     loop.run_next_round()
-    w = params[:, :21] - (loop.task.origin(loop.rng)[:, :21] if metric == "cos_grad" else 0)
+    w = params[:, :21] - (loop.task.initial_models(loop.rng)[:, :21] if metric == "cos_grad" else 0)
     expected = torch.nn.functional.cosine_similarity(w[:, None], w[None], dim=2)
     if metric == "inv_l2":
         expected = 1 / (torch.cdist(w, w) + 1e-6)

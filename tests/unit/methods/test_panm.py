@@ -180,7 +180,7 @@ def test_gradient_similarity_weighs_last_update_and_whole_way(play, alpha):
         torch.arange(6).expand(6, 6),
         torch.ones(6, 6, dtype=torch.bool),
     )
-    way = w - run.loop.task.origin(run.loop.rng)
+    way = w - run.loop.task.initial_models(run.loop.rng)
     last = run.memory.update if alpha else torch.zeros_like(way)
     total = alpha * similarity.cosine(last, last, every, here) + (1 - alpha) * similarity.cosine(
         way, way, every, here
@@ -193,7 +193,7 @@ def test_the_update_remembered_is_that_of_the_last_local_training(play):
     """g_i = w_i after minus before this round's training, in the order train first."""
     run = play(PanmGrad(**SHORT)).steps(2)
     before = run.state.params
-    after, _ = run.loop.task.train(before, run.loop.rng.at_round(2), run.loop.settings.local)
+    after, _, _ = run.loop.task.train(before, run.loop.rng.at_round(2), run.loop.settings.local)
     run.steps(1)
     assert torch.equal(run.memory.update, after - before)
 
@@ -219,7 +219,7 @@ def test_neighbors_that_fall_silent_keep_their_place_when_nobody_takes_it(play):
 def test_training_comes_first_by_default(play):
     """As in the published algorithm: no warm-up, and the first exchange is of trained models."""
     run = play(PanmLoss(**SHORT))
-    assert torch.equal(run.state.params, run.loop.task.origin(run.loop.rng))
+    assert torch.equal(run.state.params, run.loop.task.initial_models(run.loop.rng))
     run.steps(1)
     assert "trained" in run.infos[-1]
 

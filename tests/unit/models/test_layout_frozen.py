@@ -9,7 +9,7 @@ from coterie.engine._base import cross_entropy
 from coterie.engine._flat import FlatModel
 from coterie.engine._work import EvaluationPairs, RawSamples
 from coterie.engine.native.compiled import CompiledEngine
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, draw_initial_params
 from coterie.net.head import schema_hash
@@ -18,6 +18,7 @@ from coterie.runtime.checkpoint import compute_identity
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
 from coterie.testing import check_method, tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 class Backbone(nn.Module):
@@ -95,11 +96,11 @@ def test_the_copies_that_engines_work_on_have_the_same_tensors_of_frozen_weights
 def test_what_a_client_starts_from_has_nothing_to_do_with_frozen_weights():
     """A factory that is drawn anew gives every client another first model, and all of them one backbone."""
     federation = tiny_federation(features=(5,))
-    task = Task(federation.host(federation.ids), Backbone, init="per_client", engine="loop")
+    task = build_task(federation.host(federation.ids), Backbone, init="per_client", engine="loop")
     rows = task.initial_models(Rng(7))
     assert len(rows.unique(dim=0)) == len(federation)
     assert rows.shape[1] == 8 + 8 * 3 + 3
-    other = Task(federation.host([0]), Backbone, init="per_client", engine="loop")
+    other = build_task(federation.host([0]), Backbone, init="per_client", engine="loop")
     assert task.layout.frozen_digest == other.layout.frozen_digest
     module = drawn(Backbone)
     layout, kept = Layout(module), module.body[1].weight.clone()
@@ -120,7 +121,9 @@ def test_engines_agree(make, features):
     module, found = drawn(make), {}
     for engine in ("loop", "vmap", "compiled"):
         settings = tiny_settings(engine=engine, init="given", rounds=2)
-        task = Task(federation.host(federation.ids), module, engine=engine, dtype=torch.float64)
+        task = build_task(
+            federation.host(federation.ids), module, engine=engine, dtype=torch.float64
+        )
         assert task.engine.name == engine
         found[engine] = simulate(
             federation, METHODS["fedavg"](), model=module, settings=settings
@@ -185,7 +188,7 @@ def test_a_checkpoint_belongs_to_the_frozen_weights_of_its_run():
     federation, settings = tiny_federation(features=(5,)), tiny_settings()
     found = set()
     for seed in (0, 0, 1):
-        task = Task(
+        task = build_task(
             federation.host(federation.ids),
             drawn(Backbone, seed),
             engine="loop",

@@ -348,7 +348,7 @@ def test_accuracies_can_be_reduced_with_other_weights():
     )
     sizes = [len(test.y) for test in uneven().tests]
     samples = torch.tensor([sizes[int(place)] for place in uneven().test_of])
-    assert loop.task.count_test_samples().tolist() == samples.tolist()
+    assert loop.task.data.count_test_samples().tolist() == samples.tolist()
     accuracy, label = torch.tensor(table.accuracy.to_numpy()), loop.state.shared.label
     by_samples = float((samples * accuracy).sum() / samples.sum())
     assert table.accuracy_sample_weighted.tolist() == pytest.approx([by_samples] * 6)

@@ -18,6 +18,7 @@ from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 def run(method=None, **changes):
@@ -114,9 +115,8 @@ def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_wh
 
 
 def _task(federation, settings):
-    from coterie.engine.task import Task
 
-    return Task(federation.host(federation.ids), "linear", dtype=torch.float64)
+    return build_task(federation.host(federation.ids), "linear", dtype=torch.float64)
 
 
 def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
@@ -125,7 +125,7 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
     only = run(rounds=0)
     assert len(only.edges) == 0
     task = _task(federation, None)
-    expected, _ = task.train(
+    expected, _, _ = task.train(
         task.initial_models(Rng(1)), Rng(1).at_round(-1), tiny_settings().local
     )
     assert torch.allclose(only.params, expected)
@@ -133,7 +133,7 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
                      exchange=_deaf(federation))  # fmt: skip
     params = expected
     for index in range(3):
-        params, _ = task.train(params, Rng(1).at_round(index), tiny_settings().local)
+        params, _, _ = task.train(params, Rng(1).at_round(index), tiny_settings().local)
     assert torch.allclose(alone.params, params)
 
 
@@ -212,9 +212,8 @@ def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
     settings = tiny_settings(
         init="per_client", local=LocalTraining(lr=0.0), rounds=6, evaluate="final"
     )
-    from coterie.engine.task import Task
 
-    first = Task(
+    first = build_task(
         federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
     ).initial_models(Rng(1))
     result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
@@ -250,9 +249,8 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
         evaluate="final",
         warmup_epochs=0,
     )
-    from coterie.engine.task import Task
 
-    start = Task(
+    start = build_task(
         federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client"
     ).initial_models(Rng(1))
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)

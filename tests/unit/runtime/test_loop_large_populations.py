@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from coterie.engine.task import LocalTraining, Task
+from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.selection import sample_uniformly
@@ -16,6 +16,7 @@ from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 
 def inbox(params: int) -> Inbox:
@@ -53,12 +54,12 @@ def test_one_model_offered_to_all_is_not_copied():
 
 
 def test_training_in_place_changes_the_models_and_gives_the_same_ones():
-    task = Task(tiny_federation(), "linear", engine="loop")
+    task = build_task(tiny_federation(), "linear", engine="loop")
     params, rng = task.initial_models(Rng(1)).clone(), Rng(1).at_round(0)
     before = params.clone()
-    copied, _ = task.train(params, rng, LocalTraining())
+    copied, _, _ = task.train(params, rng, LocalTraining())
     assert torch.equal(params, before)
-    trained, _ = task.train(params, rng, LocalTraining(), in_place=True)
+    trained, _, _ = task.train(params, rng, LocalTraining(), in_place=True)
     assert trained.data_ptr() == params.data_ptr()
     assert torch.equal(trained, copied)
 
@@ -80,7 +81,7 @@ def _parts(federation):
     record = Record(torch.full((number,), -1))
     door = InMemory(federation.ids, number)
     return (
-        Task(federation, "linear", engine="loop"),
+        build_task(federation, "linear", engine="loop"),
         METHODS["random"](),
         door,
         tiny_settings(),

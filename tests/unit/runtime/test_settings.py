@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from coterie.data.federation import Federation
 from coterie.engine.optim import LocalTraining
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Method
@@ -24,6 +23,7 @@ from coterie.runtime.settings import Settings
 from coterie.runtime.task import make_task
 from coterie.simulation._sequential import select_loop
 from coterie.testing import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task
 
 EVERYBODY = Random(num_peers=5)
 """Six clients that all read all others: a merge is the mean."""
@@ -72,7 +72,7 @@ def test_first_models_are_one_or_each_clients_own_or_given():
     own = torch.cat([part.detach().flatten() for part in (module.weight, module.bias)])
     assert torch.equal(first["given"], own.expand(6, -1))
     assert not torch.isclose(first["shared"], own).any()
-    alone = Task(
+    alone = build_task(
         tiny_federation().host([4]), "linear", init="per_client", dtype=torch.float64
     ).initial_models(Rng(3))
     assert torch.equal(alone[0], first["per_client"][4])
@@ -94,7 +94,7 @@ def test_models_are_merged_before_or_after_they_are_trained(
 ):
     """Two rounds of a mean of all; where training comes first there is no warm-up."""
     loop = started(method, order=order, init="per_client", warmup_epochs=1)
-    params = Task(
+    params = build_task(
         tiny_federation().host(range(6)), "linear", init="per_client", dtype=torch.float64
     ).initial_models(Rng(3))
     if not training_comes_first:
@@ -256,7 +256,7 @@ def test_products_have_the_asked_precision():
         task = make_task(
             federation, Local(), "linear", Settings(precision=precision, engine="loop")
         )
-        _, info = task.train(task.initial_models(Rng(3)), Rng(3).at_round(0), local)
+        _, info, _ = task.train(task.initial_models(Rng(3)), Rng(3).at_round(0), local)
         expected = float(functional.cross_entropy(outputs, y))
         assert float(info["losses"][0, 0]) == pytest.approx(expected, abs=1e-6)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coterie import Settings, simulate
-from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
 from coterie.methods import METHODS, base
 from coterie.methods.base import PeerMethod
@@ -138,7 +137,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
 
 def remembered(kind: str, clients: int, **options) -> tuple[int, int]:
     federation = tiny_federation(clients)
-    task = Task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
+    task = build_task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
     return _memory.estimate_method_memory(METHODS[kind](**options), task)
 
 
@@ -161,7 +160,7 @@ def test_no_method_has_more_in_its_first_round_than_was_told(kind):
     federation = tiny_federation(60)
     truth = federation.truth.cluster if "truth" in METHODS[kind].needs else None
     module = METHODS[kind]().build_model(_memory_source(federation))
-    task = Task(
+    task = build_task(
         federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth
     )
     state = METHODS[kind]().init_state(task, Rng(0))
@@ -193,7 +192,7 @@ def test_a_method_that_nobody_here_wrote_is_told_too():
             return state, {}
 
     federation = tiny_federation(50)
-    task = Task(federation.host(federation.ids), "linear", engine="loop")
+    task = build_task(federation.host(federation.ids), "linear", engine="loop")
     assert _memory.estimate_method_memory(Mine(), task)[0] == 50 * (2 * 101 + 4 * 7)
 
 
@@ -203,6 +202,7 @@ from coterie.methods import METHODS
 from coterie.simulation.run import simulate
 from coterie.runtime.settings import Settings
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 from coterie.errors import ConfigError
 federation = tiny_federation(9000, features=(2,), train=2, validation=1)
 table = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engine.optim import LocalTraining
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
@@ -25,7 +24,7 @@ from coterie.runtime.record import Record
 from coterie.simulation import _sequential
 from coterie.simulation._sequential import select_loop
 from coterie.simulation.run import simulate
-from coterie.testing.tiny import tiny_federation, tiny_settings
+from coterie.testing.tiny import build_task, tiny_federation, tiny_settings
 
 
 @st.composite
@@ -105,7 +104,7 @@ def test_the_order_is_drawn_anew_in_every_round():
     )
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
     live = (
-        Task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client")
+        build_task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client")
         .initial_models(Rng(1))
         .clone()
     )
@@ -126,7 +125,7 @@ SEED, CLIENTS = 3, 8
 def started(method, **settings):
     """The rounds of a run, after its warm-up."""
     federation = tiny_federation(CLIENTS)
-    task = Task(federation.host(federation.ids), "linear", dtype=torch.float64)
+    task = build_task(federation.host(federation.ids), "linear", dtype=torch.float64)
     door, record = InMemory(federation.ids, CLIENTS), Record(torch.full((CLIENTS,), -1))
     chosen = tiny_settings(**{"rounds": 100, **settings})
     loop = select_loop(chosen)(task, method, door, chosen, Rng(SEED), record)
@@ -144,7 +143,7 @@ class Plain:
     def __init__(self, loop):
         self.task, self.local, self.data = loop.task, loop.settings.local, tiny_federation(CLIENTS)
         self.schedule, self.early = loop.settings.schedule, loop.order == "train_first"
-        self.first = self.task.origin(Rng(SEED))[0].numpy()
+        self.first = self.task.initial_models(Rng(SEED))[0].numpy()
         self.models = [self.first.copy() for _ in range(CLIENTS)]
         self.updates = [np.zeros_like(self.first) for _ in range(CLIENTS)]
         if not self.early:
@@ -446,7 +445,7 @@ def test_training_comes_first_where_it_is_asked_for(schedule):
     if schedule == "sequential":
         last = Rng(SEED).at_round(1).generator("order").permutation(CLIENTS).tolist()[-1]
         merged = torch.from_numpy(plain.models[last])[None]
-        judged = loop.task.select_clients(torch.tensor([last])).evaluate_split(
+        judged = loop.task.select_clients(torch.tensor([last])).evaluator.evaluate_split(
             merged, "validation"
         )["loss"]
         assert float(loop.validation["loss"][last]) != pytest.approx(float(judged[0]))

@@ -1,0 +1,133 @@
+"""The model that clients train: how it lies in rows, its first values, and what merges leave alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from coterie.data.federation import Federation
+from coterie.data.source import is_images
+from coterie.engine._base import MODULE_ERRORS
+from coterie.engine.options import EngineOptions, InitMode, ModelSpec
+from coterie.models.layout import (
+    InputConversion,
+    Layout,
+    draw_initial_params,
+    make_template,
+    resolve_model,
+)
+from coterie.models.part import ParameterSharing
+from coterie.rng import EVERYONE, Rng
+
+
+@dataclass(frozen=True, eq=False)
+class ClientModel:
+    """The model that clients train.
+
+    Args:
+        make: the module, or a function that makes one.
+        layout: how its tensors lie in a row.
+        sharing: which columns of a row are shared, stay with the client, and are compared.
+        init: how first models are drawn; see `ModelSpec`.
+        buffers: what a merge does with BatchNorm statistics; see `ModelSpec`.
+        device: where rows are.
+        first_models: the first models that all clients share, by seed.
+    """
+
+    make: Callable[[], nn.Module] | nn.Module
+    layout: Layout
+    sharing: ParameterSharing
+    init: InitMode
+    buffers: str
+    device: str
+    first_models: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def from_spec(spec: ModelSpec, federation: Federation, options: EngineOptions) -> "ClientModel":
+        """Lay out a model for the data of a federation.
+
+        Raises:
+            ConfigError: for an unknown model, or patterns that match nothing.
+            ModelError: for a model that cannot be made.
+        """
+        make = resolve_model(spec.source, federation.features, federation.outputs)
+        module = make_template(make)
+        conversion = _find_input_conversion(module, federation, options.dtype)
+        layout = Layout(module, options.dtype, conversion).to(options.device)
+        local = () if spec.local_tensors is None else spec.local_tensors(layout)
+        sharing = ParameterSharing.from_patterns(
+            layout, spec.shared, spec.similarity_on, local, spec.owner
+        )
+        return ClientModel(make, layout, sharing, spec.init, spec.buffers, options.device)
+
+    def initial_models(
+        self, ids: Int[Tensor, " clients"], rng: Rng
+    ) -> Float[Tensor, "clients params"]:
+        """Return the first model of each client; with a shared start, a view of one row.
+
+        Args:
+            ids: the clients.
+            rng: the streams of the run; its round does not matter.
+        """
+        if self.init == "per_client":
+            return torch.stack([self._draw(rng.at_round(-1), client) for client in ids.tolist()])
+        if rng.seed not in self.first_models:
+            self.first_models[rng.seed] = self._draw(rng.at_round(-1), EVERYONE)
+        return self.first_models[rng.seed].expand(len(ids), -1)
+
+    def draw_models(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
+        """Return independently drawn first models, the same in every process; see `Task`."""
+        models = [self._draw(rng.at_round(-1), EVERYONE)]
+        for number in range(1, count):
+            row = draw_initial_params(
+                self.make, self.layout, rng.at_round(-1), purpose=f"init.{number}"
+            )
+            models.append(row.to(self.device))
+        return torch.stack(models)
+
+    def _draw(self, rng: Rng, client: int) -> Float[Tensor, " params"]:
+        if self.init == "given":
+            return self.module_values()
+        return draw_initial_params(self.make, self.layout, rng, client).to(self.device)
+
+    def module_values(self) -> Float[Tensor, " params"]:
+        """Return the module's own values as a row."""
+        return self.layout.flatten_rewritten(self.layout.train_module).to(self.device)
+
+    def apply_buffer_policy(
+        self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, "clients params"]:
+        """Apply the policy for BatchNorm statistics to a merge that led from `before` to `merged`.
+
+        Columns that clients do not share, of statistics or parameters, are as before.
+        """
+        start = self.layout.trainable
+        if self.buffers == "average" or start == self.layout.size:
+            return self.sharing.keep_local(before, merged)
+        own = before[:, start:]
+        if self.buffers == "reset":
+            initial = self.layout.flatten_rewritten(self.layout.train_module)[start:]
+            own = initial.to(merged).expand(len(merged), -1)
+        return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
+
+
+def _find_input_conversion(
+    module: nn.Module, federation: Federation, dtype: torch.dtype
+) -> InputConversion:
+    """Return how an input is converted before the module takes it.
+
+    Whole numbers stay whole for a module that can take them (an embedding needs them), and are
+    numbers of `dtype` for others, such as a linear layer.
+    """
+    x = federation.x[0, :2]
+    if federation.parts or x.is_floating_point() or is_images(x[0]):
+        return InputConversion(federation.parts)
+    layout = Layout(module, dtype, InputConversion(whole=True))
+    try:
+        with torch.no_grad():
+            layout.eval_module(x)
+    except MODULE_ERRORS:
+        return InputConversion()
+    return layout.arguments

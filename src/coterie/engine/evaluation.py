@@ -1,0 +1,316 @@
+"""Evaluation of models on the data of the clients hosted here, and on the test sets that serve them."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.engine._base import Engine
+from coterie.engine._work import EvaluationPairs, RawSamples, first_equal_rows
+from coterie.engine.client_data import ClientData
+from coterie.exchange.base import Inbox
+from coterie.functional import metrics
+from coterie.functional.losses import Loss
+from coterie.functional.metrics import Metric, Undefined
+from coterie.models.layout import Layout
+from coterie.models.part import ParameterSharing
+from coterie.rng import Rng
+
+# numbers of received models that are completed with the receiver's own columns at once
+_MAX_COMPLETED_ENTRIES = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Evaluates models of clients. No random draw of a run is made.
+
+    Args:
+        data: the clients.
+        layout: how models lie in rows.
+        loss: what is minimized.
+        metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
+        engine: computes the outputs.
+        block: models that are run at once.
+        rng: the streams of the round, which decide the noise on inputs.
+        cache: by split, the models that were scored last with `keep`, and their losses, NaN for
+            those that are not known; all views of these data share it.
+    """
+
+    data: ClientData
+    layout: Layout
+    loss: Loss
+    metrics: Sequence[Metric]
+    engine: Engine
+    block: int
+    rng: Rng = field(default_factory=lambda: Rng(0))
+    cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ on the clients' own data
+
+    def evaluate_split(
+        self,
+        params: Float[Tensor, "clients params"],
+        split: str,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return the loss of each client's model on its own data, and the metric of the loss.
+
+        Args:
+            params: the models.
+            split: which of the client's samples; NaN for a client without any.
+            inputs: values of the layout's input buffers.
+        """
+        everybody = torch.arange(len(self.data))
+        return self._evaluate_pairs(params, everybody, everybody, split, inputs)
+
+    def sample_losses(
+        self, params: Float[Tensor, "clients params"], split: str = "train"
+    ) -> Float[Tensor, "clients samples"]:
+        """Return each client's loss on each of its samples, on the CPU; NaN after its last one."""
+        samples, indices = self.data.samples, self.data.sample_indices(split)
+        counts, everybody = self.data.count_samples(split), torch.arange(len(self.data))
+        pairs = EvaluationPairs(samples, indices, counts, everybody, everybody)
+        found = torch.full(indices.shape, torch.nan, dtype=self.layout.dtype)
+        for client, _, outputs in self._iterate_outputs(params, pairs, None):
+            count = int(counts[client])
+            targets = samples.prepare_targets(indices[client, :count])
+            found[client, :count] = self.loss(outputs[0], targets).to(found)
+        return found
+
+    def score(
+        self, inbox: Inbox, split: str = "train", *, keep: bool = False
+    ) -> Float[Tensor, "clients peers"]:
+        """Return the mean loss of each received model on the receiver's data; see `Task.score`."""
+        out = torch.full(inbox.mask.shape, torch.inf, dtype=self.layout.dtype)
+        clients, slots = inbox.mask.nonzero(as_tuple=True)
+        if not len(clients):
+            return out
+        models = inbox.index[clients, slots]
+        if inbox.part is not None and inbox.own is not None:
+            losses = self._score_completed(
+                inbox.part, inbox.own, inbox.table, models, clients, split
+            )
+        # noise on inputs is another in every round, so that no loss holds for the next one
+        elif keep and self.data.federation.noise is None:
+            losses = self._score_cached(inbox.table, models, clients, split)
+        else:
+            losses = self._score_pairs(inbox.table, models, clients, split)
+        out[clients, slots] = losses
+        return out
+
+    def _score_pairs(
+        self, table: Tensor, models: Tensor, clients: Tensor, split: str
+    ) -> Float[Tensor, " pairs"]:
+        return self._evaluate_pairs(table, models, clients, split)[metrics.LOSS.name]
+
+    def _score_completed(
+        self,
+        sharing: ParameterSharing,
+        own: Tensor,
+        table: Tensor,
+        models: Tensor,
+        clients: Tensor,
+        split: str,
+    ) -> Float[Tensor, " pairs"]:
+        """Score received parts of models, each completed with the columns that its receiver keeps."""
+        losses = []
+        size = max(1, _MAX_COMPLETED_ENTRIES // table.shape[1])
+        for pairs in torch.arange(len(models)).split(size):
+            received = table[models[pairs].to(table.device)]
+            completed = sharing.keep_local(own[clients[pairs].to(own.device)], received)
+            rows = torch.arange(len(pairs))
+            losses.append(self._score_pairs(completed, rows, clients[pairs], split))
+        return torch.cat(losses)
+
+    def _score_cached(
+        self, table: Tensor, models: Tensor, clients: Tensor, split: str
+    ) -> Float[Tensor, " pairs"]:
+        """Score models, unless they were scored before: of one table a split remembers all losses."""
+        known = self.cache.get(split)
+        if known is None or not torch.equal(known[0], table):
+            shape = len(self.data.federation), len(table)
+            known = table.clone(), torch.full(shape, torch.nan, dtype=self.layout.dtype)
+            self.cache[split] = known
+        rows, losses = self.data.rows[clients], known[1]
+        new = losses[rows, models].isnan()
+        if bool(new.any()):
+            losses[rows[new], models[new]] = self._score_pairs(
+                table, models[new], clients[new], split
+            )
+        return losses[rows, models]
+
+    def _evaluate_pairs(
+        self,
+        table: Float[Tensor, "models params"],
+        models: Int[Tensor, " pairs"],
+        clients: Int[Tensor, " pairs"],
+        split: str,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " pairs"]]:
+        """Evaluate pairs of a row of the table and a client on the client's own data."""
+        pairs = EvaluationPairs(
+            self.data.samples,
+            self.data.sample_indices(split),
+            self.data.count_samples(split),
+            models,
+            clients,
+            self.data.input_noise(self.rng, "noise"),
+        )
+        values = self._measure_pairs(table, pairs, inputs)
+        if self.loss.kind == self.loss.metric:  # both have the same value
+            return {metrics.LOSS.name: values[metrics.LOSS.name]}
+        return values
+
+    # ------------------------------------------------------------------ on test sets
+
+    def evaluate(
+        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return each client's metrics on the test set that serves it; see `Task.evaluate`."""
+        out = {name: self._all_undefined() for name in self.engine.metrics}
+        for number, _, rows, models, which in self._iterate_test_sets(params, inputs):
+            pairs = self._pair_with_test_set(number, models)
+            for name, value in self._measure_pairs(params, pairs, inputs).items():
+                out[name][rows] = value[which]
+        return {**out, **self.evaluate_metrics(params, self.metrics, inputs)}
+
+    def evaluate_metrics(
+        self,
+        params: Float[Tensor, "clients params"],
+        wanted: Sequence[Metric],
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return metrics of each client's outputs for all samples of the test set that serves it.
+
+        Args:
+            params: the models.
+            wanted: the metrics; NaN where one is not defined, and for a test set without samples.
+            inputs: values of the layout's input buffers.
+        """
+        out = {metric.name: self._all_undefined() for metric in wanted}
+        if not wanted:
+            return out
+        for number, test, rows, models, which in self._iterate_test_sets(params, inputs):
+            values = {
+                metric.name: torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
+                for metric in wanted
+            }
+            pairs = self._pair_with_test_set(number, models)
+            targets = test.prepare_targets(torch.arange(len(test)))
+            for _, part, outputs in self._iterate_outputs(params, pairs, inputs):
+                for pair, own in zip(part.tolist(), outputs, strict=True):
+                    for metric in wanted:
+                        values[metric.name][pair] = self._apply_metric(metric, own, targets)
+            for name, value in values.items():
+                out[name][rows] = value[which]
+        return out
+
+    def evaluate_by_class(
+        self, params: Float[Tensor, "clients params"]
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
+        """Return the loss and its metric, from one pass over the samples of each class.
+
+        They equal those of `evaluate` up to the rounding of the loss. With them the recall of each
+        class on the test set that serves each client, NaN for a class without samples, and how
+        many samples it has.
+        """
+        clients, classes = len(self.data), self.data.federation.classes
+        values = {name: self._all_undefined() for name in self.engine.metrics}
+        recall = torch.full((clients, classes), torch.nan, dtype=self.layout.dtype)
+        counts = torch.zeros(clients, classes, dtype=torch.int64)
+        for number, test, rows, models, which in self._iterate_test_sets(params, None):
+            labels = self.data.federation.tests[number].y.to(torch.int64)
+            present, size = labels.unique(return_counts=True)
+            # one set of samples for each class
+            by_class = torch.argsort(labels, stable=True).split(size.tolist())
+            indices = torch.nn.utils.rnn.pad_sequence(list(by_class), batch_first=True)
+            pairs = EvaluationPairs(
+                test,
+                indices,
+                size,
+                models.repeat_interleave(len(present)),
+                torch.arange(len(present)).repeat(len(models)),
+                self.data.test_noise(self.rng, number, len(present)),
+            )
+            means = {
+                name: value.reshape(len(models), len(present))
+                for name, value in self._measure_pairs(params, pairs, None).items()
+            }
+            recall[rows[:, None], present] = means[metrics.ACCURACY.name][which]
+            counts[rows[:, None], present] = size
+            for name in values:
+                sums = means[name].double() * size
+                if name == metrics.ACCURACY.name:  # numbers of right answers are whole
+                    sums = sums.round()
+                values[name][rows] = (sums.sum(1) / len(test)).to(self.layout.dtype)[which]
+        return values, recall, counts
+
+    def accuracy_on_all_tests(
+        self, models: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, " clients"]:
+        """Return the accuracy of each model on all test sets together; equal ones run once."""
+        chosen, which = first_equal_rows(models).unique(return_inverse=True)
+        right, total = torch.zeros(len(chosen), dtype=self.layout.dtype), 0
+        for number, test in enumerate(self.data.tests):
+            values = self._measure_pairs(models, self._pair_with_test_set(number, chosen), None)
+            right += values[metrics.ACCURACY.name] * len(test)
+            total += len(test)
+        return (right / total)[which]
+
+    def _all_undefined(self) -> Float[Tensor, " clients"]:
+        return torch.full((len(self.data),), torch.nan, dtype=self.layout.dtype)
+
+    def _iterate_test_sets(
+        self, params: Tensor, inputs: Mapping[str, Tensor] | None
+    ) -> Iterator[tuple[int, RawSamples, Tensor, Tensor, Tensor]]:
+        """Give each test set with the different models to evaluate on it.
+
+        Args:
+            params: the models of all clients; equal ones are evaluated once on each test set.
+            inputs: values of input buffers, with which equal models may have different outputs.
+
+        Yields:
+            The number of the test set, the set, the rows of the clients that it serves, rows of
+            `params` with different models of theirs, and which of these each client has.
+        """
+        serves = self.data.test_set_numbers
+        same = torch.arange(len(params)) if inputs is not None else first_equal_rows(params)
+        for number, test in enumerate(self.data.tests):
+            rows = (serves == number).nonzero().flatten()
+            models, which = same[rows].unique(return_inverse=True)
+            yield number, test, rows, models, which
+
+    def _pair_with_test_set(self, number: int, models: Int[Tensor, " models"]) -> EvaluationPairs:
+        """Return the pairs of some models and a whole test set."""
+        test = self.data.tests[number]
+        everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
+        noise = self.data.test_noise(self.rng, number, 1)
+        return EvaluationPairs(test, everything, size, models, torch.zeros_like(models), noise)
+
+    def _apply_metric(self, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
+        """Return a metric of one model's outputs."""
+        given = self.loss.metric_inputs(metric, outputs, targets)
+        if not metric.each:
+            given = (given[0].cpu(), given[1].cpu())
+        with warnings.catch_warnings():
+            # the value is NaN, and the run says why
+            warnings.simplefilter("ignore", Undefined)
+            return metric(*given)
+
+    # ------------------------------------------------------------------ by the engine
+
+    def _measure_pairs(
+        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        return self.engine.measure_pairs(table, pairs, self._or_zero(inputs, table), self.block)
+
+    def _iterate_outputs(
+        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        return self.engine.iterate_outputs(table, pairs, self._or_zero(inputs, table), self.block)
+
+    def _or_zero(self, inputs: Mapping[str, Tensor] | None, table: Tensor) -> Mapping[str, Tensor]:
+        return self.layout.zero_inputs(len(table)) if inputs is None else inputs

@@ -1,0 +1,119 @@
+"""What a task is built from besides data: the model, how it is computed, and how much work there is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from coterie.data.federation import Federation
+from coterie.engine.device import check_device
+from coterie.engine.optim import LocalTraining
+from coterie.engine.precision import check_precision
+from coterie.errors import require
+from coterie.functional.losses import Loss
+from coterie.functional.metrics import Metric
+from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource
+
+InitMode = Literal["shared", "per_client", "given"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What clients train.
+
+    Args:
+        source: a name of `models.NETS`, an nn.Module, or a factory of modules.
+        init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the
+            module's own values.
+        buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters,
+            "local" keeps each client's own, "reset" restores the initial ones.
+        shared: patterns of the tensors that clients share; everything when empty. See
+            `models.sharing.match_patterns`.
+        similarity_on: patterns of the tensors in which models are compared, of those that are
+            trained and shared.
+        local_tensors: (layout) -> patterns of further tensors that clients keep to themselves.
+        owner: who asks for `local_tensors`, for messages.
+        loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
+        metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
+    """
+
+    source: ModelSource
+    init: InitMode = "shared"
+    buffers: str = "average"
+    shared: Sequence[str] = ()
+    similarity_on: Sequence[str] = ()
+    local_tensors: Callable[[Layout], Sequence[str]] | None = None
+    owner: str = "the method"
+    loss: Loss | None = None
+    metrics: Sequence[Metric] = ()
+
+    def __post_init__(self) -> None:
+        """Check names of choices.
+
+        Raises:
+            ConfigError: with what was found and what was expected.
+        """
+        modes = "'shared', 'per_client' or 'given'"
+        require(self.init in ("shared", "per_client", "given"), "init", self.init, modes)
+        policies = f"one of {', '.join(BUFFER_POLICIES)}"
+        require(self.buffers in BUFFER_POLICIES, "buffers", self.buffers, policies)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How models are computed; results agree, up to rounding.
+
+    Args:
+        engine: "auto" or a name of `engine.ENGINES`.
+        block: how many clients are trained at once; chosen from the size of the model when None. It
+            changes the speed, never the result.
+        dtype: floating-point type of models and inputs.
+        device: where models and data are; ids, counts, losses and other reports are on the CPU.
+        precision: of the products in training and evaluation: "full", "tf32" or "bf16"; see
+            `engine.precision`.
+        cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
+    """
+
+    engine: str = "auto"
+    block: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    precision: str = "full"
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what this machine cannot compute.
+
+        Raises:
+            ConfigError: with what was found and what was expected.
+        """
+        require(self.block is None or self.block >= 1, "block", self.block, "at least 1")
+        check_device(self.device)
+        check_precision(self.precision, self.cuda_graphs, self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How much a run trains; "auto" chooses an engine by it.
+
+    Args:
+        rounds: of the run, for learning-rate schedules over all of them; None for unknown.
+        train_samples: samples that all clients train on in the whole run; None for a few.
+        batch_size: samples of a client's step; None for unknown.
+        custom_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
+    """
+
+    rounds: int | None = None
+    train_samples: float | None = None
+    batch_size: int | None = None
+    custom_optimizer: str | None = None
+
+    @staticmethod
+    def of_run(local: LocalTraining, rounds: int, federation: Federation) -> "Workload":
+        """Return the work of a run with all clients of a federation, the warm-up included."""
+        if local.steps is None:
+            samples = local.epochs * int(federation.count_samples("train").sum())
+        else:
+            samples = local.steps * local.batch_size * len(federation)
+        return Workload(rounds, samples * (rounds + 1), local.batch_size, local.custom_optimizer)
