@@ -45,7 +45,7 @@ class Measured:
         cpus: threads of each block.
 
     Attributes:
-        sent: bytes that blocks told each other, by round.
+        sent: bytes that blocks sent each other, by round.
         seconds: of each round, as this process waits for it.
         most: the peak memory of each block's process, in bytes.
         ready: seconds until all blocks were there.

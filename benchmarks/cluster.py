@@ -1,4 +1,4 @@
-"""Whole runs on a Ray of this machine beside its own worker processes: seconds, start, and the bytes that move.
+"""Whole runs on a Ray of this machine compared with its own worker processes: seconds, start, and the bytes that move.
 
     python benchmarks/cluster.py --out docs/reference/runs/performance/cluster.json
 

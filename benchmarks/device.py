@@ -1,4 +1,4 @@
-"""What a CUDA device gains: one epoch of every client's local training there, beside a CPU and beside the usual loop.
+"""What a CUDA device gains: one epoch of local training there, on a CPU, and with the usual loop.
 
     python -m benchmarks.device --device cuda --out docs/reference/runs/performance/device.json
 

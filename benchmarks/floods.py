@@ -67,7 +67,7 @@ def _connect() -> socket.socket | None:
 
 
 def _hold(stop: Stop, drip: Callable[[socket.socket, int], None]) -> None:
-    """Keep many connections to n0; do something with each, again and again, and replace those that are closed."""
+    """Keep many connections to n0; use each again and again, and replace closed ones."""
     held: list[socket.socket] = []
     beat = 0
     while not stop():

@@ -1,4 +1,4 @@
-"""What published models tell of their training data, by method, without and with DP-SGD: membership inference.
+"""How much published models reveal of their training data, by method, without and with DP-SGD: membership inference.
 
     python benchmarks/leakage.py --out docs/reference/runs/privacy/leakage.json
     python benchmarks/leakage.py --table docs/reference/runs/privacy/leakage.json

@@ -1,4 +1,4 @@
-"""How much memory a run takes beside what was forecast, and how much four workers take beside one.
+"""How much memory a run takes compared with the forecast, and four workers with one.
 
     python benchmarks/memory.py forecast --out docs/reference/runs/performance/memory.json
     python benchmarks/memory.py workers --out docs/reference/runs/performance/workers.json
@@ -34,7 +34,7 @@ CLIENTS, ROUNDS = 100, 2
 
 
 def forecast(kind: str) -> dict[str, Any]:
-    """Run a method and return the peak of the run beside its forecast."""
+    """Run a method and return the peak of the run and its forecast."""
     data, settings = (
         images(CLIENTS, 10, 28, 1),
         Settings(rounds=ROUNDS, engine="compiled", local=LocalTraining(lr=0.01)),

@@ -1,4 +1,4 @@
-"""Local training of many kinds of models by every engine, beside the usual loop and a lean loop of plain PyTorch.
+"""Local training of many models by every engine, the usual loop and a lean loop of PyTorch.
 
     python benchmarks/models.py --out docs/reference/runs/performance/models.json
     python benchmarks/models.py --only resnet8-bn gru --batches 8 32
@@ -232,7 +232,7 @@ def sides(entry: Entry, of: Size, adam: str, engines: Sequence[str]) -> Sides:
         entry: the model.
         of: how much a timing trains.
         adam: for the lean loop.
-        engines: those to time beside what "auto" takes.
+        engines: to time in addition to what "auto" takes.
 
     Raises:
         DifferentResultsError: when two engines do not compute the same.
@@ -376,7 +376,7 @@ def cell(
     Args:
         name: of the model.
         batch: samples of a step.
-        engines: to time beside what "auto" takes.
+        engines: to time in addition to what "auto" takes.
         until: `time.monotonic()` at which it should end.
         quick: one turn of two clients with two steps: nothing to rely on.
     """
@@ -439,7 +439,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument(
-        "--engines", nargs="*", choices=list(ENGINES), default=list(ENGINES), help="beside auto's"
+        "--engines",
+        nargs="*",
+        choices=list(ENGINES),
+        default=list(ENGINES),
+        help="in addition to auto's",
     )
     parser.add_argument(
         "--minutes", type=float, default=24, help="for all cells; each has at least three turns"

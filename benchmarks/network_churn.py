@@ -32,7 +32,7 @@ class Watched:
     Args:
         rounds: (round, seconds, of which exchanging) of each node.
         memory: resident memory of each node, in MB, every half second.
-        statuses: how those that were not left dead ended.
+        statuses: the exit status of each node that was not left dead.
     """
 
     rounds: dict[str, list[tuple[int, float, float]]]
@@ -126,7 +126,7 @@ def outcome(
     method: str,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what is told of every run: rounds, accuracy beside that of unharmed runs, and the replay."""
+    """Return what every run reports: rounds, accuracy of it and of unharmed runs, and the replay."""
     names = list(seen.rounds)
     found = accuracies(folder, study, ended)
     places = [netlab.folder_of(folder / "nodes" / name, study) for name in names]

@@ -32,7 +32,7 @@ WARM_UP = 4  # rounds that are not counted
 
 
 def peers_of(number: int, round: int, count: int, population: int) -> list[int]:
-    """Return whom a node reads in a round: others in turn, so that everybody is read equally often."""
+    """Return the peers of a node in a round: others in turn, so that each is read equally often."""
     return [(number + 1 + (round + k) % (population - 1)) % population for k in range(count)]
 
 

@@ -87,7 +87,7 @@ class ForgedHeads(Attacker):
         """Own heads before round 1, so that the others know it; then forged ones, in turn."""
         honest = super().head(nonce)
         if self.round < 1:
-            self.kept = honest  # an answer to a question that nobody asks again
+            self.kept = honest  # an answer to a question that is not asked again
             return honest
         other = json.loads(honest[64:]) | {
             "peer": self.others()[0],
@@ -168,7 +168,7 @@ class Replayed(Attacker):
 
 
 class OldRoster(Attacker):
-    """Says that it has a roster of version 99, and sends that of version 1 to whoever asks; version 2 is in force."""
+    """Says that it has a roster of version 99, and sends version 1 to every node that asks; version 2 is in force."""
 
     def attack(self, data: stranger.Data) -> None:
         """Take part with the roster of before."""
@@ -191,7 +191,7 @@ class OldKey(Attacker):
         return True
 
     def attack(self, data: stranger.Data) -> None:
-        """Ask for heads and models, and publish, whether or not anybody hears it."""
+        """Ask for heads and models, and publish, whether or not a node receives it."""
         self.publish(stranger.Address("model", 0, 0, self.client), "", {})
         for round in range(3):
             for client in (0, 1):

@@ -30,7 +30,7 @@ NETWORK = {"deadline": 60.0, "start": 180.0, "linger": 30.0}
 
 
 def compare(nodes: list[Path], simulated: Path) -> netlab.Result:
-    """Compare what the nodes wrote with the simulation's: who read whom, what was measured, the models."""
+    """Compare what the nodes wrote with the simulation's: the peers of each round, what was measured, the models."""
 
     def plain(frames: list[pd.DataFrame]) -> pd.DataFrame:
         frame = pd.concat(

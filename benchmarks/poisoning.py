@@ -66,7 +66,7 @@ def settings(accepts: bool, attack: str, share: float, rounds: int, **rules: Any
 def row(
     run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: float
 ) -> dict[str, Any]:
-    """Return what a run came to."""
+    """Return the results of a run."""
     tests = select_final_tests(run.metrics)
 
     def mean(name: str) -> float | None:

@@ -235,7 +235,7 @@ class Moments:
         self.count, self._act, self._files, self._writing = 0, act, files, 0
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Be told of a call by `sys.setprofile`."""
+        """Receive a call from `sys.setprofile`."""
         own = frame.f_code.co_filename.startswith(_OWN)
         if (
             own

@@ -40,7 +40,7 @@ class Arrivals:
     asked: dict[tuple[int, int, int], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def active(self, round: int) -> set[int]:
-        """Return the clients that completed a round, and those that failed in it after others had read them."""
+        """Return the clients that completed a round, and clients that failed after others read them."""
         read = {c for (r, _, _), (_, arrived) in self.asked.items() if r == round for c in arrived}
         return read | {c for r, c in self.completed if r == round}
 

@@ -103,7 +103,7 @@ def names(labels: Iterable[str]) -> str:
 
 
 def results(name: str) -> str:
-    """Return what each method came to, as a table, the best first."""
+    """Return the results of each method, as a table, the best first."""
     summary = stored(name, "summary.json")
     all_ = pairs.parse_pairs(summary)
     own = [pair for pair in all_ if (pair.metric, pair.cluster) == ("accuracy", "all")]

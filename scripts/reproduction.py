@@ -77,14 +77,14 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
 
 
 def cost_tables() -> list[str]:
-    """Return the costs that papers print and the costs that the ledger predicts for the studies of full size."""
+    """Return printed costs, and the costs that the cost ledger predicts, of studies of full size."""
     parts = []
     for source in numbers.SOURCES:
         for name, lines in compare.predict_paper_costs(source).items():
-            beside = _tables.build_cost_table(name, lines)
+            predicted = _tables.build_cost_table(name, lines)
             notes = " ".join(numbers.find_notes(numbers.EXPERIMENTS[name]))
             parts.append(
-                f"## {beside.title}\n\n{markdown(beside)}\n\nOn the printed numbers: {notes}\n"
+                f"## {predicted.title}\n\n{markdown(predicted)}\n\nOn the printed numbers: {notes}\n"
             )
     return parts
 
@@ -167,8 +167,8 @@ def section(folder: Path) -> str:
         return (
             "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
         )
-    for beside in _tables.build_paper_tables(comparison):
-        parts += [f"### {beside.title}", markdown(beside)]
+    for compared in _tables.build_paper_tables(comparison):
+        parts += [f"### {compared.title}", markdown(compared)]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"

@@ -2,8 +2,8 @@
 
     python scripts/requirements.py
 
-Versions are those of constraints.txt, and the newest of what it does not name; digests are those
-that the package index states. Run it with the Python and on the system that the image has: digests
+Versions are those of constraints.txt, and the newest of what it does not name; the package
+index states the digests. Run it with the Python and on the system that the image has: digests
 are of wheels for one platform.
 """
 

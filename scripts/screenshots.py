@@ -3,7 +3,7 @@
     coterie run && python scripts/screenshots.py runs/rotated-digits && python scripts/readme.py
     python scripts/screenshots.py        (of the report as it is stored)
 
-With a run's folder the stored report and what the study came to are written again first.
+With a run's folder, the stored report and the results of the study are written again first.
 """
 
 import shutil

@@ -307,12 +307,12 @@ def render(until: str) -> dict[Path, str]:
 def keep(
     run: Path, *, in_one_go: bool = True, join: bool = False, where: Path | None = None
 ) -> Path:
-    """Store what a study came to: summary, settings, the values of each run, and where it comes from.
+    """Store a study: its summary, settings, the values of each run, and where they come from.
 
     Args:
         run: the folder of a finished study.
         in_one_go: whether it ran without a break, so that its duration is known.
-        join: add the runs to those that are stored (see `joined`), in place of them.
+        join: add the runs to the stored ones (see `joined`), in place of them.
         where: the folder of stored results; the repository's own when None.
 
     Raises:
@@ -485,7 +485,7 @@ def _joined_heads(first: Content, second: Content, study: config.StudyConfig) ->
 
 
 def _of_commits(commits: Iterable[str]) -> Content:
-    """Return the commit of a head, the oldest of those that runs were made with, and all where they are several.
+    """Return the oldest commit that runs were made with, and all commits when there are several.
 
     Raises:
         CoterieError: when none of them comes before the others.

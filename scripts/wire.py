@@ -262,7 +262,7 @@ def _order(item: tuple[Sent, list[int]]) -> tuple[Any, ...]:
 HEAD = f"""{MADE}# What nodes of each method send
 
 The tensors of each message of [the wire format](wire.md), as nodes of each method send them with its default settings,
-and with those that change what is sent. `kind` and `x` (the number of the exchange) are as in the key of the question.
+and with the settings that change what is sent. `kind` and `x` (the number of the exchange) are as in the key of the question.
 Methods without exchanges (`local`, `pooled`) send nothing.
 
 Types are those of safetensors, with `dtype = "float32"`; with `dtype = "float64"`, what is F32 here is F64. Lengths of

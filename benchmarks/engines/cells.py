@@ -85,7 +85,7 @@ class Everyone(InMemory):
 
     Args:
         params: the model of each client.
-        peers: whom each acting client reads, whatever it asked for.
+        peers: the clients that each acting client reads.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from coterie.errors import ConfigError, describe_unknown
 from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from .processes import Processes
 
-# the usual loop costs the same for every client, so a few of them tell the cost of one
+# the usual loop costs the same for every client, so a few of them give the cost of one
 USUAL_CLIENTS = 4
 POPULATIONS = (100, 1000)
 FREE = 0.95  # share of the processor from which timings are undisturbed
@@ -207,7 +207,7 @@ def _ours(ours: Coterie, threads: int) -> float:
 
 
 def _forget_peak() -> None:
-    """Let the largest resident memory begin anew, where the system can."""
+    """Reset the largest resident memory, where the system can."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")

@@ -77,7 +77,7 @@ def serve(cell: Cell, clients: int, pipe: Connection) -> None:
     Args:
         cell: what to do.
         clients: how many.
-        pipe: receives how often, and is told when it is done; first, how many clients there are.
+        pipe: receives the number of repeats, and sends when it is done; first, the number of clients.
     """
     torch.set_num_threads(1)
     usual = Usual(Coterie(cell, "loop", clients), clients)

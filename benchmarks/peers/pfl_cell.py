@@ -37,10 +37,10 @@ class Net(nn.Sequential):
 
 
 class Clock(TrainingProcessCallback):
-    """Tells the rounds.
+    """Reports the rounds.
 
     Args:
-        report: what hears of them.
+        report: receives them.
     """
 
     def __init__(self, report: Report) -> None:

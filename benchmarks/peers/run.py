@@ -212,7 +212,7 @@ def table(
     last: Mapping[str, float],
     failed: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Return Coterie's row, those of the frameworks that ran, the fastest first, and those that failed.
+    """Return Coterie's row, the rows of frameworks that ran, the fastest first, and the failed ones.
 
     Args:
         pairs: the runs of each framework.
@@ -232,7 +232,7 @@ def table(
 
 
 class Bench:
-    """Runs frameworks beside Coterie.
+    """Runs frameworks and Coterie.
 
     Args:
         names: of the frameworks.
@@ -260,7 +260,7 @@ class Bench:
             self.names.remove(name)
             return None
         print(
-            f"{name}: {theirs.first}, {theirs.rounds} beside {ours.first}, {ours.rounds}",
+            f"{name}: {theirs.first}, {theirs.rounds} against {ours.first}, {ours.rounds}",
             file=sys.stderr,
             flush=True,
         )

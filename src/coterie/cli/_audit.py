@@ -1,4 +1,4 @@
-"""The command that attacks the published models of a study: audit-privacy. `app` registers it with `add_commands`."""
+"""The command audit-privacy, which attacks the published models of a study."""
 
 import json
 from collections.abc import Sequence
@@ -28,16 +28,21 @@ def audit_privacy(
         ),
     ] = None,
     shadows: Annotated[
-        int, typer.Option(help="Runs of each method, an even number from 6 on.")
+        int, typer.Option(help="Runs of each method: an even number, at least 6.")
     ] = 8,
     clip: Annotated[
-        float, typer.Option(help="With privacy: the largest norm of a sample's gradient.")
+        float, typer.Option(help="With --noise: the largest norm of a sample's gradient.")
     ] = 1.0,
     noise: Annotated[
         float | None,
-        typer.Option(help="With privacy: the noise multiplier; else only what the study sets."),
+        typer.Option(
+            help="Train with DP-SGD and this noise multiplier; by default only if the study "
+            "sets it."
+        ),
     ] = None,
-    delta: Annotated[float, typer.Option(help="With privacy: the delta.")] = 1e-5,
+    delta: Annotated[
+        float, typer.Option(help="With --noise: the delta of the privacy guarantee.")
+    ] = 1e-5,
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -54,12 +59,13 @@ def audit_privacy(
         bool, typer.Option("--json", help="Print the result as JSON, for programs.")
     ] = False,
 ) -> None:
-    """Measure what the published models of each method tell of their training data: membership inference.
+    """Measure how much published models reveal about their training data.
 
-    Halves of each client's training samples are held out in turn. Two attacks guess from the newest
-    model that a client published which half it was trained on: by the loss (Yeom et al. 2018), and
-    by likelihood ratios with the other runs as shadow models (LiRA, Carlini et al. 2022). Guessing
-    has an AUC of 0.5 and finds 1 % at 1 % false alarms.
+    The attack is membership inference. Halves of each client's training samples
+    are held out in turn. Two attacks guess from the newest model that a client
+    published which half it was trained on: by the loss (Yeom et al. 2018), and by
+    likelihood ratios with the other runs as shadow models (LiRA, Carlini et al.
+    2022). Guessing has an AUC of 0.5 and finds 1 % at 1 % false alarms.
 
     [bold]Examples[/bold]
 

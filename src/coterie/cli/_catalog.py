@@ -1,7 +1,7 @@
-"""What can be chosen, in words: methods and their parameters, from classes and docstrings, and the built-in studies.
+"""Descriptions of methods, their parameters and the built-in studies, from classes and docstrings.
 
-catalog.json beside this file holds it for what is built in, so that it is listed without importing
-the classes; a test compares it with them, and `python scripts/reference.py` writes it.
+catalog.json in this folder holds them for everything built in, so that it is listed without
+importing the classes; a test compares it with them, and `python scripts/reference.py` writes it.
 """
 
 import inspect
@@ -37,13 +37,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method in words.
+    """The description of a method.
 
     Args:
         kind: its name.
         summary: one line on what it does.
         description: its docstring before the sections.
-        parameters: what can be set.
+        parameters: its settings.
         references: its papers.
     """
 
@@ -55,7 +55,7 @@ class MethodEntry:
 
 
 def describe_method(kind: str, cls: type[Any]) -> MethodEntry:
-    """Return a method in words.
+    """Describe a method.
 
     Args:
         kind: the name under which it is found.
@@ -67,7 +67,7 @@ def describe_method(kind: str, cls: type[Any]) -> MethodEntry:
 
 
 def load_methods() -> dict[str, MethodEntry]:
-    """Return the built-in methods in words, by name."""
+    """Load the descriptions of the built-in methods, by name."""
     found = {}
     for kind, one in _load_catalog()["methods"].items():
         given = tuple(Parameter(**parameter) for parameter in one["parameters"])
@@ -78,7 +78,7 @@ def load_methods() -> dict[str, MethodEntry]:
 
 
 def load_studies() -> dict[str, tuple[str, str]]:
-    """Return the size and the description of each built-in study, by name."""
+    """Load the size and the description of each built-in study, by name."""
     return {name: (size, text) for name, (size, text) in _load_catalog()["studies"].items()}
 
 
@@ -88,7 +88,7 @@ def _load_catalog() -> dict[str, Any]:
 
 
 def build_catalog() -> str:
-    """Return the text of catalog.json, from the classes and files themselves."""
+    """Build the text of catalog.json, from the classes and files themselves."""
     from coterie.methods import METHODS
     from coterie.studies import config
 
@@ -105,7 +105,7 @@ def build_catalog() -> str:
 
 
 def list_parameters(cls: type[Any]) -> list[Parameter]:
-    """Return the fields of a dataclass with their defaults and the texts of its docstring's Args section."""
+    """List the fields of a dataclass with their defaults and documentation."""
     texts, must = {}, required_fields(cls)
     for base in reversed(cls.__mro__):
         texts |= parse_arguments(inspect.cleandoc(base.__doc__ or ""))
@@ -125,10 +125,11 @@ def list_parameters(cls: type[Any]) -> list[Parameter]:
 
 
 def parse_arguments(doc: str) -> dict[str, str]:
-    r"""Return the entries of the Args section of a Google-style docstring.
+    r"""Parse the entries of the Args section of a Google-style docstring.
 
     Example:
-        >>> arguments("Sum.\n\nArgs:\n    a: the first,\n        and more.\n    b, c: others.\n\nReturns:\n    x")
+        >>> doc = "Sum.\n\nArgs:\n    a: the first,\n        and more.\n    b, c: others."
+        >>> parse_arguments(doc)
         {'a': 'the first, and more.', 'b': 'others.', 'c': 'others.'}
     """
     match = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)

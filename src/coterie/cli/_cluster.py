@@ -1,4 +1,4 @@
-"""`--on` and what belongs to it, for the commands that run something; `coterie doctor --on`; `coterie status`."""
+"""Where runs are computed: `--on` and its options, `doctor --on`, and `status`."""
 
 import shlex
 from collections.abc import Iterator
@@ -16,28 +16,25 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="PLACE",
-        help="Where runs are computed: local, ray:auto, ray://HOST:10001, slurm:PARTITION.",
+        help="Where to compute runs: local, ray:auto, ray://HOST:10001, slurm:PARTITION.",
     ),
 ]
-Cpus = Annotated[
-    int, typer.Option(min=1, help="With --on: processors of a run, which are its threads.")
-]
+Cpus = Annotated[int, typer.Option(min=1, help="With --on: processors per run, one thread each.")]
 Gpus = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="With --on: GPUs of a run, such as 0.5; by default 1 where the study's device is one.",
+        help="With --on: GPUs per run, such as 0.5; by default 1 if the study's device is a GPU.",
     ),
 ]
 Blocks = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        help="Host each run in so many blocks, over --on; by default on a Ray of this machine.",
+        min=1, help="Split each run into this many blocks on --on; by default on a local Ray."
     ),
 ]
+# The cluster decides how many runs are in progress, so the number here must not limit it.
 MANY = 1_000_000
-"""Runs under way at most, where the cluster decides."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,17 @@ class RunLocation:
 
     @contextmanager
     def open_executor(self, device: str, workers: int | None) -> Iterator[tuple[Any, int]]:
-        """Be connected to what does the runs, for the block.
+        """Connect to the place that executes the runs, for the block.
 
         Args:
             device: of the study.
-            workers: how many runs are under way at most; None for what fits.
+            workers: how many runs are in progress at most; None for what fits.
 
         Yields:
-            What does them, None for processes of this machine; and the number of workers.
+            The executor of the runs, None for processes of this machine; and the number of workers.
 
         Raises:
-            ConfigError: when the place is none, or nobody answers there.
+            ConfigError: when the place does not exist, or does not answer.
         """
         from coterie.cluster import place
 
@@ -96,7 +93,7 @@ class RunLocation:
             return
         if found.kind == "local":
             if self.cpus > 1 or self.gpus is not None:
-                raise ConfigError("--cpus and --gpus are of runs on a cluster; give --on too")
+                raise ConfigError("--cpus and --gpus apply to runs on a cluster; give --on too")
             from coterie.simulation.workers import default_workers
 
             yield None, workers or default_workers(device)
@@ -119,7 +116,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def check_cluster(on: str) -> int:
-    """Say what differs on the machines of a cluster from this one; return the exit status."""
+    """Print how the machines of a cluster differ from this one; return the exit status."""
     from coterie.cluster import doctor
 
     machines, own = _examine_machines(on), doctor.describe_this_machine()
@@ -135,7 +132,8 @@ def check_cluster(on: str) -> int:
         typer.echo(f"WRONG  {count}: install the same on all")
     elif unequal:
         typer.echo(
-            f"ok     {count}: results agree within the tolerance of an engine; their bytes may differ"
+            f"ok     {count}: results agree within the tolerance of an engine; their bytes "
+            "may differ"
         )
     else:
         typer.echo(f"ok     {count}, equal to this one: runs leave the same bytes")
@@ -143,14 +141,12 @@ def check_cluster(on: str) -> int:
 
 
 def _examine_machines(on: str) -> Any:
-    """The machines of a place: all of a Ray cluster; of Slurm one of the partition, whichever is free first."""
+    """Examine all machines of a Ray cluster, or the first free machine of a Slurm partition."""
     from coterie.cluster import doctor, place
 
     found = place.parse_place(on)
     if found.kind == "local":
-        raise ConfigError(
-            "--on local is this machine, which has nothing to differ from; expected ray:auto, ..."
-        )
+        raise ConfigError("--on local is this machine alone; expected a cluster, such as ray:auto")
     if found.kind == "slurm":
         from coterie.cluster import slurm
 
@@ -162,12 +158,13 @@ def _examine_machines(on: str) -> Any:
 
 def show_status(
     folder: Annotated[
-        Path, typer.Argument(metavar="STUDY", help="Folder of a study, wherever its runs are made.")
+        Path, typer.Argument(metavar="STUDY", help="Folder of a study, wherever it runs.")
     ],
 ) -> None:
-    """Say of each run of a study whether it is queued, running, done or failed, and why.
+    """Show for each run of a study whether it is queued, running, done or failed.
 
-    Exit status: 0 when all are done; 1 when one failed or is damaged; 3 when there is more to do.
+    Exit status: 0 when all are done; 1 when one failed or is damaged; 3 when
+    there is more to do.
 
     [bold]Example[/bold]
 

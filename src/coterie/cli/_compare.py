@@ -1,4 +1,4 @@
-"""The commands compare, analyze and tune. `app` registers them with `add_commands`."""
+"""The commands compare, analyze and tune."""
 
 import json
 from enum import StrEnum
@@ -39,13 +39,13 @@ def compare_studies(
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="Compare pairs with this method alone: fewer pairs, a smaller correction.",
+            help="Compare each method only with this one: fewer pairs, a smaller correction.",
         ),
     ] = None,
     cluster: Annotated[
         str,
         typer.Option(
-            help="Pairs over the clients of a planted cluster, over all, or over clusters."
+            help="Clients to compare over: all, clusters, or the name of a planted cluster."
         ),
     ] = "all",
     test_share: Annotated[
@@ -54,7 +54,8 @@ def compare_studies(
             min=0.0,
             max=0.9,
             metavar="SHARE",
-            help="The share each seed tests on, where all split the same samples; intervals are then about new ones.",
+            help="Share of the samples that each seed tests, if all seeds split the same ones; "
+            "intervals are then about new samples.",
         ),
     ] = 0.0,
     paper: Annotated[bool, typer.Option("--paper", help="Compare with published numbers.")] = False,
@@ -66,7 +67,7 @@ def compare_studies(
         typer.Option(
             min=0.0,
             metavar="MB",
-            help="As --equal-bytes, when each client has used so many megabytes.",
+            help="Like --equal-bytes, at this number of megabytes per client.",
         ),
     ] = None,
     tuned: Annotated[
@@ -80,13 +81,16 @@ def compare_studies(
         TableFormat | None,
         typer.Option("--format", help="Print tables for a paper or a page, with intervals."),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the comparison as JSON, for programs.")
+    ] = False,
 ) -> None:
-    """Compare the methods of a study in pairs, studies with each other or with published numbers.
+    """Compare methods in pairs, studies with each other, or with published numbers.
 
-    A difference is established where it is unlikely to be chance: paired by seed and client, with
-    Student's interval over the seeds, and corrected for the number of pairs. Of a sweep over data
-    or models, give the folder of one point.
+    A difference is established when it is unlikely to be chance. The test pairs
+    values by seed and client, takes Student's interval over the seeds, and
+    corrects for the number of pairs. For a sweep over data or models, give the
+    folder of one point.
 
     [bold]Examples[/bold]
 
@@ -96,7 +100,7 @@ def compare_studies(
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
       coterie compare runs/similarity/synthetic --paper
-    """  # fmt: skip
+    """
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
     from coterie.results import conditions
@@ -163,13 +167,10 @@ def _print_table(console: Console, shown: Any) -> None:
     for place, head in enumerate(shown.head):
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
     for i, row in enumerate(shown.rows):
-        cells = [escape(cell) for cell in row]
-        table.add_row(
-            *(
-                f"[bold]{cell}[/bold]" if (i, j) in shown.strong else cell
-                for j, cell in enumerate(cells)
-            )
-        )
+        cells = []
+        for j, cell in enumerate(row):
+            cells.append(f"[bold]{escape(cell)}[/bold]" if (i, j) in shown.strong else escape(cell))
+        table.add_row(*cells)
     console.print(table)
     if shown.foot:
         console.print(shown.foot, markup=False, highlight=False)
@@ -190,12 +191,14 @@ def analyze_run(
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
 ) -> None:
-    """Compute an analysis from a run's checkpoint and write it as a table; without --what, list the analyses.
+    """Compute an analysis of a run and write it as a table; without --what, list them.
+
+    The analysis starts from the run's checkpoint.
 
     [bold]Examples[/bold]
 
       coterie analyze runs/my-study --what interaction
-      coterie analyze runs/my-study/SosicFL/seed-0 --what simplex --points 500 --clients 0,7
+      coterie analyze runs/my-study/SosicFL/seed-0 --what simplex --clients 0,7
       coterie analyze runs/my-study --what beta --betas 0.5,4
     """
     from coterie.papers import analyses
@@ -212,7 +215,7 @@ def analyze_run(
 
 
 def _describe_new_clients(folder: Path) -> list[str]:
-    """What a study says of clients that joined at the end; nothing where none did."""
+    """Describe the clients of a study that joined at the end; nothing when none did."""
     from coterie.functional.metrics import REGISTRY
     from coterie.results.summary import describe_new_clients, summarize_study
     from coterie.studies.run import load_stored_study
@@ -221,19 +224,14 @@ def _describe_new_clients(folder: Path) -> list[str]:
     if all(entry.settings.new_clients is None for entry in study.methods):
         return []
     content = summarize_study(out / study.name)
-    names = [row["metric"] for row in content["rows"]]
-    return (
-        [
-            f"{study.name}: {line}"
-            for line in describe_new_clients(content, REGISTRY.choose_main(names))
-        ]
-        if names
-        else []
-    )
+    if not content["rows"]:
+        return []
+    main = REGISTRY.choose_main([row["metric"] for row in content["rows"]])
+    return [f"{study.name}: {line}" for line in describe_new_clients(content, main)]
 
 
 def _parse_numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
-    """Read numbers separated by commas."""
+    """Parse numbers separated by commas."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
@@ -260,7 +258,8 @@ def tune_study(
     seeds: Annotated[
         str | None,
         typer.Option(
-            help="Seeds of the trials: their number (3), or a list (100,101); the study keeps its own."
+            help="Seeds of the trials: their number (3), or a list (100,101); the study keeps "
+            "its own."
         ),
     ] = None,
     data_dir: Annotated[
@@ -276,14 +275,14 @@ def tune_study(
         ),
     ] = None,
     widenings: Annotated[
-        int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")
+        int, typer.Option(min=0, help="How often to extend a grid whose edge is best.")
     ] = 3,
     on: _cluster.On = "local",
     cpus: _cluster.Cpus = 1,
     gpus: _cluster.Gpus = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Tune every method on the clients' validation data; the test sets are removed first.
+    """Tune every method on the clients' validation data, without the test data.
 
     [bold]Examples[/bold]
 
@@ -309,7 +308,10 @@ def tune_study(
 
     def show_trial(trial: tuning.Trial) -> None:
         values = ", ".join(f"{key} = {value}" for key, value in trial.point)
-        text = f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} {trial.value:.5g}"
+        text = (
+            f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} "
+            f"{trial.value:.5g}"
+        )
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     with _cluster.RunLocation(on, cpus, gpus).open_executor(chosen.settings.device, workers) as (
@@ -317,9 +319,14 @@ def tune_study(
         crew,
     ):
         tuned = tuning.tune_study(
-            chosen, axes, data_dir=data_dir, workers=crew, widenings=widenings, observer=None if quiet else show_trial,
+            chosen,
+            axes,
+            data_dir=data_dir,
+            workers=crew,
+            widenings=widenings,
+            observer=None if quiet else show_trial,
             over=over,
-        )  # fmt: skip
+        )
     path = tuning.write_result(tuned, out)
     for one in tuned.choices:
         values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"

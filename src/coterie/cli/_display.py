@@ -59,7 +59,7 @@ def is_live_terminal(console: Console) -> bool:
 def show_progress(
     studies: Sequence[StudyConfig], console: Console, quiet: bool
 ) -> Iterator[Observer]:
-    """Show the progress of a study's runs.
+    """Show the progress of a study's runs during the block.
 
     Args:
         studies: the studies that run one after another, with the same methods.
@@ -67,7 +67,7 @@ def show_progress(
         quiet: show nothing.
 
     Yields:
-        The observer to call after each round, and with what a run does before its first.
+        The observer to call after each round, and with the notes of a run before its first round.
     """
     if quiet:
         yield lambda step: None
@@ -79,12 +79,12 @@ def show_progress(
 
 
 def _announce_engine(console: Console, observer: Observer) -> Observer:
-    """Tell which engine trains, once for each that does, before the rounds."""
-    told: set[str] = set()
+    """Print which engine trains, once for each engine, before the rounds."""
+    announced: set[str] = set()
 
     def observe(step: Step | Note) -> None:
-        if isinstance(step, Step) and step.engine and step.engine not in told:
-            told.add(step.engine)
+        if isinstance(step, Step) and step.engine and step.engine not in announced:
+            announced.add(step.engine)
             console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
         observer(step)
 
@@ -111,7 +111,11 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
 
         def observe(step: Step | Note) -> None:
-            """A run that is resumed starts late, and stops early when all its clients have: both count as done."""
+            """Advance the bar of a run.
+
+            A resumed run starts late, and a run stops early when all its clients have: both count
+            as done.
+            """
             if isinstance(step, Note):
                 bars.console.print(_format_note(step), highlight=False, markup=False)
                 bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
@@ -125,7 +129,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
 
 
 def _make_line_observer(console: Console, every: float = SECONDS) -> Observer:
-    """A line for each run that has come to its end, and otherwise one every few seconds."""
+    """Print a line for each finished run, and otherwise one every few seconds."""
     started = shown = time.monotonic()
 
     def observe(step: Step | Note) -> None:
@@ -151,16 +155,17 @@ def _format_note(note: Note) -> str:
 
 
 def _format_score(step: Step) -> str:
-    """The validation metric or loss, if this round was evaluated."""
-    if not np.isnan(step.score):
-        metric = REGISTRY[step.metric]
-        title = "acc." if metric == ACCURACY else metric.short
-        return f"val. {title} {metric.format_value(step.score, brief=True)} {metric.unit}".rstrip()
-    return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
+    """Format the validation metric or loss, if this round was evaluated."""
+    if np.isnan(step.score):
+        return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
+    metric = REGISTRY[step.metric]
+    title = "acc." if metric == ACCURACY else metric.short
+    value = metric.format_value(step.score, brief=True)
+    return f"val. {title} {value} {metric.unit}".rstrip()
 
 
 def print_results(study: Study, console: Console) -> None:
-    """Print the tables of a study: test results, and the gains over training alone; before them, what is missing."""
+    """Print the tables of a study: what is missing, test results, and gains over training alone."""
     for note in describe_coverage(study.summary):
         console.print(note, markup=False, highlight=False, style="yellow")
     if study.summary["rows"]:
@@ -179,21 +184,25 @@ def print_results(study: Study, console: Console) -> None:
         for line in describe_new_clients(study.summary, metric.name):
             console.print(f"\n{line}", markup=False, highlight=False)
     for job, clients in study.diverged.items():
-        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {format_clients(study.names, clients)}"
+        lost = (
+            f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): "
+            f"{format_clients(study.names, clients)}"
+        )
         console.print(lost, highlight=False, markup=False, style="bold red")
     if study.config.scale != 1:
         console.print(
-            f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant."
+            f"Rounds were scaled by {study.config.scale:g}: this is a quick test, not the "
+            "full study."
         )
 
 
 def collect_study_metrics(study: Study) -> Metrics:
-    """Return the metrics that are built in, and those that the study's methods declared."""
+    """Return the built-in metrics, and the metrics that the study's methods declared."""
     return REGISTRY.add_stored(study.summary.get("metrics") or {})
 
 
 def format_number(metric: Metric, value: float, *, signed: bool = False) -> str:
-    """Return a value in the unit of its heading."""
+    """Format a value in the unit of its heading."""
     return (
         metric.format_value(value, brief=True, signed=signed)
         if np.isfinite(value)
@@ -208,41 +217,33 @@ def _build_results_table(
     width: int,
     compared: Sequence[Pair] = (),
 ) -> Group:
-    """Methods x clusters, or clusters x methods where the clusters do not fit the width.
+    """Build methods x clusters, or clusters x methods when the clusters do not fit the width.
 
-    Bold is what is established as best; where several cannot be told apart, each has a star.
+    The established best is bold; when several are not distinguished, each has a star.
     """
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     count = {row["label"]: row["seeds"] for row in rows}
     labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
-    seeds = max(count.values())
-    cells = {
-        (row["label"], row["cluster"]): (_nan_if_none(row["mean"]), _nan_if_none(row["std"]))
-        for row in rows
-    }
+    cells = {(row["label"], row["cluster"]): row for row in rows}
     leading = {cluster: pairs.find_leaders(rows, compared, metric, cluster) for cluster in clusters}
     starred = any(len(first) > 1 for first in leading.values())
 
     def format_cell(label: str, cluster: str) -> str:
-        if (label, cluster) not in cells:
+        row, first = cells.get((label, cluster)), leading[cluster]
+        if row is None:
             return "-"
-        mean, std = cells[label, cluster]
-        text = format_number(metric, mean) + (
-            f" ±{format_number(metric, std)}" if count[label] > 1 else ""
-        )
-        if leading[cluster] == [label]:
-            return f"[bold]{text}[/bold]" + " " * starred
-        return text + (STAR if label in leading[cluster] else " ") * starred
+        text = format_number(metric, _nan_if_none(row["mean"]))
+        if count[label] > 1:
+            text += f" ±{format_number(metric, _nan_if_none(row['std']))}"
+        if first == [label]:
+            text = f"[bold]{text}[/bold]"
+        # Numbers without a star keep its place, so that decimal points stand below each other.
+        mark = STAR if label in first and len(first) > 1 else " "
+        return text + mark * starred
 
-    title = metric.heading("test")
-    title = (
-        title[0].upper()
-        + title[1:]
-        + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
-    )
-    across = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width or len(
-        labels
-    ) > len(clusters)
+    # A method needs its name and 11 columns for each cluster.
+    fits = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width
+    across = fits or len(labels) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
     table.add_column("", overflow="fold")
@@ -253,18 +254,20 @@ def _build_results_table(
     if not across:
         table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
-        values = (
-            [str(count[line]), *(format_cell(line, head) for head in heads)]
-            if across
-            else [format_cell(h, line) for h in heads]
-        )
+        if across:
+            values = [str(count[line]), *(format_cell(line, head) for head in heads)]
+        else:
+            values = [format_cell(head, line) for head in heads]
         table.add_row(MEANS.get(line, line), *values)
-    # a title of the table itself would wrap at the table's width
-    return Group(
-        Text(title, style="italic"),
-        table,
-        *([Text(SAME if across else SAME_OF_ROW)] if starred else []),
-    )
+    seeds = max(count.values())
+    title = metric.heading("test")
+    title = title[0].upper() + title[1:]
+    title += f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed"
+    # A title of the table itself would wrap at the table's width.
+    parts: list[Text | Table] = [Text(title, style="italic"), table]
+    if starred:
+        parts.append(Text(SAME if across else SAME_OF_ROW))
+    return Group(*parts)
 
 
 def _nan_if_none(value: float | None) -> float:
@@ -281,26 +284,28 @@ def _build_gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[st
     table.add_column("")
     for head in ("n", "mean", "worst tenth", "share that lost"):
         table.add_column(head, justify="right")
-    for label in dict.fromkeys([*(label for label in labels if label in by_label), *by_label]):
-        row = by_label[label]
-        mean, worst = (_format_gain(metric, row, name) for name in ("mean", "worst_tenth"))
-        table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
+    for label in dict.fromkeys([*labels, *by_label]):
+        if label in by_label:
+            row = by_label[label]
+            mean, worst = (
+                _format_gain(metric, row, "mean"),
+                _format_gain(metric, row, "worst_tenth"),
+            )
+            table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
 
 
 def _format_gain(metric: Metric, row: Mapping[str, Any], name: str) -> str:
-    """A gain with the ends of its interval, where it has one."""
+    """Format a gain with the ends of its interval, if it has one."""
     text = format_number(metric, row[name], signed=True)
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return (
-        text
-        if low is None or high is None
-        else f"{text} ({format_number(metric, low)} to {format_number(metric, high)})"
-    )
+    if low is None or high is None:
+        return text
+    return f"{text} ({format_number(metric, low)} to {format_number(metric, high)})"
 
 
 def print_round_results(study: Study, console: Console) -> None:
-    """Print further metrics, and where a method has a server time to accuracy and total participation.
+    """Print further metrics, and for methods with a server time and participation.
 
     Args:
         study: the study.
@@ -329,32 +334,34 @@ def print_round_results(study: Study, console: Console) -> None:
 def print_further_metrics(
     rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY
 ) -> None:
-    """Print the final metrics beside the main one: means over clients and seeds; "-" where a method has none."""
+    """Print the final metrics except the main one, means over clients and seeds."""
     main = known.choose_main(row["metric"] for row in rows) if rows else ""
-    shown = {name: one for name, one in known.items() if one.shown == "further" and name != main}
-    chosen = [row for row in rows if row["cluster"] == "all" and row["metric"] in shown]
-    names = [name for name in shown if any(row["metric"] == name for row in chosen)]
-    for first in range(0, len(names), 5):  # 80 columns
-        part = names[first : first + 5]
+    by_label: dict[str, dict[str, Mapping[str, Any]]] = {}
+    found: set[str] = set()
+    for row in rows:
+        metric = known.get(row["metric"])
+        if metric is None or metric.shown != "further" or metric.name == main:
+            continue
+        if row["cluster"] == "all":
+            by_label.setdefault(row["label"], {})[row["metric"]] = row
+            found.add(row["metric"])
+    shown = [metric for name, metric in known.items() if name in found]
+    # Five columns of numbers fit 80 columns.
+    for first in range(0, len(shown), 5):
+        part = shown[first : first + 5]
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("", overflow="fold")
         table.add_column("n", justify="right")
-        for name in part:
-            table.add_column(
-                shown[name].short + (f", {unit}" if (unit := shown[name].unit) else ""),
-                justify="right",
-            )
-        for label in dict.fromkeys(row["label"] for row in chosen):
-            own = [row for row in chosen if row["label"] == label]
-            cells = {row["metric"]: row["mean"] for row in own}
-            table.add_row(
-                label,
-                str(own[0]["seeds"]),
-                *(
-                    _format_cell(shown[name], cells[name]) if name in cells else "-"
-                    for name in part
-                ),
-            )
+        for metric in part:
+            unit = f", {metric.unit}" if metric.unit else ""
+            table.add_column(metric.short + unit, justify="right")
+        for label, own in by_label.items():
+            cells = []
+            for metric in part:
+                row = own.get(metric.name)
+                cells.append("-" if row is None else _format_cell(metric, row["mean"]))
+            seeds = next(iter(own.values()))["seeds"]
+            table.add_row(label, str(seeds), *cells)
         console.print("\nFurther metrics" if not first else "", style="italic")
         console.print(table)
 
@@ -373,16 +380,12 @@ def _build_times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for head in ("baseline", "metric", "round", "times sooner", "reached"):
         table.add_column(head, justify="right")
     for row in rows:
-        kind = REGISTRY[row["metric"]].title
-        time = "never" if not row["reached"] else f"{row['tta']:.0f}"
-        ratio = (
-            "undefined"
-            if row["ratio"] is None or math.isnan(row["ratio"])
-            else f"{row['ratio']:.2f}"
-        )
-        table.add_row(
-            row["label"], row["base"], kind, time, ratio, f"{row['reached']} of {row['seeds']}"
-        )
+        metric = REGISTRY[row["metric"]].title
+        time = f"{row['tta']:.0f}" if row["reached"] else "never"
+        known = row["ratio"] is not None and not math.isnan(row["ratio"])
+        ratio = f"{row['ratio']:.2f}" if known else "undefined"
+        reached = f"{row['reached']} of {row['seeds']}"
+        table.add_row(row["label"], row["base"], metric, time, ratio, reached)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The command that takes trained models home. `app` registers it with `add_commands`."""
+"""The command export, which writes trained models for other programs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,37 +22,38 @@ def export_models(
         str | None, typer.Option("--client", "-c", help="Name or number of the client.")
     ] = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="The models of all clients, into the folder --out.")
+        bool, typer.Option("--all", help="Export the models of all clients into the folder --out.")
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="The file; by default the client's name. With --all a folder."
+            "--out", "-o", help="The file, by default named after the client; with --all a folder."
         ),
     ] = None,
     format_: Annotated[
         str, typer.Option("--format", "-f", help="safetensors, pt or onnx.")
     ] = "safetensors",
     which: Annotated[
-        str, typer.Option(help="evaluated (the model of the final test), best_val or final.")
+        str, typer.Option(help="Which model: evaluated (in the final test), best_val or final.")
     ] = "evaluated",
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="Of a study: the label of the method.")
+        str | None,
+        typer.Option("--method", "-m", help="The label of the method, if RUN is a study."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of a study: the seed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed, if RUN is a study.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Import path of the module, where it was given from Python; for ONNX."),
+        typer.Option(help="For ONNX: import path of the module, if it was given from Python."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write the trained model of a client to a file that needs nothing of Coterie: weights, or ONNX.
+    """Write a client's trained model to a file for other programs: weights, or ONNX.
 
     [bold]Examples[/bold]
 
       coterie export runs/hospitals/DAC/seed-0 --client north
       coterie export runs/hospitals --method DAC --seed 0 --all --out models
-      coterie export runs/hospitals/DAC/seed-0 --client north --format onnx --out north.onnx
+      coterie export runs/hospitals/DAC/seed-0 -c north -f onnx -o north.onnx
     """
     from coterie.results.export import FORMATS
     from coterie.runtime.models import Which, load_models
@@ -89,7 +90,7 @@ def _write_models(
     run: Path,
     force: bool,
 ) -> None:
-    """Write every file, or none where one of them is in the way."""
+    """Write every file, or none when one of them exists."""
     from coterie.results.export import export_model as write
 
     there = [path for path in files if path.exists()]
@@ -113,7 +114,7 @@ def _write_models(
 
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
-    """The folder of the one run that is meant."""
+    """Find the folder of the one run that the options select."""
     from coterie.runtime import checkpoint, models
 
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.has_run(folder):
@@ -133,14 +134,15 @@ def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path
         seeds = sorted({int(name.removeprefix("seed-")) for _, name in found})
         said = ", ".join(map(str, seeds[:8])) + ", ..." * (len(seeds) > 8)
         raise ConfigError(
-            f"{folder} has {len(kept) or 'no'} finished run{'s' * (len(kept) > 1)} of that; its methods are "
+            f"{folder} has {len(kept) or 'no'} finished run{'s' * (len(kept) > 1)} that match; "
+            "its methods are "
             f"{', '.join(labels)}, its seeds {said}: choose with --method and --seed"
         )
     return next(iter(kept.values()))
 
 
 def _find_study_name(run: Path) -> str:
-    """The name of the study of a run; "" for one outside a study."""
+    """Return the name of the study of a run; "" for one outside a study."""
     from coterie.studies.run import load_stored_study
 
     try:
@@ -152,7 +154,7 @@ def _find_study_name(run: Path) -> str:
 def _choose_files(
     models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str
 ) -> list[Path]:
-    """The file of each client: as it was asked for, or of the client's name."""
+    """Return the file of each client: the given one, or one named after the client."""
     if out is not None and not all_:
         return [out / f"{_make_file_name(clients[0])}{ending}" if out.is_dir() else out]
     folder, taken = (out or Path("models")) if all_ else Path(), set()
@@ -169,7 +171,7 @@ def _choose_files(
 
 
 def _make_file_name(client: str | int) -> str:
-    """A name of a file for a client."""
+    """Make a file name from the name of a client."""
     text = str(client)
     if text.isdecimal():
         return f"client-{text}"

@@ -1,4 +1,4 @@
-"""The commands for nodes on real machines: `coterie net ...`, `run_node`, `run_doctor`, `start_nodes`. Heavy imports are inside them."""
+"""The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`."""
 
 import importlib.util
 import sys
@@ -20,11 +20,13 @@ net = typer.Typer(
     help="Set up a run between machines: authority, members, roster; or run a demonstration.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
-_SEND = "send it and roster.toml.sig to all members; running nodes take it within a round"
+_SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False
+        "--insecure-loopback",
+        help="Use no TLS, on 127.0.0.1 only; for debugging.",
+        show_default=False,
     ),
 ]
 
@@ -85,7 +87,9 @@ def create_member_key(
     address: Annotated[str, typer.Argument(help="host:port at which the other members reach it.")],
     folder: Annotated[Path, typer.Option(help="Folder for the key and the request.")] = Path("."),
 ) -> None:
-    """Create a member's key on its own machine, and the request to send to the organizer. The key stays here.
+    """Create a member's key on its own machine, and the request for the organizer.
+
+    The key stays on that machine; the request goes to the organizer.
 
     [bold]Example[/bold]
 
@@ -111,7 +115,8 @@ def sign_member(
     name: Annotated[
         str,
         typer.Option(
-            help="The name as agreed with the member; the request must have it. Asked for if missing."
+            help="The name as agreed with the member; the request must have it. Prompted for if "
+            "missing."
         ),
     ] = "",
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
@@ -134,7 +139,8 @@ def sign_member(
     certificate = identity.sign_request(folder, request, name, address, days=days)
     _record_member(folder, name, address)
     typer.echo(
-        f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint {identity.fingerprint(certificate)}"
+        f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint "
+        f"{identity.fingerprint(certificate)}"
     )
 
 
@@ -144,8 +150,9 @@ def remove_member(
 ) -> None:
     """Remove a member: write and sign the next version of the roster without it.
 
-    Running nodes take it within a round when they get the files, or from a member that has them.
-    The removed member's client keeps its number, which nobody else gets.
+    Running nodes adopt it within a round after they receive the files, or from a
+    member that has them. The removed member's client keeps its number, which no
+    other member gets.
 
     [bold]Example[/bold]
 
@@ -165,10 +172,10 @@ def rekey_member(
     request: Annotated[Path, typer.Argument(help="The request for its new key, NAME.csr.")],
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
-    """Give a member a new key: sign its request, and write and sign the next version of the roster.
+    """Give a member a new key: sign its request and the next version of the roster.
 
-    The old key and its certificate are refused by every node that has the new roster. The member
-    itself starts its node again with the new key.
+    Every node that has the new roster refuses the old key and its certificate.
+    The member itself starts its node again with the new key.
 
     [bold]Example[/bold]
 
@@ -208,13 +215,13 @@ def write_roster(
         Path | None, typer.Option("--node", help="With --check: also check this node.toml.")
     ] = None,
 ) -> None:
-    """Write and sign the roster of all members that have a certificate, or check one.
+    """Write and sign the roster of all members with a certificate, or check one.
 
     Client ids follow the order in which members were signed.
 
     [bold]Examples[/bold]
 
-      coterie net roster organizer --study study.toml --features 1,8,8 --classes 10
+      coterie net roster organizer --study a.toml --features 1,8,8 --classes 10
       coterie net roster roster.toml --check --node node.toml
     """
     _check_packages()
@@ -233,12 +240,14 @@ def write_roster(
     parts = [part.strip() for part in features.split(",")]
     if not all(part.isdigit() for part in parts):
         raise ConfigError(
-            f"--features is {features!r}; expected whole numbers with commas between them, as in 1,8,8"
+            f"--features is {features!r}; expected whole numbers with commas between them, as "
+            "in 1,8,8"
         )
     shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
     typer.echo(
-        f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to all members"
+        f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to "
+        "all members"
     )
 
 
@@ -253,22 +262,22 @@ def audit_logs(
     roster_: Annotated[
         list[Path] | None,
         typer.Option(
-            "--roster", help="The organizer's roster: keys in the logs must be its. Repeatable."
+            "--roster", help="The organizer's roster, to check the keys in the logs. Repeatable."
         ),
     ] = None,
     organizer: Annotated[
         Path, typer.Option(help="The organizer's public key, with --roster.")
     ] = Path("organizer.pub"),
 ) -> None:
-    """Check the audit logs of nodes, say what is in them, and compare each two of one run.
+    """Check the audit logs of nodes, summarize them, and compare each two of one run.
 
-    A node writes its log to `runs`/NAME. The exit status is 1 when a log was changed or is damaged,
-    or when two contradict each other.
+    A node writes its log to `runs`/NAME. The exit status is 1 when a log was
+    changed or is damaged, or when two contradict each other.
 
     [bold]Examples[/bold]
 
       coterie net audit runs/north
-      coterie net audit north.log south.log --roster roster.toml --organizer organizer.pub
+      coterie net audit north.log south.log --roster roster.toml
     """
     _check_packages()
     from itertools import combinations
@@ -303,7 +312,7 @@ def audit_logs(
 
 
 def _print_audit(report: Any) -> None:
-    """Print what was found in a log."""
+    """Print the findings in a log."""
     from datetime import UTC, datetime
 
     from rich.console import Console
@@ -325,12 +334,13 @@ def _print_audit(report: Any) -> None:
 
     _print_wrapped(f"{report.node or '?'} in run {report.run or '?'}: {report.path}")
     _print_wrapped(
-        f"{report.lines} lines, {format_time(report.first)} to {format_time(report.last)} UTC; {report.heads} signatures",
+        f"{report.lines} lines, {format_time(report.first)} to {format_time(report.last)} UTC; "
+        f"{report.heads} signatures",
         "  ",
     )
     if report.begins:
         _print_wrapped(
-            f"begins with line {report.begins} of its chain; those before are not here", "  "
+            f"begins with line {report.begins} of its chain; earlier lines are not here", "  "
         )
     rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
@@ -341,7 +351,7 @@ def _print_audit(report: Any) -> None:
     trust = (
         f"keys are those of the organizer's version {known}"
         if known
-        else "keys are on the log's word: see --roster"
+        else "keys are not verified: see --roster"
     )
     _print_wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
     _print_wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
@@ -373,7 +383,7 @@ def _print_audit(report: Any) -> None:
 
 
 def _print_wrapped(text: str, indent: str = "") -> None:
-    """Print a text in lines of at most 80 columns, where its words are no longer."""
+    """Print a text in lines of at most 80 columns, unless one of its words is longer."""
     later = indent + "       "
     typer.echo(
         textwrap.fill(
@@ -393,10 +403,12 @@ def run_demo(
     rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,
     port: Annotated[int, typer.Option(help="The first port on 127.0.0.1.")] = 21700,
     folder: Annotated[
-        Path | None, typer.Option(help="Its folder; a temporary one by default.")
+        Path | None, typer.Option(help="Folder of the runs; a temporary one by default.")
     ] = None,
 ) -> None:
-    """Run nodes on this machine with mutual TLS, kill one during the run, and compare with the simulation.
+    """Run nodes on this machine, kill one, and compare with the simulation.
+
+    The nodes use mutual TLS.
 
     [bold]Example[/bold]
 
@@ -432,11 +444,11 @@ def _print_results(study: Any) -> None:
 def run_node(
     file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
     role: Annotated[
-        str | None, typer.Option(help="server, on the member with the server role.")
+        str | None, typer.Option(help="The role: server, on the member that has it.")
     ] = None,
     insecure: Insecure = False,
 ) -> None:
-    """Run one member's node; a node that was stopped continues from its checkpoint.
+    """Run one member's node; a stopped node continues from its checkpoint.
 
     [bold]Example[/bold]
 
@@ -457,27 +469,26 @@ def run_doctor(
     insecure: Insecure = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Instead: which engine trains this model; a name, or package.module:Net."
-        ),
+        typer.Option(help="Instead: a model, to show its engine; a name, or package.module:Net."),
     ] = None,
     features: Annotated[
         str, typer.Option(help="With --model: the shape of one input.")
     ] = "3,32,32",
-    outputs: Annotated[int, typer.Option(help="With --model: classes.", min=1)] = 10,
-    batch_size: Annotated[int, typer.Option(help="With --model: samples of a step.", min=1)] = 32,
+    outputs: Annotated[int, typer.Option(help="With --model: the number of classes.", min=1)] = 10,
+    batch_size: Annotated[int, typer.Option(help="With --model: samples per step.", min=1)] = 32,
     samples: Annotated[
         float, typer.Option(help="With --model: training samples in all rounds.", min=0)
     ] = 1e6,
     on: Annotated[
-        str | None, typer.Option(help="Instead: what differs on the machines of ray:auto, ...")
+        str | None, typer.Option(help="Instead: a cluster, to compare its machines: ray:auto, ...")
     ] = None,
 ) -> None:
-    """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
+    """Check a node before its run, an engine for a model, or a cluster.
 
-    With --model, say which engine trains a model on this machine, and what keeps a faster one from
-    it. With --on, look at all machines of a cluster, as `coterie run --on` does before its first
-    run.
+    With a node file, check identity, roster, data, port, clocks and each member,
+    and estimate the time of a round. With --model, show which engine trains a
+    model on this machine, and what prevents a faster one. With --on, compare all
+    machines of a cluster, as `coterie run --on` does before its first run.
 
     [bold]Examples[/bold]
 
@@ -510,7 +521,7 @@ def run_doctor(
 def _describe_engine(
     model: str, features: str, outputs: int, batch_size: int, samples: float
 ) -> str:
-    """Say which engine trains a model by itself, and why."""
+    """Describe which engine trains a model by default, and why."""
     import torch
 
     from coterie import engine
@@ -542,7 +553,7 @@ def start_nodes(
         Path | None, typer.Option(help="Folder for logs; by default they go to standard error.")
     ] = None,
 ) -> None:
-    """Start the nodes of all members with a node file on this machine, and wait for them.
+    """Start the nodes of all members with a node file on this machine, and wait.
 
     [bold]Example[/bold]
 
@@ -557,8 +568,9 @@ def start_nodes(
     files = {name: where / f"{name}.toml" for name in names if (where / f"{name}.toml").exists()}
     if not files:
         raise ConfigError(
-            f"no NAME.toml of a member in {where}; expected one of {', '.join(n + '.toml' for n in names[:3])}; "
-            "they may lie elsewhere: --nodes FOLDER"
+            f"no NAME.toml of a member in {where}; expected one of "
+            f"{', '.join(n + '.toml' for n in names[:3])}; "
+            "or give their folder: --nodes FOLDER"
         )
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The commands that show stored runs: report, watch, plot, track. `app` registers them with `add_commands`."""
+"""The commands that show stored runs: report, watch, plot, track."""
 
 import webbrowser
 from pathlib import Path
@@ -25,13 +25,13 @@ def write_reports(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
-            "-o",
-            help="The file to write: of one RUN its report, of several the page with all.",
+            "--out", "-o", help="The file: the report of one RUN, or the page with several."
         ),
     ] = None,
 ) -> None:
-    """Write the report of stored runs: a page that opens from disk; of several studies also one page with all.
+    """Write the report of stored runs: a page that opens from disk.
+
+    For several studies, also write one page that shows all of them.
 
     [bold]Examples[/bold]
 
@@ -62,7 +62,7 @@ def watch_folder(
     ] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Serve the report on 127.0.0.1 and update it while a study or a node runs; Ctrl-C ends it.
+    """Serve the report on 127.0.0.1 and update it during a run; Ctrl-C ends it.
 
     [bold]Example[/bold]
 
@@ -99,16 +99,20 @@ def plot_figure(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Mean over all clients, over clusters, or a planted cluster's name."),
+        typer.Option(
+            help="Clients to average over: all, clusters, or the name of a planted cluster."
+        ),
     ] = None,
     setting: Annotated[
-        str | None, typer.Option(help="For sweeps: the setting; two, with a comma, make a grid.")
+        str | None, typer.Option(help="For sweeps: the setting, or two with a comma for a grid.")
     ] = None,
     methods: Annotated[
         str | None, typer.Option(help="Labels to show, with commas; * matches anything.")
     ] = None,
 ) -> None:
-    """Draw a figure of stored runs for a paper, with its numbers as CSV; without --figure, list the figures.
+    """Draw a figure of stored runs for a paper; without --figure, list the figures.
+
+    The numbers of the figure are written to a CSV file.
 
     [bold]Examples[/bold]
 
@@ -153,7 +157,7 @@ def track_runs(
 
     [bold]Example[/bold]
 
-      coterie track runs/rotated-digits --to tensorboard && tensorboard --logdir tracking
+      coterie track runs/rotated-digits --to tensorboard
     """
     from coterie.report.trackers import export_runs, make_opener
     from coterie.results.coverage import describe_incomplete_runs

@@ -1,8 +1,8 @@
 """The command line. Heavy libraries are imported inside the commands, so that help is quick.
 
-Exit status: 0; 2 for bad input, with one line on standard error; 75 when there is no more room to
-write, with one line, too: the same command continues later; 130 after Ctrl-C. Results go to
-standard output, progress and messages to standard error.
+Exit status: 0; 2 for bad input, with one line on standard error; 75 when the disk is full, also
+with one line: the same command continues later; 130 after Ctrl-C. Results go to standard output,
+progress and messages to standard error.
 """
 
 import io
@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 NO_ROOM = 75
-"""The exit status when there is no more room to write: a temporary failure (EX_TEMPFAIL of sysexits.h)."""
+"""The exit status when the disk is full: a temporary failure, EX_TEMPFAIL of sysexits.h."""
 # Every mistake in how a command was called: click's ClickException, wherever this version of typer
 # keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
@@ -72,7 +72,8 @@ Set = Annotated[
     ),
 ]
 Seeds = Annotated[
-    str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7); 7, is seed 7 alone.")
+    str | None,
+    typer.Option(help="The number of seeds (5), or a list (0,3,7); `7,` means only seed 7."),
 ]
 On = _cluster.On
 Cpus = _cluster.Cpus
@@ -96,13 +97,14 @@ def _set_up(
         ),
     ] = False,
 ) -> None:
-    """Personalized decentralized and clustered federated learning: simulate, compare, run between machines.
+    """Simulate, compare and deploy personalized and clustered federated learning.
 
     [bold]Start here[/bold]
 
-      coterie run                       the bundled study: digits in four rotations, under a minute
-      coterie studies                   list the built-in studies
-      coterie methods                   list the methods; `coterie methods dac` describes one
+      coterie run              the bundled study, digits in four rotations: a minute
+      coterie studies          list the built-in studies
+      coterie methods          list the methods
+      coterie methods dac      describe one
       coterie run STUDY.toml --set methods.dac.tau=30 --seeds 5
     """
 
@@ -134,7 +136,7 @@ def run_study(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Run every method of a study with every seed, then write a table, a summary and a report.
+    """Run every method of a study with every seed; write a table, summary and report.
 
     [bold]Examples[/bold]
 
@@ -185,7 +187,7 @@ def resume_study(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Continue an interrupted study; the results are those of an uninterrupted one.
+    """Continue an interrupted study; the results equal those of an uninterrupted one.
 
     [bold]Example[/bold]
 
@@ -210,9 +212,9 @@ def resume_study(
 
 @app.command("methods")
 def list_methods(
-    name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The method to describe.")] = None,
 ) -> None:
-    """List the methods with their parameters, defaults and papers; with a name, describe one.
+    """List the methods with their parameters and papers; with a name, describe one.
 
     [bold]Examples[/bold]
 
@@ -253,7 +255,7 @@ def list_methods(
 
 
 def _find_plugin_methods(known: Container[str]) -> set[str]:
-    """The methods that installed packages offer, which are imported only if there are any."""
+    """Return the methods that installed packages offer; the packages are not imported."""
     from importlib.metadata import entry_points
 
     return {
@@ -262,7 +264,7 @@ def _find_plugin_methods(known: Container[str]) -> set[str]:
 
 
 def _describe_plugin_method(kind: str) -> Any:
-    """A method that is not built in, in words."""
+    """Describe a method that is not built in."""
     from coterie.cli import _catalog
     from coterie.methods import registry
 
@@ -273,10 +275,10 @@ def _describe_plugin_method(kind: str) -> Any:
 def list_studies(
     name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="With all it extends and every default.")
+        bool, typer.Option("--resolved", help="Include inherited settings and all defaults.")
     ] = False,
 ) -> None:
-    """List the built-in studies; with a name, print that study's file, to copy and change.
+    """List the built-in studies; with a name, print its file, to copy and change.
 
     [bold]Example[/bold]
 
@@ -312,7 +314,7 @@ def list_runs(
     ] = None,
     out: Out = Path("runs"),
 ) -> None:
-    """List the studies in a folder with the state of their runs: finished, unfinished, damaged or missing."""
+    """List the studies in a folder and which of their runs are finished or missing."""
     from coterie.results import coverage
     from coterie.studies.run import find_studies, list_standings, load_stored_study
 
@@ -357,9 +359,17 @@ _cluster.add_commands(app)
 
 
 def _run_and_show(
-    study: Any, out: Path, data_dir: Path | None, workers: int | None, where: _cluster.RunLocation, *, overwrite: bool,
-    resume: bool, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    study: Any,
+    out: Path,
+    data_dir: Path | None,
+    workers: int | None,
+    where: _cluster.RunLocation,
+    *,
+    overwrite: bool,
+    resume: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
@@ -417,7 +427,7 @@ def _print_studies(studies: Sequence[Any], as_json: bool) -> None:
 
 @contextmanager
 def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
-    """Print the command that continues a study when it is interrupted, or the disk is full."""
+    """Print the command that continues a study if the block is interrupted, or the disk is full."""
     from coterie.studies.run import CONFIG
 
     try:
@@ -437,7 +447,8 @@ def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
             raise
         kind = DiskFull if full else ConfigError
         raise kind(
-            f"cannot write: {_describe_os_error(error)}; when that is fixed, continue with: {command}"
+            f"cannot write: {_describe_os_error(error)}; when that is fixed, continue with: "
+            f"{command}"
         ) from error
 
 
@@ -448,7 +459,7 @@ def _describe_os_error(error: Exception) -> str:
 
 
 def _exit_with_error(error: Exception) -> NoReturn:
-    """End with one line and the status of an error; an error that nobody expects is raised again."""
+    """Exit with one line and the status of an error; raise an unexpected error again."""
     status, text = 2, str(error)
     if DiskFull.matches(error):
         status = NO_ROOM
@@ -460,7 +471,10 @@ def _exit_with_error(error: Exception) -> NoReturn:
     elif isinstance(error, CoterieError):
         pass
     elif OutOfMemory.matches(error):
-        text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
+        text = (
+            "this machine has no more memory; use fewer --workers, fewer clients, or a "
+            "smaller model"
+        )
     elif isinstance(error, OSError):
         text = _describe_os_error(error)
     else:

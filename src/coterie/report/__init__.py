@@ -1,1 +1,1 @@
-"""The page and the figures that show what happened in a study; `watch` shows the page live, `trackers` pass runs on."""
+"""The report page, its live version, figures, and export of runs to trackers."""

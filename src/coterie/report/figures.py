@@ -1,8 +1,8 @@
-"""Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
+"""Static figures for papers, from stored runs: vector graphics, with their numbers as a CSV file.
 
-`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colors
-are the report's, chosen for contrast and for every kind of color blindness; every line has a dash
-and every point a shape of its own, so that a figure survives a gray copy.
+`FIGURES` names the kinds of figure; `PUBLISHED` maps each published figure to its kind. Colors are
+the report's, chosen for contrast and for every kind of color blindness. Every line has a dash and
+every point a shape of its own, so that a figure stays readable in gray.
 """
 
 import warnings
@@ -50,9 +50,9 @@ class FigureKind:
     """A kind of figure.
 
     Args:
-        draw: the runs and the options to a figure and the table behind it.
+        draw: takes the runs and the options, returns a figure and the table of its numbers.
         text: what it shows, in a line.
-        options: what it is drawn with, unless the caller says otherwise.
+        options: its default options.
     """
 
     draw: Callable[..., tuple[Figure, pd.DataFrame]]
@@ -64,7 +64,8 @@ def _make_sweep_kind(setting: str, text: str) -> FigureKind:
     return FigureKind(plots.draw_sweep, text, {"setting": setting})
 
 
-FIGURES: dict[str, FigureKind] = {  # `coterie.papers` adds those that only its papers have
+# `coterie.papers` adds the kinds that only its papers have.
+FIGURES: dict[str, FigureKind] = {
     "curves": FigureKind(plots.draw_curves, "learning curves with bands over seeds", {}),
     "heatmap": FigureKind(
         plots.draw_heatmaps, "which models each client used, a panel per method", {}
@@ -88,14 +89,14 @@ FIGURES: dict[str, FigureKind] = {  # `coterie.papers` adds those that only its 
 
 @dataclass(frozen=True)
 class PublishedFigure:
-    """A figure of a paper: the kind it is, with which options, of which study.
+    """A figure of a paper: its kind, options and study.
 
     Args:
         figure: the kind.
-        options: options of the kind; `methods` are the labels it shows, where the runs have any of
+        options: options of the kind; `methods` are the labels to show, if the runs have any of
             them.
         study: the study of which it needs runs.
-        shows: what the paper says that it shows, where that is told in words; see
+        shows: what the paper says about it, if it says that in words; see
             docs/reference/reproduction.md.
     """
 
@@ -119,7 +120,7 @@ def plot(
     format: str = "pdf",
     **options: Any,
 ) -> Path:
-    """Draw a figure of stored runs, and write its numbers to a CSV file beside it.
+    """Draw a figure of stored runs, and write its numbers to a CSV file next to it.
 
     Args:
         runs: folders of studies or runs; for a sweep, the folders of its points or the folder above
@@ -132,11 +133,11 @@ def plot(
             (sweeps).
 
     Returns:
-        The path of the figure; the CSV file lies beside it under the same name.
+        The path of the figure; the CSV file has the same name with another suffix.
 
     Warns:
-        Incomplete: a line for each method of which runs are missing, damaged or not finished, and which seeds are
-            drawn: of each study those that all its methods finished.
+        IncompleteStudyWarning: for each method whose runs are missing, damaged or not finished, and
+            about the drawn seeds: of each study the seeds that all its methods finished.
 
     Raises:
         ConfigError: for an unknown figure or format, or a published figure that stored runs cannot
@@ -178,7 +179,7 @@ def plot(
 
 
 def _load_drawn_runs(folders: Sequence[str | Path]) -> list[StoredRun]:
-    """The runs that are drawn: of each study those over which its methods are compared, else what there is of them."""
+    """Load the runs to draw: of each study its compared runs, or all if it has none."""
     found, problems = load_runs(folders)
     if not found:
         raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
@@ -193,7 +194,7 @@ def _load_drawn_runs(folders: Sequence[str | Path]) -> list[StoredRun]:
 def _select_methods(
     runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool
 ) -> list[StoredRun]:
-    """The runs of some methods; all where none fits and nobody asked for those."""
+    """Select the runs of some methods; all runs when no default label fits."""
     patterns = (
         [one.strip() for one in methods.split(",")] if isinstance(methods, str) else list(methods)
     )
@@ -205,7 +206,7 @@ def _select_methods(
 
 
 def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
-    """The runs with a name for their line: the label, and the study where there are several."""
+    """Return the runs with a name for their line: the label, and the study if there are several."""
     studies = {run.folder.parent.parent for run in runs}
     return [
         (

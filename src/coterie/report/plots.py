@@ -1,4 +1,4 @@
-"""The kinds of figure, as functions: named runs and options to a figure and the table behind it."""
+"""The kinds of figure, as functions: named runs and options in, a figure and its table out."""
 
 import math
 import re
@@ -64,7 +64,7 @@ def draw_curves(
     log: bool = False,
     splits: bool = False,
 ) -> DrawnFigure:
-    """Learning curves, mean over clients (or of one planted cluster), with bands over seeds.
+    """Draw learning curves, mean over clients (or of one planted cluster), with bands over seeds.
 
     Args:
         runs: named runs.
@@ -73,32 +73,30 @@ def draw_curves(
         cluster: "all", "clusters" or a cluster's name.
         log: a logarithmic vertical axis.
         splits: mark the rounds in which a method found another number of clusters (first seed); the
-            table says which.
+            table has them too.
     """
     metrics = [choose_metric(runs, one.strip()) for one in (metric or "").split(",")]
+    groups = group_by_name(runs)
     figure, panels = make_panels(len(metrics)) if len(metrics) > 1 else _make_single_panel()
     rows = []
     for axes, one in zip(panels, metrics, strict=True):
-        for place, (name, group) in enumerate(group_by_name(runs).items()):
-            rows += [
-                (name, one.name, *point)
-                for point in draw_method_curve(axes, name, group, place, (split, one, cluster))
-            ]
+        for place, (name, group) in enumerate(groups.items()):
+            for point in draw_method_curve(axes, name, group, place, (split, one, cluster)):
+                rows.append((name, one.name, *point))
         if log:
             set_log_scale(axes, "y")
         axes.set(xlabel="round", ylabel=format_axis_label(one, split))
     if not rows:
-        names = ", ".join(group_by_name(runs))
+        wanted = " or ".join(one.name for one in metrics)
         raise DataError(
-            f"{names} recorded no {split} {' or '.join(one.name for one in metrics)} round by round; choose another "
+            f"{', '.join(groups)} recorded no {split} {wanted} round by round; choose another "
             "--metric or --split"
         )
     if splits:
-        for place, (name, group) in enumerate(group_by_name(runs).items()):
+        for place, (name, group) in enumerate(groups.items()):
+            color = select_style(place)["color"]
             for index, clusters in _find_cluster_changes(group[0]):
-                panels[0].axvline(
-                    index, color=select_style(place)["color"], lw=0.7, ls=":", zorder=0
-                )
+                panels[0].axvline(index, color=color, lw=0.7, ls=":", zorder=0)
                 rows.append((name, "split", index, clusters, np.nan, 1))
     if len(panels) == 1:
         add_legend(panels[0])
@@ -110,16 +108,16 @@ def draw_curves(
 def draw_method_curve(
     axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, Metric, str]
 ) -> list[tuple[int, float, float, int]]:
-    """Draw the curve of a method; its rounds, means and deviations, and the number of seeds."""
+    """Draw the curve of a method; return its rounds, means, deviations, and the number of seeds."""
     split, metric, cluster = what
     recorded = [run for run in group if len(build_dense_table(run, split, metric.name)[0])]
     x, tables = align_seeds(recorded, split, metric.name)
     if not len(x):
         return []
-    values = np.array(
-        [_mean_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)]
-    )
-    return draw_band(axes, name, place, x, values, metric.scale)
+    values = []
+    for run, own in zip(recorded, tables, strict=True):
+        values.append(_mean_over_clients(run, own, cluster))
+    return draw_band(axes, name, place, x, np.array(values), metric.scale)
 
 
 def draw_band(
@@ -130,26 +128,21 @@ def draw_band(
     values: Float[np.ndarray, "seeds rounds"],
     scale: float,
 ) -> list[tuple[int, float, float, int]]:
-    """Draw a curve with its band over seeds; return its rounds, means and deviations, and the number of seeds."""
+    """Draw a curve with its band over seeds; return its points and number of seeds."""
     mean, spread = nan_mean_std(values)
-    seen = select_style(place)
-    axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
+    style = select_style(place)
+    axes.plot(x, scale * mean, label=name, color=style["color"], linestyle=style["linestyle"])
     if len(values) > 1:
-        axes.fill_between(
-            x,
-            scale * (mean - spread),
-            scale * (mean + spread),
-            color=seen["color"],
-            alpha=0.18,
-            lw=0,
-        )
-    return [
-        (int(r), float(m), float(s), len(values)) for r, m, s in zip(x, mean, spread, strict=True)
-    ]
+        low, high = scale * (mean - spread), scale * (mean + spread)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+    points = []
+    for point in zip(x, mean, spread, strict=True):
+        points.append((int(point[0]), float(point[1]), float(point[2]), len(values)))
+    return points
 
 
 def _find_cluster_changes(run: StoredRun) -> list[tuple[int, int]]:
-    """The rounds whose labels are of another number of clusters than those before, and that number."""
+    """Find the rounds in which the number of found clusters changes, and the new number."""
     rounds, labels = build_dense_table(run, "train", LABEL.name)
     counts = np.array([len(np.unique(own[np.isfinite(own)])) for own in labels])
     changed = np.flatnonzero(np.diff(counts)) + 1
@@ -157,12 +150,8 @@ def _find_cluster_changes(run: StoredRun) -> list[tuple[int, int]]:
 
 
 def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
-    """Which models each client used over whole runs: a panel per method, in order of planted cluster."""
-    groups = {
-        name: group
-        for name, group in group_by_name(runs).items()
-        if any(len(run.edges) for run in group)
-    }
+    """Draw which models each client used: a panel per method, by planted cluster."""
+    groups = _select_reading_groups(runs)
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
     counts = {name: _sum_reads(group) for name, group in groups.items()}
@@ -177,61 +166,63 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        # as wide as a panel
+        # 26 letters are as wide as a panel.
         axes.set(title=textwrap.fill(name, 26), xlabel="peer whose\nmodel was used")
-        if number % ACROSS == 0:
+        is_left = number % ACROSS == 0
+        if is_left:
             axes.set(ylabel="client")
         if names and len(order) <= MOST_NAMES:
-            told = [shorten_text(format_client(names, client), 16) for client in order.tolist()]
-            axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
-            axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
-        reader, read = np.nonzero(count)
-        rows += [
-            (name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)
-        ]
+            ticks = [shorten_text(format_client(names, client), 16) for client in order.tolist()]
+            axes.set_xticks(range(len(order)), ticks, rotation=90, fontsize=5)
+            axes.set_yticks(range(len(order)), ticks if is_left else [], fontsize=5)
+        for i, j in np.argwhere(count):
+            rows.append((name, int(i), int(j), int(count[i, j])))
     figure.colorbar(
         ScalarMappable(norm, "magma_r"),
         ax=panels,
         label="times used (square-root scale)",
         shrink=0.8,
     )
-    return figure, _add_client_names(
-        pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
-    )
+    table = pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+    return figure, _add_client_names(table, names)
+
+
+def _select_reading_groups(runs: NamedRuns) -> dict[str, list[StoredRun]]:
+    """Select the methods in which a client reads another one, by name."""
+    groups = {}
+    for name, group in group_by_name(runs).items():
+        if any(len(run.edges) for run in group):
+            groups[name] = group
+    return groups
 
 
 def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all") -> DrawnFigure:
-    """The final test metric of each method, with Random and Oracle as bands across."""
+    """Draw the final test metric of each method, with Random and Oracle as bands across."""
     shown = choose_metric(runs, metric)
     table = _build_final_table(runs, shown.name, cluster)
     kinds = {name: group[0].method_kind for name, group in group_by_name(runs).items()}
-    values = {
-        name: (mean, std)
-        for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)
-    }
-    bands = [name for name in values if kinds[name] in ("random", "oracle")]
-    others = [name for name in values if name not in bands]
+    bands, others = [], []
+    for row in zip(table["method"], table["mean"], table["std"], strict=True):
+        (bands if kinds[row[0]] in ("random", "oracle") else others).append(row)
     figure, axes = make_single_figure()
     scale = shown.scale
-    for place, name in enumerate(others):
-        mean, spread = values[name]
-        seen, bar = select_style(place), _scale_deviation(scale, spread)
+    for place, (_, mean, spread) in enumerate(others):
+        style, bar = select_style(place), _scale_deviation(scale, spread)
         axes.errorbar(
-            place, scale * mean, yerr=bar, fmt=seen["marker"], color=seen["color"], capsize=3
+            place, scale * mean, yerr=bar, fmt=style["marker"], color=style["color"], capsize=3
         )
-    for name in bands:
-        mean, spread = values[name]
+    for name, mean, spread in bands:
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
-        low, high = (
-            scale * mean + sign * (_scale_deviation(scale, spread) or 0.0) for sign in (-1, 1)
-        )
+        half = _scale_deviation(scale, spread) or 0.0
+        low, high = scale * mean - half, scale * mean + half
         axes.axhspan(
             low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name
         )
         axes.axhline(scale * mean, color=color, lw=0.8)
-    fit_scale(axes, shown, [mean for mean, _ in values.values()])
+    fit_scale(axes, shown, table["mean"].tolist())
     axes.set_xlim(-0.6, max(len(others), 1) - 0.4)
-    axes.set_xticks(range(len(others)), others, rotation=40, ha="right", rotation_mode="anchor")
+    names = [name for name, _, _ in others]
+    axes.set_xticks(range(len(others)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set(ylabel=format_axis_label(shown))
     if bands:
         add_legend(axes)
@@ -239,10 +230,10 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
 
 
 def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFigure:
-    """The final test metric of each client: a strip a method, shapes by planted cluster."""
+    """Draw the final test metric of each client: a strip per method, shapes by planted cluster."""
     shown = choose_metric(runs, metric)
     figure, axes = make_single_figure()
-    rows, seen = [], set()
+    rows, named = [], set()
     groups = group_by_name(runs)
     for place, (name, group) in enumerate(groups.items()):
         done = [run.final_values(shown.name) for run in group if run.is_finished]
@@ -256,27 +247,29 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
         )
         for number, c in enumerate(sorted(names)):
             mine = planted == c
+            # Multiples of the golden ratio spread points evenly and the same in every drawing.
             jitter = 0.5 * ((ids[mine] * 0.618033988749895) % 1) - 0.25
-            label = names[c] if c >= 0 and c not in seen else None
-            seen.add(c)
+            label = names[c] if c >= 0 and c not in named else None
+            named.add(c)
             axes.plot(
-                place + jitter, shown.scale * values[mine], MARKS[number % 8], color=COLORS[number % 8], ms=3,
-                alpha=0.8, label=label, mew=0,
-            )  # fmt: skip
-            rows += [
-                (name, int(i), names[c], float(v))
-                for i, v in zip(ids[mine], values[mine], strict=True)
-            ]
-        axes.plot(
-            [place - 0.3, place + 0.3], [shown.scale * values.mean()] * 2, color="black", lw=1
-        )
-    long = max(map(len, groups)) * len(groups) > 30
-    axes.set_xticks(
-        range(len(groups)),
-        list(groups),
-        rotation=30 if long else 0,
-        ha="right" if long else "center",
-    )
+                place + jitter,
+                shown.scale * values[mine],
+                MARKS[number % 8],
+                color=COLORS[number % 8],
+                ms=3,
+                alpha=0.8,
+                label=label,
+                mew=0,
+            )
+            for client, value in zip(ids[mine], values[mine], strict=True):
+                rows.append((name, int(client), names[c], float(value)))
+        mean = shown.scale * values.mean()
+        axes.plot([place - 0.3, place + 0.3], [mean, mean], color="black", lw=1)
+    # Long names overlap unless they are turned.
+    if max(map(len, groups)) * len(groups) > 30:
+        axes.set_xticks(range(len(groups)), list(groups), rotation=30, ha="right")
+    else:
+        axes.set_xticks(range(len(groups)), list(groups), rotation=0, ha="center")
     axes.set(ylabel=format_axis_label(shown))
     add_legend(axes)
     table = pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
@@ -284,95 +277,97 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
 
 
 def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) -> DrawnFigure:
-    """Clients on a circle in order of planted cluster, with a line to each of the peers they read most.
+    """Draw clients on a circle by planted cluster, with a line to each of the peers they read most.
 
     Args:
         runs: named runs.
         peers: lines from each client.
         after: a number of rounds in the settings of some of the methods, such as
-            "stage_one_rounds": only later rounds count, for all. It is scaled as the rounds of the
-            run were.
+            "stage_one_rounds": only later rounds count, for all methods. It is scaled as the rounds
+            of the run were.
 
     Raises:
-        DataError: when nobody read anybody in these rounds.
+        DataError: when no client read another one in these rounds.
     """
-    known = (
-        [(find_setting(run, after), float(run.config.get("scale", 1.0))) for _, run in runs]
-        if after
-        else []
-    )
-    start = max((max(1, round(value * scale)) for value, scale in known if value), default=0)
-    groups = {
-        name: group
-        for name, group in group_by_name(runs).items()
-        if any(len(run.edges) for run in group)
-    }
+    start = 0
+    for _, run in runs:
+        if after and (value := find_setting(run, after)):
+            start = max(start, 1, round(value * float(run.config.get("scale", 1.0))))
+    groups = _select_reading_groups(runs)
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
     counts = {name: _sum_reads(group, start) for name, group in groups.items()}
     if not any(count.any() for count in counts.values()):
         raise DataError(
-            f"no client reads another in round {start} or later ({after}); there is no graph to draw"
+            f"no client reads another in round {start} or later ({after}); there is no "
+            "graph to draw"
         )
     figure, panels = make_panels(len(groups))
     rows, names = [], merge_client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = counts[name]
         cluster = pad_planted_clusters(group, len(count))
+        order = np.argsort(cluster, kind="stable")
         angle = np.empty(len(cluster))
-        angle[np.argsort(cluster, kind="stable")] = (
-            2 * np.pi * np.arange(len(cluster)) / len(cluster)
-        )
+        angle[order] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
         x, y = np.cos(angle), np.sin(angle)
         for i, row in enumerate(count):
             for j in np.argsort(-row, kind="stable")[:peers]:
                 if row[j]:
-                    axes.plot(
-                        [x[i], x[j]], [y[i], y[j]], color="#777777", lw=0.4, alpha=0.6, zorder=1
-                    )
+                    ends = [x[i], x[j]], [y[i], y[j]]
+                    axes.plot(*ends, color="#777777", lw=0.4, alpha=0.6, zorder=1)
                     rows.append((name, i, int(j), int(row[j])))
         for number, c in enumerate(np.unique(cluster)):
             mine = cluster == c
             axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
-        for client in names if len(cluster) <= MOST_NAMES else ():
-            # of the text, so that it leads away from the circle
-            side = "left" if x[client] >= 0 else "right"
-            turned = math.degrees(angle[client]) - (0 if side == "left" else 180)
-            axes.text(1.08 * x[client], 1.08 * y[client], shorten_text(names[client], 16), fontsize=5, ha=side, va="center",
-                      rotation=turned, rotation_mode="anchor")  # fmt: skip
-        axes.set_title(name, pad=45 if names and len(cluster) <= MOST_NAMES else None)
+        shown_names = names if len(cluster) <= MOST_NAMES else {}
+        for client, client_name in shown_names.items():
+            # Text reads from left to right on both sides of the circle, and leads away from it.
+            side, turned = "left", math.degrees(angle[client])
+            if x[client] < 0:
+                side, turned = "right", turned - 180
+            axes.text(
+                1.08 * x[client],
+                1.08 * y[client],
+                shorten_text(client_name, 16),
+                fontsize=5,
+                ha=side,
+                va="center",
+                rotation=turned,
+                rotation_mode="anchor",
+            )
+        axes.set_title(name, pad=45 if shown_names else None)
         axes.set(aspect="equal")
         axes.axis("off")
-    return figure, _add_client_names(
-        pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names
-    )
+    table = pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+    return figure, _add_client_names(table, names)
 
 
 def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
-    """The clients of each found cluster, by planted cluster; the first seed."""
-    groups = {name: group[0] for name, group in group_by_name(runs).items()}
-    tables = {
-        name: (run, build_dense_table(run, "train", LABEL.name)) for name, run in groups.items()
-    }
-    tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
-    if not tables:
+    """Draw the clients of each found cluster, by planted cluster; the first seed."""
+    last_labels = {}
+    for name, group in group_by_name(runs).items():
+        rounds, values = build_dense_table(group[0], "train", LABEL.name)
+        if len(rounds):
+            last_labels[name] = group[0], values[-1]
+    if not last_labels:
         raise DataError(
             "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
         )
-    figure, panels = make_panels(len(tables))
+    figure, panels = make_panels(len(last_labels))
     rows = []
-    for axes, (name, (run, (_, values))) in zip(panels, tables.items(), strict=True):
-        found = values[-1]
+    for axes, (name, (run, found)) in zip(panels, last_labels.items(), strict=True):
         columns, content = count_cluster_content(run, "cluster")
-        groups_found = [int(g) for g in np.unique(found[np.isfinite(found)])]
-        bottom = np.zeros(len(groups_found))
+        found_clusters = [int(g) for g in np.unique(found[np.isfinite(found)])]
+        bottom = np.zeros(len(found_clusters))
         for number, column in enumerate(columns):
-            height = np.array(
-                [content[found == g, number].sum() for g in groups_found], dtype=float
-            )
             color = COLORS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
+            height = np.zeros(len(found_clusters))
+            for place, g in enumerate(found_clusters):
+                height[place] = content[found == g, number].sum()
+                rows.append((name, g, column, int(height[place])))
             axes.bar(
-                range(len(groups_found)),
+                range(len(found_clusters)),
                 height,
                 bottom=bottom,
                 color=color,
@@ -381,8 +376,7 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
                 lw=0.4,
             )
             bottom += height
-            rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
-        axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
+        axes.set_xticks(range(len(found_clusters)), list(map(str, found_clusters)))
         axes.set(title=name, xlabel="found cluster", ylabel="clients")
     if len(panels[0].get_legend_handles_labels()[1]) <= 12:
         add_shared_legend(panels)
@@ -390,25 +384,29 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
 
 
 def _add_client_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
-    """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
-    columns = [column for column in ("client", "reader", "read") if names and column in table]
-    return table.assign(
-        **{
-            f"{column}_name": [format_client(names, one) for one in table[column].tolist()]
-            for column in columns
-        }
-    )
+    """Add the names of clients, if they have any, in columns at the end of a figure's table."""
+    for column in ("client", "reader", "read"):
+        if names and column in table:
+            called = [format_client(names, client) for client in table[column].tolist()]
+            table = table.assign(**{f"{column}_name": called})
+    return table
 
 
 def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
-    """What each client adds to its found cluster: itself, under its planted cluster, or its samples by class."""
+    """Count what each client adds to its found cluster.
+
+    Args:
+        run: the run.
+        by: "cluster", then a client counts itself under its planted cluster, or "class", then it
+            counts its samples.
+    """
     study = run.folder.parent.parent
     if by == "class":
         stored = load_federation_description(study)
         if "labels" not in stored:
             path = study / FEDERATION
             raise DataError(
-                f"{path} does not tell the classes of each client; run the study again to write it"
+                f"{path} does not have the classes of each client; run the study again to write it"
             )
         return [str(name) for name in stored["classes"]], np.array(stored["labels"])
     cluster = run.client_clusters.to_numpy()
@@ -417,7 +415,7 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
 
 
 def find_setting(run: StoredRun, name: str) -> Any:
-    """A number among the settings of a run: of its method, its local training, its data, or the study."""
+    """Find a number in the settings of a run: method, training, data, or study."""
     places = (
         run.method_settings,
         run.config.get("local") or {},
@@ -429,21 +427,21 @@ def find_setting(run: StoredRun, name: str) -> Any:
 
 
 def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
-    """How often each client used each other's model from a round on, all seeds together."""
+    """Count how often each client used each other's model from a round on, all seeds together."""
     population = max(run.population for run in group)
     tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
     return np.sum([graph.count_reads(table, population) for table in tables], axis=0)
 
 
 def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndarray:
-    """The planted cluster of each client, -1 where none is known."""
+    """Return the planted cluster of each client of a population, -1 when it is unknown."""
     cluster = np.full(population, -1)
     cluster[: group[0].population] = group[0].planted_clusters
     return cluster
 
 
 def group_by_name(runs: NamedRuns) -> dict[str, list[StoredRun]]:
-    """The runs of each name: its seeds."""
+    """Return the runs of each name: its seeds."""
     groups: dict[str, list[StoredRun]] = {}
     for name, run in runs:
         groups.setdefault(name, []).append(run)
@@ -451,13 +449,13 @@ def group_by_name(runs: NamedRuns) -> dict[str, list[StoredRun]]:
 
 
 def choose_metric(runs: NamedRuns, name: str | None = None) -> Metric:
-    """A metric of the runs, the one that they are judged by when no name is given."""
+    """Return a metric of the runs by name; without a name, the one that they are compared by."""
     stored = [run for _, run in runs]
     return collect_metrics(stored)[name or main_metric(stored)]
 
 
 def _build_final_table(runs: NamedRuns, metric: str, cluster: str) -> pd.DataFrame:
-    """Final test value of each method, mean and deviation over seeds."""
+    """Build the table of the final test value of each method, mean and deviation over seeds."""
     rows = []
     for name, group in group_by_name(runs).items():
         values = np.array(
@@ -471,17 +469,18 @@ def _build_final_table(runs: NamedRuns, metric: str, cluster: str) -> pd.DataFra
 
 
 def compute_final_mean(run: StoredRun, metric: str, cluster: str) -> float:
-    """One number of a run: over all clients, over clusters, or of a cluster by its name."""
+    """Return one number of a run: over all clients, over clusters, or of a cluster by its name."""
     means = compute_cluster_means(run, metric)
-    names = load_cluster_names(run.folder.parent.parent, (c for c in means if isinstance(c, int)))
-    found = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
+    planted = [key for key in means if isinstance(key, int)]
+    names: dict[Any, str] = dict(load_cluster_names(run.folder.parent.parent, planted))
+    found = {names.get(key, str(key)): value for key, value in means.items()}
     if cluster not in found:
         raise ConfigError(f"cluster is {cluster!r}; expected one of: {', '.join(map(str, found))}")
     return found[cluster]
 
 
 def _scale_deviation(scale: float, spread: float | None) -> float | None:
-    """A deviation as it is drawn; a single seed has none."""
+    """Return a deviation in the units of the axis; None for a single seed, which has none."""
     return None if spread is None or math.isnan(spread) else scale * spread
 
 
@@ -503,20 +502,20 @@ def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.n
 
 
 def select_style(place: int) -> dict[str, Any]:
-    """Color, dash and mark of a method by its place: 64 differ from one another."""
+    """Return color, dash and mark of a method by its position: 64 differ from one another."""
     turn = (place + place // 8) % 8
     return {"color": COLORS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
 
 
 def fit_scale(axes: Axes, metric: Metric, values: Sequence[float]) -> None:
-    """Make the vertical axis logarithmic where losses lie so far apart that most would lie on one line."""
+    """Make the vertical axis logarithmic when losses differ by orders of magnitude."""
     known = [value for value in values if math.isfinite(value)]
     if metric.sign < 0 and known and min(known) > 0 and max(known) >= FAR * min(known):
         set_log_scale(axes, "y")
 
 
 def set_log_scale(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, with plain numbers: a $ in a text is no sign of mathematics here."""
+    """Make an axis logarithmic, with plain numbers: a $ in a text is not mathematics here."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -525,13 +524,13 @@ def set_log_scale(axes: Axes, which: Literal["x", "y"]) -> None:
 
 
 def format_axis_label(metric: Metric, split: str = "test") -> str:
-    """A metric with its split and unit, for an axis."""
+    """Format a metric with its split and unit, for an axis."""
     title = f"{split} {metric.title}" if metric.on_samples else metric.title
     return f"{title} ({metric.unit})" if metric.unit else title
 
 
 def make_single_figure() -> tuple[Figure, Axes]:
-    """A figure with one panel, as wide as a column."""
+    """Make a figure with one panel, as wide as a column."""
     figure = Figure(figsize=(WIDTH, 0.72 * WIDTH))
     return figure, figure.add_subplot()
 
@@ -561,7 +560,7 @@ def add_legend(axes: Axes) -> None:
     names = axes.get_legend_handles_labels()[1]
     if not names:
         return
-    # letters of this size to an inch, and those that a line takes
+    # 17 letters of this size fit an inch; a line and its gap take 8.
     fit = int(17 * WIDTH) // (max(map(len, names)) + 8)
     ncols = min(3, max(1, fit, math.ceil(len(names) / 6)))
     axes.legend(
@@ -570,7 +569,7 @@ def add_legend(axes: Axes) -> None:
 
 
 def make_panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A row of panels, or rows of so many."""
+    """Make a figure with a number of panels in rows."""
     across = min(count, ACROSS)
     down = math.ceil(count / across)
     figure = Figure(figsize=(max(WIDTH, 1.9 * across), 2.1 * down), layout="constrained")
@@ -590,7 +589,10 @@ SETTING_TITLES = {  # of settings, on axes
 def draw_sweep(
     runs: NamedRuns, *, setting: str | None = None, metric: str | None = None, cluster: str = "all"
 ) -> DrawnFigure:
-    """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
+    """Draw the final test metric against one setting, a line per method, or against two, as a grid.
+
+    A cell of the grid is the mean of the method that is best there.
+    """
     if not setting:
         raise ConfigError(
             "figure sweep needs --setting: the name of one setting, or of two with a comma between"
@@ -612,7 +614,8 @@ def draw_sweep(
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(
-            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+            f"the finished runs here do not vary {setting}; give the folders of all points "
+            "of a sweep"
         )
     # a label a value
     if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):
@@ -631,7 +634,7 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
     """Return the label of a point of a sweep without the values of the settings on the axes.
 
     Example:
-        >>> bare("Inverse loss, tau=30", ["tau"])
+        >>> strip_settings("Inverse loss, tau=30", ["tau"])
         'Inverse loss'
     """
     for one in settings:
@@ -642,7 +645,7 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
 def draw_setting_lines(
     axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()
 ) -> None:
-    """Draw a line for each method against a setting; its look is that of its place in `order`, or in the table."""
+    """Draw a line for each method against a setting, styled by its place in `order`."""
     methods = list(dict.fromkeys(table["method"]))
     for name in methods:
         place = (order or methods).index(name)
@@ -681,14 +684,14 @@ def draw_sensitivities(
     metric: str | None = None,
     cluster: str = "all",
 ) -> DrawnFigure:
-    """The final test metric against a setting: a panel for each study and way of averaging, a line a method.
+    """Draw the final test metric against a setting: a panel for each study and way of averaging.
 
     Args:
         runs: named runs, of the points of one or more sweeps.
         setting: the setting on the horizontal axis.
-        studies: patterns of the names of studies to draw; where no study of the runs fits, all are
+        studies: patterns of the names of studies to draw; when no study of the runs fits, all are
             drawn.
-        metric: its name; the one that the runs are judged by when None.
+        metric: its name; the main metric of the runs when None.
         cluster: "all", "clusters" or a cluster's name.
     """
     fits = [any(fnmatch(run.study_name, pattern) for pattern in studies) for _, run in runs]
@@ -714,7 +717,8 @@ def draw_sensitivities(
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
         raise DataError(
-            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+            f"the finished runs here do not vary {setting}; give the folders of all points "
+            "of a sweep"
         )
     reduced = _reduce_over_seeds(table, "panel", ["method", setting])
     titles, order = (list(dict.fromkeys(reduced[column])) for column in ("panel", "method"))
@@ -729,7 +733,7 @@ def draw_sensitivities(
 
 
 def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
-    """Mean and deviation over seeds; methods and panels in the order of their runs, settings by value."""
+    """Return mean and deviation over seeds, ordered by first run and setting value."""
     for column in (first, *others):
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))
@@ -738,6 +742,6 @@ def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -
 
 
 def _std_over_seeds(values: pd.Series) -> float:
-    """The deviation over seeds; NaN for a single one."""
+    """Return the deviation over seeds; NaN for a single one."""
     deviation = summary.mean_std_over_seeds(values.to_numpy(float))[1]
     return math.nan if deviation is None else deviation

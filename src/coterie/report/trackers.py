@@ -1,8 +1,9 @@
-"""Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing is sent.
+"""Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default.
 
-A writer is any object with the two methods of `Writer`. `feed_while_running` feeds writers while a study runs, as
-its observer; `export_runs` feeds them from stored runs. Every writer here writes files in a local
-folder: MLflow a local store, Weights & Biases in offline mode (`wandb sync` would send them).
+A writer is any object with the two methods of `Writer`. `feed_while_running` feeds writers while a
+study runs, as its observer; `export_runs` feeds them from stored runs. Every writer here writes
+files in a local folder and sends nothing: MLflow a local store, Weights & Biases in offline mode
+(`wandb sync` would send them).
 """
 
 import os
@@ -124,7 +125,8 @@ def make_opener(tracker: str, folder: str | Path) -> Opener:
             return _KINDS[tracker](Path(folder), name, settings)
         except ImportError as error:
             raise ConfigError(
-                f"{tracker} is not installed ({error.name or error} is missing); {extras.install_command(tracker)}"
+                f"{tracker} is not installed ({error.name or error} is missing); "
+                f"{extras.install_command(tracker)}"
             ) from error
 
     return open_writer
@@ -134,7 +136,7 @@ def make_opener(tracker: str, folder: str | Path) -> Opener:
 def feed_while_running(
     open_writer: Opener, settings: Mapping[str, Any] | None = None
 ) -> Iterator[Observer]:
-    """Feed a writer for each run while a study goes on.
+    """Feed a writer for each run while a study runs, and close the writers at the end of the block.
 
     Args:
         open_writer: opens the writers; see `make_opener`.
@@ -168,7 +170,7 @@ def feed_while_running(
 
 
 def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
-    """Feed writers from stored runs: each metric, mean over clients and per planted cluster, round by round.
+    """Feed writers from stored runs: each metric by round, over clients and clusters.
 
     Returns:
         The number of runs written.
@@ -193,11 +195,11 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
 
 
 def describe_metric(metric: Metric) -> str:
-    """Say what a metric is: its title and unit, and which values are better.
+    """Describe a metric: its title and unit, and which values are better.
 
     Example:
         >>> from coterie.functional.metrics import ACCURACY
-        >>> described(ACCURACY)
+        >>> describe_metric(ACCURACY)
         'accuracy, times 100 in %, higher is better'
     """
     scale = f", times {metric.scale:g}" if metric.scale != 1 else ""
@@ -206,7 +208,7 @@ def describe_metric(metric: Metric) -> str:
 
 
 def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
-    """The means of each round, by name."""
+    """Yield the means of each round, by name."""
     columns = (
         run.metrics[name].tolist()
         for name in ("round", "split", "model", "metric", "cluster", "value")
@@ -223,7 +225,7 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
 
 
 def _iterate_flat_settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted path."""
+    """Yield settings by dotted path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _iterate_flat_settings(inner, f"{path}.{key}" if path else str(key))

@@ -1,4 +1,4 @@
-"""The live page: the views of the report, following a run folder while a study runs or a node works.
+"""The live page: the views of the report, following a run folder while a study or a node runs.
 
 It is served to this machine only: it listens on 127.0.0.1, requires the token of its address and
 this machine's host name in every request (so that no other page can read it through the browser),
@@ -27,7 +27,7 @@ WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
 
 
 class FolderFollower:
-    """The content of a folder, read again only when a file in it has changed.
+    """The content of a folder, loaded again only when a file in it has changed.
 
     Args:
         folder: folder of a study, a run or a node; it may not exist yet.
@@ -54,7 +54,7 @@ class FolderFollower:
             yield from self.folder.rglob(name)
 
     def load_message(self) -> dict[str, Any]:
-        """Return the page's data: `compute_signature`, `subtitle` and `overview` as HTML, and `data`."""
+        """Return the page's data: `signature`, `subtitle` and `overview` as HTML, and `data`."""
         with self._lock:
             signature = self.compute_signature()
             if self._read is None or self._read[0] != signature:
@@ -141,7 +141,7 @@ class WatchServer:
 
 def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestHandler]:
     class PageHandler(BaseHTTPRequestHandler):
-        """Answers GET / with the page and GET /data with what is new; refuses everything else."""
+        """Answers GET / with the page and GET /data with new content; refuses the rest."""
 
         server_version, sys_version = "coterie", ""
 
@@ -172,7 +172,7 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
                 self._send_answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n")
 
         def _is_authorized(self, given: dict[str, list[str]]) -> bool:
-            """Whether the request names this host (a name rebound to it would not) and carries the token."""
+            """Whether the request names this host (a rebound name would not) and the token."""
             port = self.connection.getsockname()[1]
             secret = given.get("token", [""])[0]
             return is_local_request(self.headers.get("Host", ""), port) and hmac.compare_digest(
@@ -192,6 +192,6 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the terminal belongs to the run, and addresses hold the token."""
+            """Log nothing: the terminal belongs to the run, and addresses hold the token."""
 
     return PageHandler

@@ -1,4 +1,4 @@
-"""Whether methods were compared under equal conditions: bytes, participation, and settings tried in tuning."""
+"""Whether methods were compared under equal conditions: bytes, participation, and tuning effort."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +17,14 @@ def count_tried_settings(path: str | Path) -> dict[str, int]:
     """Return how many settings tuning tried for each method.
 
     Args:
-        path: the trials that `coterie tune` wrote beside the study with the chosen values,
+        path: the trials that `coterie tune` wrote next to the study with the chosen values,
             `<study>-tuned.json`.
 
     Raises:
         DataError: when it is not such a file.
     """
-    file, wrong = (
-        Path(path),
-        f"{path} holds no trials; expected the .json that `coterie tune` wrote",
-    )
+    file = Path(path)
+    wrong = f"{path} holds no trials; expected the .json that `coterie tune` wrote"
     try:
         if file.stat().st_size > MOST_BYTES:
             raise DataError(
@@ -35,17 +33,14 @@ def count_tried_settings(path: str | Path) -> dict[str, int]:
         trials = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(wrong) from error
-    if not isinstance(trials, list) or not all(
-        isinstance(one, dict) and "label" in one for one in trials
-    ):
+    if not isinstance(trials, list):
         raise DataError(wrong)
     points: dict[str, set[str]] = {}
     for one in trials:
-        point = {
-            key: value
-            for key, value in one.items()
-            if key not in ("label", "seed", "metric", "value")
-        }
+        if not isinstance(one, dict) or "label" not in one:
+            raise DataError(wrong)
+        # What is left of a trial is the setting; each seed tried it once.
+        point = {key: one[key] for key in one.keys() - {"label", "seed", "metric", "value"}}
         points.setdefault(str(one["label"]), set()).add(json.dumps(point, sort_keys=True))
     return {label: len(found) for label, found in points.items()}
 
@@ -55,43 +50,50 @@ def describe_unequal_conditions(
     labels: Iterable[str],
     settings: Mapping[str, int] | None = None,
 ) -> str:
-    """Say in a line what the methods that are compared did not have alike; empty where all was, or nothing is known.
+    """Describe in one line which conditions of the compared methods differ.
 
     Args:
         spent: what each method spent, as a summary has it.
         labels: the methods that are compared.
-        settings: how many settings were tried for each; None where nobody says.
+        settings: how many settings were tried for each method; None when that is not known.
 
     Example:
-        >>> unequal([{"label": "A", "bytes": 2e6, "client_rounds": 9}, {"label": "B", "bytes": 0, "client_rounds": 9}], "AB")
+        >>> spent = [{"label": "A", "bytes": 2e6, "client_rounds": 9}]
+        >>> spent += [{"label": "B", "bytes": 0, "client_rounds": 9}]
+        >>> describe_unequal_conditions(spent, "AB")
         'Not equal: bytes of a client (A 2 MB, B 0 MB); --equal-bytes ranks at equal bytes.'
     """
     names = list(labels)
-    rows = {row["label"]: row for row in spent if row["label"] in names}
+    sent, trained = {}, {}
+    for row in spent:
+        if row["label"] in names:
+            sent[row["label"]] = row["bytes"]
+            trained[row["label"]] = row["client_rounds"]
+    tried = dict.fromkeys(names, 0)
+    tried |= {label: count for label, count in (settings or {}).items() if label in tried}
     parts = []
-    kinds: tuple[tuple[str, dict[str, float], Callable[[float], str]], ...] = (
-        (
-            "bytes of a client",
-            {label: row["bytes"] for label, row in rows.items()},
-            lambda v: f"{v / 1e6:.3g} MB",
-        ),
-        (
-            "client-rounds of training",
-            {label: row["client_rounds"] for label, row in rows.items()},
-            lambda v: f"{v:g}",
-        ),
-        (
-            "settings tried in tuning",
-            {label: (settings or {}).get(label, 0) for label in names},
-            lambda v: f"{v:g}",
-        ),
-    )
-    for what, values, shown in kinds:
-        if values and max(values.values()) - min(values.values()) > ALIKE * max(values.values()):
-            parts.append(
-                f"{what} ({', '.join(f'{label} {shown(value)}' for label, value in values.items())})"
-            )
-    if not parts:
-        return ""
-    hint = "; --equal-bytes ranks at equal bytes" if parts[0].startswith("bytes") else ""
-    return f"Not equal: {'; '.join(parts)}{hint}."
+    hint = ""
+    if _are_unequal(sent):
+        parts.append(_format_values("bytes of a client", sent, lambda v: f"{v / 1e6:.3g} MB"))
+        hint = "; --equal-bytes ranks at equal bytes"
+    for what, values in (
+        ("client-rounds of training", trained),
+        ("settings tried in tuning", tried),
+    ):
+        if _are_unequal(values):
+            parts.append(_format_values(what, values, lambda v: f"{v:g}"))
+    return f"Not equal: {'; '.join(parts)}{hint}." if parts else ""
+
+
+def _are_unequal(values: Mapping[str, float]) -> bool:
+    if not values:
+        return False
+    largest = max(values.values())
+    return largest - min(values.values()) > ALIKE * largest
+
+
+def _format_values(
+    what: str, values: Mapping[str, float], format_value: Callable[[float], str]
+) -> str:
+    listed = ", ".join(f"{label} {format_value(value)}" for label, value in values.items())
+    return f"{what} ({listed})"

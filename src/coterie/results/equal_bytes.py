@@ -1,7 +1,7 @@
-"""Methods ranked at equal bytes: when each of their clients has used the same number of bytes."""
+"""Rank methods at equal bytes: when each of their clients has used the same number of bytes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ class MethodAtBudget:
         label: the method.
         rounds: its rounds by then.
         used: bytes of a client, received and sent to a server, mean over clients and seeds.
-        value: the metric then, mean over clients and seeds; NaN where nothing was measured by then.
+        value: the metric then, mean over clients and seeds; NaN when nothing was measured by then.
         std: population standard deviation over seeds; None for a single seed.
         seeds: number of seeds.
     """
@@ -47,17 +47,17 @@ class EqualBytes:
     Args:
         study: its name.
         metric: accuracy or loss.
-        split: what the models are scored on: "test" where that was measured during the runs
+        split: the data that the models are scored on: "test" when that was measured during the runs
             (`eval_every`), else "validation".
-        model: on test data what the final evaluation takes: "best", each client's best model by
-            validation loss, or "current", the newest (`evaluate = "final"`), or "either", where
-            methods differ in that. On validation data "current", since there the score of a best
-            model would be that by which it was chosen.
-        budget: bytes per client: what was asked for, else the total of the communicating method
+        model: on test data the model of the final evaluation: "best", each client's best model by
+            validation loss, or "current", the newest (`evaluate = "final"`), or "either" when
+            methods differ in that. On validation data "current", since the best model was chosen by
+            its validation score, which would be biased.
+        budget: bytes per client: the requested number, else the total of the communicating method
             that uses the fewest.
         rows: best first.
-        seeds: the seeds that the means are over; see `summary.select_compared_runs`.
-        left_out: how each run stands that is not among them.
+        seeds: the seeds that the means are over; see `selection.select_compared_runs`.
+        left_out: the status of each other run.
     """
 
     study: str
@@ -71,7 +71,7 @@ class EqualBytes:
 
     @property
     def heading(self) -> str:
-        """What the values are, such as "test accuracy in % of each client's best model by validation"."""
+        """The heading of the values: metric, split, and which models are scored."""
         which = {
             "best": "each client's best model by validation",
             "current": "the newest models",
@@ -81,35 +81,35 @@ class EqualBytes:
 
     @property
     def caveat(self) -> str:
-        """Why it is not on test data; empty where it is."""
+        """Why the ranking is not on test data; "" when it is."""
         if self.split == "test":
             return ""
         return (
-            "The rounds were not tested, so the newest models are scored, on validation data; these are not the "
-            "numbers of the final test. With eval_every = 1 the best models are scored on test data."
+            "The rounds were not tested, so the newest models are scored, on validation data; "
+            "these are not the "
+            "numbers of the final test. With eval_every = 1 the best models are scored on "
+            "test data."
         )
 
     def describe_coverage(self) -> list[str]:
-        """Return what must be known beside it: which runs are not in it, and why it is not on test data."""
-        content = {
-            "rows": [asdict(row) for row in self.rows],
-            "seeds": self.seeds,
-            "left_out": self.left_out,
-        }
-        return [*coverage.describe_coverage(content), *([self.caveat] if self.caveat else [])]
+        """Describe the runs that are not in the ranking, and why it is not on test data."""
+        rows = [asdict(row) for row in self.rows]
+        content = {"rows": rows, "seeds": self.seeds, "left_out": self.left_out}
+        lines = coverage.describe_coverage(content)
+        return [*lines, self.caveat] if self.caveat else lines
 
 
 def rank_at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualBytes:
-    """Rank the methods of a stored study when each of their clients has used the same number of bytes.
+    """Rank the methods of a stored study when each client has used the same number of bytes.
 
     Bytes are those of all messages received and of those sent to a server (messages sent to peers
     are counted as received by them). With `eval_every` the model of a client is chosen as in the
-    final evaluation, the best by validation loss, and scored on test data. A method that has not
-    used more in its whole run has its final result; of another, the model is chosen among the
-    rounds by then that were tested (a warm-up is not).
+    final evaluation, the best by validation loss, and scored on test data. A method that uses no
+    more in its whole run has its final result; for another, the model is chosen among the tested
+    rounds by then (a warm-up is not one).
 
     Args:
-        folder: of the study.
+        folder: the folder of the study.
         budget: bytes of a client; by default the total of the communicating method that uses the
             fewest.
 
@@ -127,49 +127,58 @@ def rank_runs(
     budget: float | None = None,
     whole: Mapping[str, Any] | None = None,
 ) -> EqualBytes:
-    """As `rank_at_equal_bytes`, of runs that were read already, and of the folders that could not be read.
+    """Rank runs that were already loaded; see `rank_at_equal_bytes`.
 
     Args:
-        runs: those that could be read.
-        problems: the other folders.
-        folder: of the study.
+        runs: the runs of the study.
+        problems: its folders that could not be read.
+        folder: the folder of the study.
         budget: bytes of a client.
-        whole: the summary of these runs, where there is one already.
+        whole: the summary of these runs, if there is one already.
     """
     whole = whole or summary.summarize_runs(runs, folder, problems)
     chosen = selection.select_compared_runs(runs, problems)
     metric = stored_runs.main_metric(chosen)
     tested = bool(chosen) and all(_has_round_tests(run, metric) for run in chosen)
-    best = {tested and _uses_best_models(run) for run in chosen}
     groups = stored_runs.group_by_label(chosen)
-    spent = [
-        np.mean([compute_bytes_per_client(run)[-1] for run in group]) for group in groups.values()
-    ]
     if budget is None:
-        budget = float(min((one for one in spent if one > 0), default=0.0))
+        budget = _choose_budget(groups.values())
     rows = []
     for label, group in groups.items():
         points = [_evaluate_at_budget(run, metric, budget, tested=tested) for run in group]
-        rounds, used, values = (np.array(part) for part in zip(*points, strict=True))
-        value, deviation = summary.mean_std_over_seeds(values.astype(float))
-        rows.append(
-            MethodAtBudget(
-                label, float(rounds.mean()), float(used.mean()), value, deviation, len(group)
-            )
+        rounds, used, values = np.array(points, dtype=float).T
+        value, deviation = summary.mean_std_over_seeds(values)
+        row = MethodAtBudget(
+            label, float(rounds.mean()), float(used.mean()), value, deviation, len(group)
         )
+        rows.append(row)
     sign = metrics.REGISTRY[metric].sign
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
-    model: Model = "either" if len(best) > 1 else "best" if True in best else "current"
+    model: Model = "current"
+    if tested:
+        uses_best = {_uses_best_models(run) for run in chosen}
+        model = "either" if len(uses_best) > 1 else model
+        model = "best" if uses_best == {True} else model
     split: Split = "test" if tested else "validation"
     return EqualBytes(
         whole["study"], metric, split, model, budget, rows, whole["seeds"], whole["left_out"]
     )
 
 
+def _choose_budget(groups: Iterable[Sequence[StoredRun]]) -> float:
+    """Return the total bytes of the communicating method that uses the fewest; 0 if none does."""
+    totals = []
+    for group in groups:
+        total = np.mean([compute_bytes_per_client(run)[-1] for run in group])
+        if total > 0:
+            totals.append(float(total))
+    return min(totals, default=0.0)
+
+
 def compute_bytes_per_client(run: StoredRun) -> Float[np.ndarray, " rounds"]:
     """Return the bytes of a client after each round from the first: received, and sent to a server.
 
-    They are means over clients, cumulated over rounds.
+    They are means over clients, accumulated over rounds.
     """
     received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
     return np.cumsum(received + sent) / len(run.client_clusters)
@@ -187,7 +196,7 @@ def _pivot_metric(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
 
 
 def _has_round_tests(run: StoredRun, metric: str) -> bool:
-    """Whether rounds were tested on the way, not in the end alone."""
+    """Whether models were tested during the run, not only at its end."""
     return len(_pivot_metric(run, "test", metric)) > 1
 
 
@@ -199,25 +208,24 @@ def _uses_best_models(run: StoredRun) -> bool:
 def _evaluate_at_budget(
     run: StoredRun, metric: str, budget: float, *, tested: bool
 ) -> tuple[float, float, float]:
-    """Return rounds, bytes and metric of a run at a budget; all of it where it stays below."""
+    """Return rounds, bytes and metric at a budget; of the whole run if it uses less."""
     cumulated = compute_bytes_per_client(run)
+    # A budget is often the total of another run, so that rounding must not cost its last round.
     last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
     used = float(cumulated[last]) if last >= 0 else 0.0
     if tested and last + 1 >= run.num_rounds:
         return last + 1, used, float(run.final_values(metric).mean(skipna=False))
-    loss = _pivot_metric(run, "validation", metrics.LOSS.name)
-    values = (
-        _pivot_metric(run, "test", metric) if tested else _pivot_metric(run, "validation", metric)
-    )
-    if not tested:  # clients without validation data have no value in any round
+    values = _pivot_metric(run, "test" if tested else "validation", metric)
+    if not tested:
+        # Clients without validation data have no value in any round.
         values = values.loc[:, values.notna().any().to_numpy()]
     values = values.loc[(values.index <= last)]
     if not values.size:
         return last + 1, used, math.nan
     place = np.full(values.shape[1], len(values) - 1)
     if tested and _uses_best_models(run):
+        loss = _pivot_metric(run, "validation", metrics.LOSS.name)
         known = loss.reindex(index=values.index, columns=values.columns).to_numpy(float)
-        place = np.where(
-            np.isnan(known).all(0), place, np.where(np.isnan(known), np.inf, known).argmin(0)
-        )
+        best = np.where(np.isnan(known), np.inf, known).argmin(0)
+        place = np.where(np.isnan(known).all(0), place, best)
     return last + 1, used, float(values.to_numpy(float)[place, np.arange(values.shape[1])].mean())

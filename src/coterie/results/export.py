@@ -1,4 +1,4 @@
-"""Export: the model of a client as a file for other programs: weights by their names, or ONNX."""
+"""Export the model of a client as a file for other programs: named weights, or ONNX."""
 
 import json
 import warnings
@@ -36,21 +36,21 @@ def export_model(
     """Write the model of a client to one file, atomically.
 
     Args:
-        models: of a run.
+        models: the models of a run.
         client: its name, or its number.
         path: the file.
-        format: "safetensors": a state dict, with all that is known of it as metadata; "pt": a state
-            dict alone, as `torch.load(path, weights_only=True)` reads it; "onnx": the module in
-            evaluation mode, which takes batches of any size of prepared inputs.
-        which: which of the client's models, see `ModelSteps.model`.
+        format: "safetensors": a state dict with a description as metadata; "pt": a state dict
+            alone, as `torch.load(path, weights_only=True)` reads it; "onnx": the module in
+            evaluation mode, for batches of any size of prepared inputs.
+        which: which of the client's models, see `Models.model`.
         study: the name of the study, for the metadata.
-        force: replace a file that is there.
+        force: replace an existing file.
 
     Raises:
-        RunExistsError: when the file is there, and `force` is not set.
-        ConfigError: when the client or that model is not here, or packages are missing that ONNX
-            needs.
-        ModelError: when the module is needed and is not here, or ONNX cannot express it.
+        RunExistsError: when the file exists and `force` is not set.
+        ConfigError: when the client or the model does not exist, or packages that ONNX needs are
+            missing.
+        ModelError: when the module is needed and was not stored, or ONNX cannot express it.
     """
     path = Path(path)
     if path.exists() and not force:
@@ -60,19 +60,14 @@ def export_model(
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}; make it, or choose another file")
     tensors = models.state_dict(client, which)
-    if not all(
-        bool(torch.isfinite(tensor).all())
-        for tensor in tensors.values()
-        if tensor.is_floating_point()
-    ):
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
         warnings.warn(
             f"the model of {models.client_name(client)} has NaN or infinity: it diverged",
             stacklevel=2,
         )
-    known = {
-        name: _to_text(value)
-        for name, value in describe_model(models, client, which, study).items()
-    }
+    description = describe_model(models, client, which, study)
+    known = {name: _to_text(value) for name, value in description.items()}
     program = _build_onnx_program(models, client, which) if format == "onnx" else None
     if program is not None:
         program.model.metadata_props.update(
@@ -91,7 +86,7 @@ def export_model(
 def describe_model(
     models: Models, client: int | str, which: Which, study: str = ""
 ) -> dict[str, Any]:
-    """Return all that is known of a model: whose it is, where it comes from, its inputs and its outputs.
+    """Describe a model: its client, its origin, its inputs and its outputs.
 
     Args:
         models: of a run.
@@ -103,10 +98,12 @@ def describe_model(
     inputs, known = recipe.inputs, recipe.model
     preparation = []
     for column in inputs.table:
-        preparation.append(
-            {name: value for name, value in asdict(column).items() if value is not None}
-        )
+        settings = asdict(column).items()
+        preparation.append({name: value for name, value in settings if value is not None})
     fitted = models.fitted[row] if models.fitted else None
+    normalization = None
+    if inputs.images:
+        normalization = {"scale": 255, "mean": inputs.mean, "std": inputs.std}
     return {
         "study": study,
         "method": recipe.label,
@@ -119,9 +116,7 @@ def describe_model(
         "module": recipe.module,
         "features": inputs.features,
         "feature_names": inputs.names,
-        "normalization": {"scale": 255, "mean": inputs.mean, "std": inputs.std}
-        if inputs.images
-        else None,
+        "normalization": normalization,
         "parts": [asdict(part) for part in inputs.parts],
         "columns": preparation,
         "fill": _to_list(fitted and fitted.fill),
@@ -142,21 +137,22 @@ def _to_text(value: Any) -> str:
 
 
 def check_onnx_packages() -> None:
-    """Check that the packages are here that ONNX needs.
+    """Check that the packages that ONNX needs are installed.
 
     Raises:
-        ConfigError: with what to install.
+        ConfigError: when one is missing; the message says what to install.
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: {extras.install_command('onnx')}; "
+            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: "
+            f"{extras.install_command('onnx')}; "
             "--format safetensors needs nothing"
         )
 
 
 def _build_onnx_program(models: Models, client: int | str, which: Which) -> torch.onnx.ONNXProgram:
-    """The module as a graph that takes batches of any size."""
+    """Return the module as a graph that takes batches of any size."""
     check_onnx_packages()
     module, recipe = models.model(client, which), models.spec
     kind = torch.uint8 if recipe.inputs.images else torch.float32
@@ -164,27 +160,30 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
         torch.zeros(2, *recipe.inputs.features, dtype=kind), module
     )
     batch = torch.export.Dim("batch")
-    places = ([{0: batch} for _ in args], {name: {0: batch} for name in named})
-    shapes: Any = {**named, **places[1]} if named and not args else tuple(places[0])
-    names = [
-        *(f"input_{place}" if len(args) > 1 else "input" for place in range(len(args))),
-        *named,
-    ]
+    shapes: Any = tuple({0: batch} for _ in args)
+    if named and not args:
+        shapes = {name: {0: batch} for name in named}
+    names = ["input"] if len(args) == 1 else [f"input_{place}" for place in range(len(args))]
     try:
         with warnings.catch_warnings():
-            # of the exporter's own, which its user can do nothing about
+            # The exporter warns about itself, which its caller can do nothing about.
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                module, args, kwargs=named, dynamo=True, dynamic_shapes=shapes, input_names=names,
-                output_names=["output"], verbose=False,
-            )  # fmt: skip
-    except (
-        Exception
-    ) as error:  # what a module does to the tracer is its own affair: one line says that it failed
+                module,
+                args,
+                kwargs=named,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                input_names=[*names, *named],
+                output_names=["output"],
+                verbose=False,
+            )
+    # A module can fail in any way under the tracer; one line must say that it did.
+    except Exception as error:
         text = " ".join(str(error).split())
         raise ModelError(
-            f"{recipe.module} cannot be written as ONNX ({type(error).__name__}: {text:.300}); --format safetensors "
-            "writes its weights"
+            f"{recipe.module} cannot be written as ONNX ({type(error).__name__}: {text:.300}); "
+            "--format safetensors writes its weights"
         ) from error
     assert program is not None
     return program

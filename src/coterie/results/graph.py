@@ -4,8 +4,9 @@ Pure functions on the edges table of a run (columns round, reader, read, purpose
 the planted clusters. Unlike `metrics` they need no model or tensor, only the stored table;
 comparisons, reports and notebooks use them.
 
-Client `i` reads client `j` when it gets the model of `j`: rows of every matrix are readers. Reads
-of the client's own model and messages that did not arrive (purpose "missing") are not counted.
+Client `i` reads client `j` when it receives the model of `j`: rows of every matrix are readers.
+Reads of the client's own model and messages that did not arrive (purpose "missing") are not
+counted.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from coterie.errors import DataError, require
 MOST_COMMUNITIES = 20
 PATIENCE = 4  # numbers of communities tried in vain before the search ends
 WHOLE_SPECTRUM = 400
-"""Clients up to which all eigenvectors are computed; above, the leading ones, by iteration on the reads alone."""
+"""Largest population of which all eigenvectors are computed; of a larger one, the leading ones."""
 _RESTARTS, _TOLERANCE = 60, 1e-3  # of that iteration
 _ENTRIES = 40_000_000  # of the reads, times restarts: more reads get fewer
 
@@ -36,14 +37,15 @@ def count_reads(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "popula
         DataError: when the table names a client outside the population.
 
     Example:
-        >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1], "purpose": "mix"}), 2).tolist()
+        >>> edges = pd.DataFrame({"round": [0, 1], "reader": 0, "read": 1, "purpose": "mix"})
+        >>> count_reads(edges, 2).tolist()
         [[0, 2], [0, 0]]
     """
     return count_reads_sparse(edges, population).toarray()
 
 
 def count_reads_sparse(edges: pd.DataFrame, population: int) -> sparse.csr_array:
-    """Return what `count_reads` returns as a sparse matrix, which grows with the reads and not with population squared.
+    """Count reads as `count_reads` does, in a sparse matrix that grows with the reads alone.
 
     Raises:
         DataError: when the table names a client outside the population.
@@ -76,7 +78,7 @@ def _select_peer_reads(
 
 
 def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> pd.Series:
-    """Share of each round's reads within the reader's planted cluster, in [0, 1], indexed by round.
+    """Return the share of each round's reads within the reader's planted cluster, indexed by round.
 
     Args:
         edges: the edges table.
@@ -89,7 +91,7 @@ def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> 
 
 
 def expected_share(truth: Int[np.ndarray, " population"]) -> float:
-    r"""Within-cluster share of a client that reads uniformly at random: $\sum_c n_c (n_c - 1) / (K (K - 1))$.
+    r"""Within-cluster share of random reads: $\sum_c n_c (n_c - 1) / (K (K - 1))$.
 
     Example:
         >>> expected_share(np.repeat([0, 1, 2, 3], 25)).__round__(3)
@@ -168,13 +170,15 @@ def find_communities(
     eigenvectors are found by Lanczos iteration, to a thousandth.
 
     Args:
-        counts: how often each client read each other, as `count_reads` or `count_reads_sparse` returns.
+        counts: how often each client read each other, as `count_reads` or `count_reads_sparse`
+            returns.
 
     Returns:
         A label per client, numbered from 0 in order of appearance.
 
     References:
-        Ng, Jordan & Weiss, On spectral clustering, 2001; Newman, Modularity and community structure, 2006.
+        Ng, Jordan & Weiss, On spectral clustering, 2001.
+        Newman, Modularity and community structure, 2006.
     """
     from sklearn.cluster import KMeans
 
@@ -229,9 +233,8 @@ def _compute_eigenvectors(
             tol=_TOLERANCE,  # pyright: ignore[reportArgumentType]
             maxiter=max(4, min(_RESTARTS, _ENTRIES // max(1, weights.nnz))),
         )
-    except (
-        ArpackNoConvergence
-    ) as error:  # those that stand out of the bulk have converged, and others say nothing
+    # The eigenvalues that stand out of the bulk have converged; the others carry no structure.
+    except ArpackNoConvergence as error:
         values, vectors = error.eigenvalues, error.eigenvectors
     return vectors[:, np.argsort(-values)]
 
@@ -240,7 +243,9 @@ def modularity(
     weights: Num[np.ndarray, "population population"] | sparse.csr_array,
     labels: Int[np.ndarray, " population"],
 ) -> float:
-    r"""Newman's modularity of a grouping: $\frac{1}{2m} \sum_{ij} (w_{ij} - d_i d_j / 2m) [c_i = c_j]$, below 1.
+    r"""Return Newman's modularity of a grouping, below 1.
+
+    It is $\frac{1}{2m} \sum_{ij} (w_{ij} - d_i d_j / 2m) [c_i = c_j]$.
 
     Args:
         weights: a symmetric matrix of non-negative weights, with at least one above zero.
@@ -277,12 +282,12 @@ def compare_partitions(
 def count_readers(
     counts: Num[np.ndarray, "population population"] | sparse.csr_array,
 ) -> Num[np.ndarray, " population"]:
-    """How often each client was read, from the counts of `count_reads` or `count_reads_sparse`."""
+    """Count how often each client was read, from the counts of `count_reads`."""
     return counts.sum(0)
 
 
 def gini(values: Num[np.ndarray, " clients"]) -> float:
-    """Inequality of non-negative values: 0 when all are equal, (n - 1) / n when one client has everything.
+    """Return the Gini index: 0 when equal, (n - 1) / n when one client has everything.
 
     Example:
         >>> gini(np.array([0, 0, 0, 8]))

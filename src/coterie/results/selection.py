@@ -1,4 +1,4 @@
-"""Which stored runs of a study are compared: the status of each run, and the seeds that all methods finished."""
+"""Which stored runs of a study are compared: the seeds that all its methods finished."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,22 +13,23 @@ from coterie.results.stored_runs import StoredRun, UnreadableRun, find_planned_r
 def list_run_statuses(
     runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], *folders: str | Path
 ) -> list[RunStatus]:
-    """Say how each run of a study stands: those that it should have, and others that are there.
+    """List the status of each run of a study: of its planned runs, and of others that exist.
 
     Args:
         runs: its runs, as `load_runs` returns them.
         problems: its folders that could not be read.
-        folders: the study's folder, whose file says which runs it should have; or those of some
+        folders: the study's folder, whose file lists its planned runs; or the folders of some
             methods or runs.
     """
-    found = {(run.label, run.seed): _find_run_status(run) for run in runs}
+    statuses = {(run.label, run.seed): _find_run_status(run) for run in runs}
     for problem in problems:
-        found[problem.label, problem.seed] = problem.status
-    wanted = [key for folder in folders for key in find_planned_runs(Path(folder))]
-    missing = {key: RunStatus(*key, "missing") for key in wanted if key not in found}
-    order = list(dict.fromkeys([*(label for label, _ in wanted), *(label for label, _ in found)]))
-    whole = {**found, **missing}
-    return [whole[key] for key in sorted(whole, key=lambda key: (order.index(key[0]), key[1]))]
+        statuses[problem.label, problem.seed] = problem.status
+    planned = [key for folder in folders for key in find_planned_runs(Path(folder))]
+    # Methods stand in the order of the study, and unplanned ones after them.
+    labels = list(dict.fromkeys(label for label, _ in (*planned, *statuses)))
+    for label, seed in planned:
+        statuses.setdefault((label, seed), RunStatus(label, seed, "missing"))
+    return sorted(statuses.values(), key=lambda one: (labels.index(one.label), one.seed))
 
 
 def _find_run_status(run: StoredRun) -> RunStatus:
@@ -37,11 +38,12 @@ def _find_run_status(run: StoredRun) -> RunStatus:
     if run.provenance.get("done"):
         return RunStatus(run.label, run.seed, "unfinished", "it has no final test")
     known = run.provenance.get("round")
-    rounds = run.num_rounds if known is None else max(int(known), 0)
-    # then the rounds in its file are not those that it has
-    scaled = float(run.config.get("scale", 1.0)) != 1.0
-    of = f" of {run.config['rounds']}" if "rounds" in run.config and not scaled else ""
-    return RunStatus(run.label, run.seed, "unfinished", f"round {rounds}{of}")
+    reached = run.num_rounds if known is None else max(int(known), 0)
+    reason = f"round {reached}"
+    # A scaled run has fewer or more rounds than its file has.
+    if "rounds" in run.config and float(run.config.get("scale", 1.0)) == 1.0:
+        reason += f" of {run.config['rounds']}"
+    return RunStatus(run.label, run.seed, "unfinished", reason)
 
 
 def select_compared_runs(
@@ -49,28 +51,26 @@ def select_compared_runs(
     problems: Sequence[UnreadableRun] = (),
     seeds: Iterable[int] | None = None,
 ) -> list[StoredRun]:
-    """Return the runs over which methods are averaged: finished ones, of the seeds that all methods finished.
+    """Select the runs that methods are averaged over: finished, of common seeds.
 
-    A method that finished none does not count. This is the one place that decides what a mean over
-    seeds is over.
+    A method that finished no seed does not count. No other function decides what a mean over seeds
+    is over.
 
     Args:
         runs: the runs of one study.
-        problems: its folders that could not be read; a run of which a part could not be read does
-            not count.
-        seeds: only these, where given.
+        problems: its folders that could not be read; a run with an unreadable part does not count.
+        seeds: only these, if given.
 
     Raises:
-        DataError: when they are not of one study.
+        DataError: when they are of several studies.
     """
     check_one_study(runs)
     broken = {(problem.label, problem.seed) for problem in problems}
     done = [run for run in runs if run.is_finished and (run.label, run.seed) not in broken]
-    chosen = set(
-        coverage.find_common_seeds(
-            {label: [run.seed for run in group] for label, group in group_by_label(done).items()}
-        )
-    )
+    finished: dict[str, list[int]] = {}
+    for run in done:
+        finished.setdefault(run.label, []).append(run.seed)
+    chosen = set(coverage.find_common_seeds(finished))
     if seeds is not None:
         chosen &= set(seeds)
     return [run for run in done if run.seed in chosen]
@@ -82,58 +82,58 @@ def summarize_coverage(
     *folders: str | Path,
     seeds: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """Return what `coverage.describe_coverage` tells about: the compared `seeds`, what is `left_out`, and the labels of `rows`.
+    """Return the compared `seeds`, what is `left_out`, and the labels of `rows`.
 
     The arguments are those of `list_run_statuses` and of `select_compared_runs`.
     """
     chosen = select_compared_runs(runs, problems, seeds)
     used = {(run.label, run.seed) for run in chosen}
-    left = [
-        one
-        for one in list_run_statuses(runs, problems, *folders)
-        if (one.label, one.seed) not in used
-    ]
-    rows = [{"label": label} for label in group_by_label(chosen)]
+    statuses = list_run_statuses(runs, problems, *folders)
+    left = [one for one in statuses if (one.label, one.seed) not in used]
     return {
-        "seeds": sorted({seed for _, seed in used}),
+        "seeds": sorted({run.seed for run in chosen}),
         "left_out": coverage.statuses_to_json(left),
-        "rows": rows,
+        "rows": [{"label": label} for label in group_by_label(chosen)],
     }
 
 
 def group_by_study(
     folders: Sequence[str | Path], runs: Sequence[StoredRun], problems: Sequence[UnreadableRun]
 ) -> Iterator[tuple[list[StoredRun], list[UnreadableRun], dict[str, Any]]]:
-    """Sort what `load_runs` read by studies, and say of each which runs there are.
+    """Group what `load_runs` loaded by study, and summarize which runs each study has.
 
     Args:
-        folders: those that were asked for; of a study of which only some methods or runs were, no
-            others are missing.
-        runs: the runs that were read.
+        folders: the requested folders; when they are some methods or runs of a study, its other
+            runs are not missing.
+        runs: the runs that were loaded.
         problems: the folders that could not be read.
 
     Yields:
-        The runs of a study, its folders that could not be read, and what is `summarize_coverage`, with the
-        name of its `study_name`.
+        The runs of a study, its folders that could not be read, and its coverage as
+        `summarize_coverage` returns it, with the name of its `study`.
     """
-    for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
-        own = [run for run in runs if run.folder.parent.parent == study]
-        broken = [problem for problem in problems if problem.folder.parent.parent == study]
-        asked = [Path(folder) for folder in folders]
-        parts = [folder for folder in asked if study in folder.parents]
-        whole = any(folder in (study, *study.parents) for folder in asked)
-        name = own[0].study_name if own else study.name
-        yield (
-            own,
-            broken,
-            {"study": name, **summarize_coverage(own, broken, *([study] if whole else parts))},
-        )
+    groups: dict[Path, tuple[list[StoredRun], list[UnreadableRun]]] = {}
+    for run in runs:
+        groups.setdefault(run.folder.parent.parent, ([], []))[0].append(run)
+    for problem in problems:
+        groups.setdefault(problem.folder.parent.parent, ([], []))[1].append(problem)
+    for study, (own, broken) in groups.items():
+        requested = _select_requested(study, [Path(folder) for folder in folders])
+        content = {"study": own[0].study_name if own else study.name}
+        yield own, broken, content | summarize_coverage(own, broken, *requested)
+
+
+def _select_requested(study: Path, folders: Sequence[Path]) -> list[Path]:
+    """Return the study, if all of it was requested, else its requested methods and runs."""
+    if any(folder in (study, *study.parents) for folder in folders):
+        return [study]
+    return [folder for folder in folders if study in folder.parents]
 
 
 def select_charted_runs(
     runs: Sequence[StoredRun], problems: Sequence[UnreadableRun] = ()
 ) -> list[StoredRun]:
-    """Return the runs whose rounds are drawn: the compared seeds, also of methods that have not finished one yet.
+    """Select the runs whose rounds are drawn: of compared seeds, finished or not.
 
     While no seed is compared these are all runs.
     """
@@ -142,24 +142,26 @@ def select_charted_runs(
 
 
 def check_one_study(runs: Iterable[StoredRun]) -> None:
-    """Refuse runs that are of several studies: their methods have the same names, and would be averaged together.
+    """Refuse runs of several studies: equal method names would be averaged together.
 
     Raises:
-        DataError: when they are.
+        DataError: when they are of several.
     """
     places: dict[tuple[str, int], Path] = {}
-    studies: dict[tuple[str, Path], None] = {}
+    names, folders = set(), []
     for run in runs:
         place = run.folder.parent.parent
-        studies[run.study_name, place] = None
-        several = (
-            len({name for name, _ in studies}) > 1 and len({folder for _, folder in studies}) > 1
-        )
+        names.add(run.study_name)
+        if place not in folders:
+            folders.append(place)
+        # Nodes of one run have folders of their own, but then their studies have the same name.
+        several = len(names) > 1 and len(folders) > 1
         if several or (run.label, run.seed) in places:
-            other = places.get((run.label, run.seed)) or next(
-                folder for _, folder in studies if folder != place
-            )
+            other = places.get((run.label, run.seed))
+            if other is None:
+                other = next(folder for folder in folders if folder != place)
             raise DataError(
-                f"these runs are of several studies, such as {other} and {place}; give the folder of one"
+                f"these runs are of several studies, such as {other} and {place}; give the "
+                "folder of one"
             )
         places[run.label, run.seed] = place

@@ -1,8 +1,8 @@
-"""Stored runs of studies, loaded from their folders.
+"""Load the stored runs of studies from their folders.
 
 Everything here reads run folders only (config.toml, metrics.parquet, edges.parquet,
 provenance.json), so a finished study, one that is still running and one made on another machine are
-read by the same code.
+loaded by the same code.
 """
 
 import json
@@ -39,10 +39,10 @@ FEDERATION = "federation.json"
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run as its folder tells it.
+    """One run, as its folder describes it.
 
     Args:
-        folder: where it lies, `<study>/<label>/seed-<n>` as the study wrote it.
+        folder: its folder, `<study>/<label>/seed-<n>` as the study wrote it.
         config: config.toml, resolved.
         provenance: provenance.json; empty while there is none.
         metrics: the metrics table.
@@ -57,7 +57,7 @@ class StoredRun:
 
     @cached_property
     def known_metrics(self) -> Metrics:
-        """The metrics that are built in, and those that its method declared."""
+        """The built-in metrics, and the metrics that its method declared."""
         return metrics.REGISTRY.add_stored(self.provenance.get("metrics") or {})
 
     @property
@@ -97,13 +97,13 @@ class StoredRun:
 
     @cached_property
     def client_clusters(self) -> pd.Series:
-        """The planted cluster of each client (-1 where unknown), indexed by client id."""
+        """The planted cluster of each client (-1 when unknown), indexed by client id."""
         first = self.metrics.drop_duplicates("client")
         return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
 
     @cached_property
     def population(self) -> int:
-        """How many clients there are, as far as the tables tell: a node's own are not all of them."""
+        """The number of clients that the tables name, hosted or read by a node."""
         read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
         return (
             max(
@@ -116,28 +116,28 @@ class StoredRun:
 
     @cached_property
     def planted_clusters(self) -> Int[np.ndarray, " population"]:
-        """The planted cluster of each member of the population; -1 where it is not known."""
+        """The planted cluster of each member of the population; -1 when it is unknown."""
         return self.client_clusters.reindex(range(self.population), fill_value=-1).to_numpy(
             np.int64
         )
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds the tables hold; while a run works, one of them may be ahead of the other."""
+        """The number of rounds in the longer table: one may be ahead during a run."""
         tables = [table for table in (self.metrics, self.edges) if len(table)]
         return max(int(table["round"].to_numpy().max()) for table in tables) + 1
 
     @cached_property
     def is_finished(self) -> bool:
-        """Whether the run came to its final evaluation."""
+        """Whether the run has its final evaluation."""
         return bool(self.provenance.get("done")) and not self.final_rows.empty
 
     @cached_property
     def final_rows(self) -> pd.DataFrame:
-        """The rows of the final test evaluation, of the best models where those were kept, else of the last.
+        """The rows of the final test: of the best models if stored, else of the last.
 
-        In the folder of a node that joined late they are those of its own clients, which were in no
-        round.
+        In the folder of a node that joined late they are the rows of its own clients, which were in
+        no round.
         """
         rows = select_final_tests(self.metrics)
         if not rows.empty:
@@ -149,7 +149,7 @@ class StoredRun:
 
     @property
     def result_metrics(self) -> list[str]:
-        """The metrics of its result: those of the final test, and those that its rounds reported as results."""
+        """The metrics of its result: of the final test, and reported as results."""
         rounds = self.metrics.loc[(self.metrics["split"] == "train").to_numpy(), "metric"].unique()
         reported = [
             str(name)
@@ -159,7 +159,7 @@ class StoredRun:
         return list(dict.fromkeys([*map(str, self.final_rows["metric"]), *reported]))
 
     def final_values(self, metric: str) -> pd.Series:
-        """The final test value of a metric per client, indexed by client id; else the last that rounds reported."""
+        """Return the final test value of a metric per client; else its last report."""
         if metric not in self._final_value_cache:
             rows = self.final_rows
             rows = rows.loc[(rows["metric"] == metric).to_numpy()]
@@ -176,25 +176,25 @@ class StoredRun:
         return {}
 
     def test_curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """As the function `compute_test_curve`, of its metrics."""
+        """Return what `compute_test_curve` computes from its metrics."""
         if metric not in self._test_curve_cache:
             self._test_curve_cache[metric] = compute_test_curve(self.metrics, metric)
         return self._test_curve_cache[metric]
 
     @cached_property
     def _test_curve_cache(self) -> dict[str, tuple[list[int], list[float]]]:
-        """What `compute_test_curve` has found, by metric: that of a baseline is asked for by each method."""
+        """What `test_curve` has found, by metric: each method asks for the curve of a baseline."""
         return {}
 
 
 @dataclass(frozen=True)
 class UnreadableRun:
-    """A folder of a run that holds no results that can be read.
+    """The folder of a run without results that can be read.
 
     Args:
         folder: the folder, `<study>/<label>/seed-<n>`.
         reason: why, in one line.
-        state: "unfinished" where the run has begun and measured nothing yet, else "damaged".
+        state: "unfinished" when the run has begun and measured nothing yet, else "damaged".
     """
 
     folder: Path
@@ -203,23 +203,23 @@ class UnreadableRun:
 
     @property
     def label(self) -> str:
-        """The name of the method, by the folder."""
+        """The name of the method, from the folder."""
         return self.folder.parent.name
 
     @property
     def seed(self) -> int:
-        """The seed, by the folder; 0 where it does not tell."""
+        """The seed, from the folder; 0 when its name has none."""
         return _parse_seed(self.folder) or 0
 
     @property
     def status(self) -> RunStatus:
-        """How the run stands, with the first sentence of the reason."""
+        """The status of the run, with the first sentence of the reason."""
         reason = self.reason.removeprefix("a file is damaged: ").partition(". ")[0]
         return RunStatus(self.label, self.seed, self.state, reason)
 
 
 def load_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[UnreadableRun]]:
-    """Read the runs in some folders, each of them a run, a method of a study, a study, or a folder of studies.
+    """Load the runs in folders: of a run, a method, a study, or of several studies.
 
     Returns:
         The runs, and the folders that look like a run but could not be read; both in order of
@@ -250,14 +250,11 @@ def has_runs(path: str | Path) -> bool:
 
 
 def _join_node_runs(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Put together what several nodes hosted of one run: same study, method and seed, and no client twice."""
+    """Join the parts of one run that several nodes hosted, with different clients."""
     out: list[StoredRun] = []
     for run in runs:
-        key, ids = (run.study_name, run.label, run.seed), set(run.client_clusters.index)
         for place, other in enumerate(out):
-            if (other.study_name, other.label, other.seed) == key and ids.isdisjoint(
-                other.client_clusters.index
-            ):
+            if _are_parts_of_one_run(run, other):
                 out[place] = _join_two_runs(other, run)
                 break
         else:
@@ -265,26 +262,32 @@ def _join_node_runs(runs: Sequence[StoredRun]) -> list[StoredRun]:
     return out
 
 
+def _are_parts_of_one_run(a: StoredRun, b: StoredRun) -> bool:
+    """Whether two folders hold different clients of the same study, method and seed."""
+    if (a.study_name, a.label, a.seed) != (b.study_name, b.label, b.seed):
+        return False
+    return set(a.client_clusters.index).isdisjoint(b.client_clusters.index)
+
+
 def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
-    times = [run.provenance.get("timing") or {} for run in (a, b)]
+    """Join two parts of a run: nodes work at the same time, so the longer duration counts."""
+    first, second = (run.provenance.get("timing") or {} for run in (a, b))
     timing = {
-        name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")
+        name: first.get(name, 0) + second.get(name, 0) for name in ("train_s", "train_samples")
     }
-    timing["wall_s"] = max(time.get("wall_s", 0.0) for time in times)
+    timing["wall_s"] = max(first.get("wall_s", 0.0), second.get("wall_s", 0.0))
     done = all(run.provenance.get("done") for run in (a, b))
+    provenance = {**a.provenance, "done": done, "timing": timing}
     names = {**(a.provenance.get("client_names") or {}), **(b.provenance.get("client_names") or {})}
+    if names:
+        provenance["client_names"] = names
+    # pandas warns about empty tables in a concatenation.
+    edges = [run.edges for run in (a, b) if len(run.edges)] or [a.edges]
     return replace(
         a,
-        provenance={
-            **a.provenance,
-            "done": done,
-            "timing": timing,
-            **({"client_names": names} if names else {}),
-        },
+        provenance=provenance,
         metrics=pd.concat([a.metrics, b.metrics], ignore_index=True),
-        edges=pd.concat(
-            [run.edges for run in (a, b) if len(run.edges)] or [a.edges], ignore_index=True
-        ),
+        edges=pd.concat(edges, ignore_index=True),
     )
 
 
@@ -293,42 +296,39 @@ def _find_run_folders(path: Path) -> list[Path]:
         return [path]
     marks = [*path.rglob(METRICS), *path.rglob(f"seed-*/{CONFIG}")]
     folders = {mark.parent for mark in marks}
-    places = {
-        study: _order_methods(study) for study in {folder.parent.parent for folder in folders}
-    }
+    orders: dict[Path, dict[str, int]] = {}
+    for folder in folders:
+        study = folder.parent.parent
+        if study not in orders:
+            orders[study] = _order_methods(study)
 
     def sort_key(folder: Path) -> tuple[str, int, str, int]:
-        study, label, number = (
-            folder.parent.parent,
-            folder.parent.name,
-            folder.name.removeprefix("seed-"),
-        )
-        place = places[study].get(label, len(places[study]))
-        return str(study), place, label, int(number) if number.isdigit() else -1
+        study, label = folder.parent.parent, folder.parent.name
+        place = orders[study].get(label, len(orders[study]))
+        seed = _parse_seed(folder)
+        return str(study), place, label, -1 if seed is None else seed
 
     return sorted(folders, key=sort_key)
 
 
 def _parse_seed(folder: Path) -> int | None:
-    """The seed that the name of a run's folder tells."""
+    """Return the seed in the name of a run's folder; None without one."""
     text = folder.name.removeprefix("seed-")
     return int(text) if text.isdigit() else None
 
 
 def _order_methods(study: Path) -> dict[str, int]:
-    """The place of each method in the study's own configuration; nothing where there is none."""
-    return {
-        label: place
-        for place, label in enumerate(dict.fromkeys(label for label, _ in find_planned_runs(study)))
-    }
+    """Return the position of each method in the study's file; empty without one."""
+    labels = dict.fromkeys(label for label, _ in find_planned_runs(study))
+    return dict(zip(labels, range(len(labels)), strict=True))
 
 
 def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
-    """Return the runs that a folder should hold, by label and seed: method by method, as its study's file has them.
+    """Return the runs that a folder should hold, by label and seed, in study order.
 
     Args:
-        folder: of a study, of a run, or of a method of a study. Of any other, such as one of
-            several studies, nothing is known.
+        folder: of a study, of a run, or of a method of a study. For any other folder, such as one
+            of several studies, nothing is planned.
     """
     for place, only in ((folder, None), (folder.parent, folder.name)):
         text = load_study_text(place, CONFIG)
@@ -338,74 +338,76 @@ def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
             continue
         if not content:
             continue
-        if content.get("sweep"):  # its points are studies of their own
+        # The points of a sweep are studies of their own.
+        if content.get("sweep"):
             return []
-        seeds, methods = content.get("seeds", [0]), content.get("methods", [])
-        labels = [str(method.get("label", method.get("kind"))) for method in methods]
-        return [(label, int(seed)) for label in labels for seed in seeds if only in (None, label)]
+        planned = []
+        for method in content.get("methods", []):
+            label = str(method.get("label", method.get("kind")))
+            if only in (None, label):
+                planned += [(label, int(seed)) for seed in content.get("seeds", [0])]
+        return planned
     return []
 
 
 def load_run(folder: Path) -> StoredRun | UnreadableRun:
-    """Read one run folder, or say in one line what is missing or damaged."""
-    missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
-    if missing:
-        begun = missing[0] == METRICS and not checkpoint.is_done(folder)
-        return UnreadableRun(
-            folder, f"{missing[0]} is not there (yet)", "unfinished" if begun else "damaged"
-        )
+    """Load one run folder, or return what is missing or damaged in it."""
+    for name in (CONFIG, METRICS):
+        if not (folder / name).is_file():
+            begun = name == METRICS and not checkpoint.is_done(folder)
+            state: RunState = "unfinished" if begun else "damaged"
+            return UnreadableRun(folder, f"{name} is not there (yet)", state)
     for name in (CONFIG, METRICS, EDGES, PROVENANCE):
         if fault := manifest.describe_fault(folder, name):
             return UnreadableRun(folder, fault)
+    provenance: dict[str, Any] = {}
+    edges = pd.DataFrame(columns=EDGE_COLUMNS)
     try:
         config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
-        provenance = (
-            json.loads((folder / PROVENANCE).read_text("utf-8"))
-            if (folder / PROVENANCE).is_file()
-            else {}
-        )
+        if (folder / PROVENANCE).is_file():
+            provenance = json.loads((folder / PROVENANCE).read_text("utf-8"))
         measured = pq.ParquetFile(folder / METRICS).read().to_pandas()
-        edges = pd.DataFrame(columns=EDGE_COLUMNS)
         if (folder / EDGES).is_file():
             edges = pq.ParquetFile(folder / EDGES).read().to_pandas()
+        # Raises where the metrics that the method declared are damaged.
         metrics.REGISTRY.add_stored(provenance.get("metrics") or {})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return UnreadableRun(folder, f"a file is damaged: {str(error).splitlines()[0]}")
     for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
-        lacking = [column for column in columns if column not in table.columns]
-        if lacking:
-            return UnreadableRun(
-                folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run"
-            )
+        for column in columns:
+            if column not in table.columns:
+                reason = f"{name} has no column {column!r}; it is not the table of a run"
+                return UnreadableRun(folder, reason)
     if not len(measured):
         return UnreadableRun(folder, f"{METRICS} is empty: no round has ended yet", "unfinished")
     return StoredRun(folder, config, provenance, measured, edges)
 
 
 def main_metric(runs: Sequence[StoredRun]) -> str:
-    """The metric by which methods are compared: accuracy where there is one, else the loss.
+    """Return the metric by which methods are compared: accuracy if there is one, else the loss.
 
-    One that validation data lack does not count, such as the squared error of regression, or what
-    was asked for of the test sets alone.
+    A metric without validation values does not count, such as the squared error of regression, or a
+    metric that was requested for the test sets alone.
     """
-    tables = [run.metrics for run in runs]
-    names = {str(name) for table in tables for name in table["metric"].unique()}
-    chosen = [table.loc[(table["split"] == "validation").to_numpy(), "metric"] for table in tables]
-    validated = {str(name) for column in chosen for name in column.unique()}
+    names: set[str] = set()
+    validated: set[str] = set()
+    for run in runs:
+        names |= set(map(str, run.metrics["metric"].unique()))
+        rows = (run.metrics["split"] == "validation").to_numpy()
+        validated |= set(map(str, run.metrics.loc[rows, "metric"].unique()))
     if validated:
-        names = {
-            name for name in names if name in validated or not metrics.REGISTRY[name].on_samples
-        }
+        without = {name for name in names if not metrics.REGISTRY[name].on_samples}
+        names &= validated | without
     return metrics.REGISTRY.choose_main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
 def collect_metrics(runs: Iterable[StoredRun]) -> Metrics:
-    """The metrics that are built in, and those that the methods of some runs declared."""
+    """Return the built-in metrics, and the metrics that the methods of some runs declared."""
     return Metrics({name: one for run in runs for name, one in run.known_metrics.items()})
 
 
 def load_federation_description(folder: str | Path) -> dict[str, Any]:
-    """Return what federation.json in a study's folder tells of the data; nothing where there never was one.
+    """Load federation.json, which describes a study's data; {} when it never existed.
 
     Raises:
         DataError: when it is missing or damaged.
@@ -414,7 +416,7 @@ def load_federation_description(folder: str | Path) -> dict[str, Any]:
 
 
 def load_study_text(folder: Path, name: str) -> str:
-    """Return the text of a file of a study, "" where there never was one.
+    """Load the text of a file of a study, "" when there never was one.
 
     A folder without a manifest, such as one of stored results, is taken as it is.
 
@@ -428,35 +430,33 @@ def load_study_text(folder: Path, name: str) -> str:
 
 
 def load_cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
-    """The name of each planted cluster: from the study's federation.json where there is one, else its number."""
+    """Load the name of each planted cluster of a study; without one, its number."""
     known = load_federation_description(folder).get("clusters", [])
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
 
 
 def merge_client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
-    """Return the names of clients by id, as far as some runs agree: seeds may be of other clients."""
+    """Return the names of clients by id on which some runs agree: seeds may have other clients."""
     found: dict[int, str] = {}
-    differ = set()
+    differing: set[int] = set()
     for run in runs:
-        differ |= {
-            client
-            for client, name in run.client_names.items()
-            if found.setdefault(client, name) != name
-        }
-    return {client: name for client, name in sorted(found.items()) if client not in differ}
+        for client, name in run.client_names.items():
+            if found.setdefault(client, name) != name:
+                differing.add(client)
+    return {client: name for client, name in sorted(found.items()) if client not in differing}
 
 
 def compute_seed_overlap(run: StoredRun) -> float:
-    """Return by how much seeds of a study share training data, as `functional.paired.mean_difference` takes it.
+    """Return how much training data seeds share, as `functional.paired.mean_difference` takes it.
 
-    Where seeds are folds of the same samples: tested samples over those trained on; else 0.
+    When seeds are folds of the same samples: tested samples over trained samples; else 0.
     """
     folds = (run.config.get("data") or {}).get("folds")
     return overlap_from_share(1 / folds) if folds else 0.0
 
 
 def group_by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
-    """The runs of each method, by label, in the order in which they were found."""
+    """Return the runs of each method, by label, in the order in which they were found."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
@@ -464,12 +464,15 @@ def group_by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
 
 
 def find_declared_value(run: StoredRun, name: str) -> Any:
-    """Return what the class of a run's method declares, as the run noted it: `server`, `needs` or `timed_against`."""
+    """Return what the method of a run declares as `server`, `needs` or `timed_against`.
+
+    The run recorded it; for older runs its class says it.
+    """
     return run.provenance.get(name, getattr(METHODS.get(run.method_kind, Method), name))
 
 
 def compute_test_curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
-    """Return the evaluated rounds, and the mean over clients of a test metric of the newest models in each.
+    """Return the evaluated rounds, and the mean test metric of the newest models.
 
     Args:
         table: the metrics table of a run.

@@ -34,12 +34,8 @@ from coterie.runtime.final_metrics import select_defined
 from coterie.runtime.settings import Settings
 
 SUMMARY = "summary.json"
-
-
 STUDY_WAIT = 60.0
-"""Seconds to wait for another process that writes the files of the same study: it takes milliseconds."""
-
-
+"""Seconds to wait for another process that writes files of the study, which takes milliseconds."""
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 """What the means in a summary are over."""
 
@@ -52,17 +48,20 @@ def summarize_study(study: str | Path, seeds: Iterable[int] | None = None) -> di
         seeds: average over no others than these.
 
     Returns:
-        `study_name`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of
-        one metric of one
-        method: the mean over the clients of one planted cluster, over all clients ("all"), or the
-            unweighted mean over
-        clusters ("clusters"); then mean and population standard deviation over seeds, the same
-        `seeds` for every method (see `select_compared_runs`); a single seed has no deviation; `needs` is there
-        for a method that declares some. `left_out` tells how each run stands that is not among
-        them. A pair has the fields of `pairs.Pair` (see `compare_methods`); `about` says what their
-        intervals speak of. `list_participation`, `compute_spending`, `compute_time_to_accuracy`, `list_undefined_metrics` and, where a
-        node left out rounds, `list_skipped_rounds` are those of the functions below. `metrics` is there when
-        methods declared some, and `scale` when the rounds were scaled.
+        `study`: its name.
+        `seeds`: the seeds that every mean is over, the same for each method (see
+            `selection.select_compared_runs`).
+        `left_out`: the status of each other run.
+        `rows`: the final test value of one metric of one method: the mean over the clients of one
+            planted cluster, over all clients ("all"), or the unweighted mean over clusters
+            ("clusters"); then mean and population standard deviation over seeds. A single seed has
+            no deviation. `needs` is there for a method that declares some.
+        `pairs`: the fields of `pairs.Pair` (see `compare_methods`); `about` describes what their
+            intervals generalize to.
+        `timing`: seconds and training samples of each run.
+        `participation`, `spent`, `time_to_accuracy`, `undefined` and, when a node left out rounds,
+            `skipped`: see the functions below.
+        `metrics` when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -77,77 +76,89 @@ def summarize_runs(
     problems: Sequence[UnreadableRun] = (),
     seeds: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """As `summarize_study`, of runs that were read already, and of the folders that could not be read."""
-    home = runs[0].folder.parent.parent if runs and runs[0].folder == Path(study) else study
-    names = load_cluster_names(
-        home, (int(c) for run in runs for c in run.client_clusters.unique() if c >= 0)
-    )
+    """Summarize runs that were already loaded; see `summarize_study`."""
+    home = Path(study)
+    name = home.name
+    if runs:
+        name = runs[0].study_name
+        # Of a single run, the names of clusters are in the folder of its study.
+        if runs[0].folder == home:
+            home = home.parent.parent
+    planted = set()
+    for run in runs:
+        planted |= {int(cluster) for cluster in run.client_clusters.unique() if cluster >= 0}
+    names = load_cluster_names(home, planted)
     chosen = select_compared_runs(runs, problems, seeds)
-    rows: list[dict[str, Any]] = []
-    for group in group_by_label(chosen).values():
-        for metric in dict.fromkeys(name for run in group for name in run.result_metrics):
-            reduced = pd.DataFrame([compute_cluster_means(run, metric) for run in group])
-            for cluster in reduced.columns:
-                mean, deviation = mean_std_over_seeds(reduced[cluster].to_numpy(float))
-                rows.append(
-                    {
-                        **describe_method(group[0]),
-                        "cluster": names.get(cluster, str(cluster)),
-                        "metric": metric,
-                        "mean": mean,
-                        "std": deviation,
-                        "seeds": len(reduced),
-                    }
-                )
-    timing = [
-        {
-            "label": run.label,
-            "seed": run.seed,
-            "wall_s": float(times.get("wall_s", math.nan)),
-            "train_s": float(times.get("train_s", math.nan)),
-            "train_samples": int(times.get("train_samples", 0)),
-        }
-        for run in runs
-        if (times := run.provenance.get("timing"))
-    ]
-    name = runs[0].study_name if runs else Path(study).name
-    content: dict[str, Any] = {
-        "study": name,
-        **summarize_coverage(runs, problems, study, seeds=seeds),
-    }
-    found = pairs.pairs_to_json(compare_methods(chosen, names))
-    about = (
-        {"about": pairs.describe_interval_scope(chosen[0].config, merge_client_names(chosen))}
-        if found
-        else {}
-    )
-    content |= {"rows": rows, "pairs": found, **about, "timing": timing}
-    content |= {
-        "participation": list_participation(chosen),
-        "spent": compute_spending(chosen),
-        "time_to_accuracy": compute_time_to_accuracy(chosen),
-        "undefined": list_undefined_metrics(chosen),
-    }
-    content |= {"skipped": rows} if (rows := list_skipped_rounds(chosen)) else {}
+    compared = compare_methods(chosen, names)
+    content: dict[str, Any] = {"study": name}
+    content |= summarize_coverage(runs, problems, study, seeds=seeds)
+    content["rows"] = _build_rows(chosen, names)
+    content["pairs"] = pairs.pairs_to_json(compared)
+    if compared:
+        client_names = merge_client_names(chosen)
+        content["about"] = pairs.describe_interval_scope(chosen[0].config, client_names)
+    # The times are of all runs: they are not averaged.
+    content["timing"] = _list_timing(runs)
+    content["participation"] = list_participation(chosen)
+    content["spent"] = compute_spending(chosen)
+    content["time_to_accuracy"] = compute_time_to_accuracy(chosen)
+    content["undefined"] = list_undefined_metrics(chosen)
+    if skipped := list_skipped_rounds(chosen):
+        content["skipped"] = skipped
     if declared := metrics.metrics_to_store(collect_metrics(runs).values()):
         content["metrics"] = declared
     if joined := summarize_new_clients(chosen):
         content["new_clients"] = joined
-    scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
-    return {**content, "scale": min(scales)} if scales else content
+    if scales := {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}:
+        content["scale"] = min(scales)
+    return content
+
+
+def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Build the rows of a summary: each metric of each method in each cluster."""
+    rows = []
+    for group in group_by_label(runs).values():
+        for metric in _list_result_metrics(group):
+            reduced = pd.DataFrame([compute_cluster_means(run, metric) for run in group])
+            for cluster in reduced.columns:
+                mean, deviation = mean_std_over_seeds(reduced[cluster].to_numpy(float))
+                row = describe_method(group[0])
+                row |= {"cluster": names.get(cluster, str(cluster)), "metric": metric}
+                row |= {"mean": mean, "std": deviation, "seeds": len(reduced)}
+                rows.append(row)
+    return rows
+
+
+def _list_result_metrics(runs: Sequence[StoredRun]) -> list[str]:
+    """List the metrics of the results of some runs, each once."""
+    return list(dict.fromkeys(name for run in runs for name in run.result_metrics))
+
+
+def _list_timing(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
+    """List how long each run took, if it recorded that."""
+    rows = []
+    for run in runs:
+        if times := run.provenance.get("timing"):
+            row = {"label": run.label, "seed": run.seed}
+            row |= {name: float(times.get(name, math.nan)) for name in ("wall_s", "train_s")}
+            row["train_samples"] = int(times.get("train_samples", 0))
+            rows.append(row)
+    return rows
 
 
 def describe_method(run: StoredRun) -> dict[str, Any]:
-    """Return what a row of a summary says of its method: kind and label, and `needs` where it declares some."""
-    needs = sorted(find_declared_value(run, "needs"))
-    return {"method": run.method_kind, "label": run.label, **({"needs": needs} if needs else {})}
+    """Return the part of a row about its method: kind, label, and declared `needs`."""
+    row: dict[str, Any] = {"method": run.method_kind, "label": run.label}
+    if needs := sorted(find_declared_value(run, "needs")):
+        row["needs"] = needs
+    return row
 
 
 def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
-    """Compare the methods of a study in pairs: by the main metric in each cluster, by others over all clients.
+    """Compare methods in pairs by the main metric per cluster, by others over all clients.
 
     Args:
-        runs: those that are `select_compared_runs`.
+        runs: the compared runs of a study.
         names: of the planted clusters.
     """
     if not runs:
@@ -156,52 +167,59 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
     overlap = compute_seed_overlap(runs[0])
     planted: dict[int, pd.Series] = {}
     for run in runs:
-        planted[run.seed] = (
-            run.client_clusters.combine_first(planted[run.seed])
-            if run.seed in planted
-            else run.client_clusters
-        )
-    nowhere = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
+        clusters = run.client_clusters
+        if run.seed in planted:
+            clusters = clusters.combine_first(planted[run.seed])
+        planted[run.seed] = clusters
+    # Other metrics are compared over all clients alone: more pairs would weaken the correction.
+    unknown = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
     out = []
-    for metric in dict.fromkeys([main, *(name for run in runs for name in run.result_metrics)]):
+    for metric in dict.fromkeys([main, *_list_result_metrics(runs)]):
         if known[metric].sign:
-            values: dict[str, dict[int, pd.Series]] = {}
-            for run in runs:
-                counted = select_defined(
-                    run.final_values(metric),
-                    run.final_values(metrics.LOSS.name),
-                    run.known_metrics[metric],
-                )
-                values.setdefault(run.label, {})[run.seed] = counted
-            groups = planted if metric == main else nowhere
+            groups = planted if metric == main else unknown
+            values = _collect_values(runs, metric)
             out += pairs.compare_pairs(values, groups, known[metric], names, overlap)
     return out
 
 
+def _collect_values(runs: Sequence[StoredRun], metric: str) -> dict[str, dict[int, pd.Series]]:
+    """Collect the final values of clients with a defined metric, by label and seed."""
+    values: dict[str, dict[int, pd.Series]] = {}
+    for run in runs:
+        values.setdefault(run.label, {})[run.seed] = _select_defined_values(run, metric)
+    return values
+
+
+def _select_defined_values(run: StoredRun, metric: str) -> pd.Series:
+    """Select the final values of clients whose test samples define a metric."""
+    losses = run.final_values(metrics.LOSS.name)
+    return select_defined(run.final_values(metric), losses, run.known_metrics[metric])
+
+
 def mean_std_over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
-    """Return mean and population standard deviation over seeds; None for the deviation of a single seed.
+    """Return mean and population standard deviation over seeds; None for a single one.
 
     Example:
-        >>> over_seeds(np.array([0.25, 0.75])), over_seeds(np.array([0.5]))
+        >>> mean_std_over_seeds(np.array([0.25, 0.75])), mean_std_over_seeds(np.array([0.5]))
         ((0.5, 0.25), (0.5, None))
     """
     return float(values.mean()), float(values.std()) if len(values) > 1 else None
 
 
 def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
-    """The final test value of a run: per planted cluster, over all clients, and over clusters.
+    """Return the final value of a run per cluster, over all clients, and over clusters.
 
-    Clients whose test samples leave a metric undefined are left out; see
-    `final_metrics.select_defined`.
+    Clients whose test samples leave a metric undefined are left out; see `final_metrics`.
     """
-    every, cluster = run.final_values(metric), run.client_clusters
-    values = select_defined(every, run.final_values(metrics.LOSS.name), run.known_metrics[metric])
-    planted, found = (cluster.reindex(one.index).to_numpy() for one in (every, values))
-    out: dict[int | str, float] = {
-        int(c): float(values.to_numpy()[found == c].mean()) if (found == c).any() else math.nan
-        for c in np.unique(planted)
-        if c >= 0
-    }
+    clusters = run.client_clusters
+    values = _select_defined_values(run, metric)
+    planted = clusters.reindex(run.final_values(metric).index).to_numpy()
+    found = clusters.reindex(values.index).to_numpy()
+    out: dict[int | str, float] = {}
+    for cluster in np.unique(planted):
+        if cluster >= 0:
+            own = values.to_numpy()[found == cluster]
+            out[int(cluster)] = float(own.mean()) if len(own) else math.nan
     over = float(np.mean(list(out.values()))) if out else None
     out["all"] = float(values.mean(skipna=False))
     if over is not None:
@@ -210,7 +228,7 @@ def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Replace what JSON cannot say (NaN and infinity) by None, at any depth."""
+    """Replace the numbers that JSON cannot express (NaN and infinity) by None, at any depth."""
     if isinstance(value, dict):
         return {str(key): replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -220,19 +238,14 @@ def replace_nonfinite(value: Any) -> Any:
 
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, and return its path."""
-    write_study_files(
-        Path(study),
-        {
-            SUMMARY: json.dumps(
-                replace_nonfinite(summarize_study(study)), indent=1, ensure_ascii=False
-            )
-        },
-    )
+    content = replace_nonfinite(summarize_study(study))
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_study_files(Path(study), {SUMMARY: text})
     return Path(study) / SUMMARY
 
 
 def write_study_files(study: Path, texts: Mapping[str, str]) -> None:
-    """Write files of a study by name, one after the other, while no other process writes some of the same study."""
+    """Write files of a study by name, while no other process writes files of the same study."""
     with claim_folder(study, wait=STUDY_WAIT):
         for name, text in texts.items():
             manifest.replace_files(study, {name: text.encode()})
@@ -242,7 +255,7 @@ TIMED_METRICS = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
 
 
 def count_client_rounds(table: pd.DataFrame) -> int:
-    """Return the total participation: how many local trainings there were in all rounds, over all clients.
+    """Return the total participation: local trainings in all rounds, over all clients.
 
     Args:
         table: the metrics table of a run.
@@ -254,11 +267,12 @@ def count_client_rounds(table: pd.DataFrame) -> int:
 
 
 def list_participation(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """Return the total participation of each run: `label`, `seed`, `count_client_rounds`."""
-    return [
-        {"label": run.label, "seed": run.seed, "client_rounds": count_client_rounds(run.metrics)}
-        for run in runs
-    ]
+    """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
+    rows = []
+    for run in runs:
+        count = count_client_rounds(run.metrics)
+        rows.append({"label": run.label, "seed": run.seed, "client_rounds": count})
+    return rows
 
 
 def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
@@ -266,29 +280,25 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
 
     Returns:
         A row for each method: `label`, `bytes` (of a client, received and sent to a server) and
-        `count_client_rounds` (of training, over all clients).
+        `client_rounds` (of training, over all clients).
     """
     rows = []
     for label, group in group_by_label(runs).items():
-        used = [
-            sum(
-                part.sum() for part in count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
-            )
-            for run in group
-        ]
-        per_client = np.mean(
-            [total / len(run.client_clusters) for total, run in zip(used, group, strict=True)]
-        )
-        trained = np.mean([count_client_rounds(run.metrics) for run in group])
-        rows.append({"label": label, "bytes": float(per_client), "client_rounds": float(trained)})
+        per_client, trained = [], []
+        for run in group:
+            received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
+            per_client.append((received.sum() + sent.sum()) / len(run.client_clusters))
+            trained.append(count_client_rounds(run.metrics))
+        row = {"label": label, "bytes": float(np.mean(per_client))}
+        rows.append({**row, "client_rounds": float(np.mean(trained))})
     return rows
 
 
 def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    r"""Return how much sooner each method reaches the largest accuracy of a baseline than the baseline did.
+    """Return how much sooner each method reaches its baseline's largest accuracy.
 
-    The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg
-    for most others. Both need evaluations over the rounds (`eval_every`).
+    The method declares its baseline (`Method.timed_against`): Ditto for SosicFL+, FedAvg for most
+    others. Both need evaluations during the rounds (`eval_every`).
 
     Args:
         runs: finished runs of one study.
@@ -305,75 +315,71 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
         base = bases.get((find_declared_value(run, "timed_against"), run.seed))
-        for metric in TIMED_METRICS if base is not None and base.label != run.label else ():
-            own, theirs = run.test_curve(metric), base.test_curve(metric)  # type: ignore[union-attr]
+        if base is None or base.label == run.label:
+            continue
+        for metric in TIMED_METRICS:
+            own, theirs = run.test_curve(metric), base.test_curve(metric)
             if own[0] and theirs[0]:
-                entry = _compute_time_ratio(own, theirs)
-                found.setdefault((run.label, base.label, metric), []).append(entry)  # type: ignore[union-attr]
+                key = run.label, base.label, metric
+                found.setdefault(key, []).append(_compute_time_ratio(own, theirs))
     rows = []
     for (label, name, metric), entries in found.items():
-        ratios = np.array([ratio for ratio, _, _ in entries])
-        times = [time for _, time, _ in entries if math.isfinite(time)]
-        mean, deviation = mean_std_over_seeds(ratios)
+        ratios, times, reasons = zip(*entries, strict=True)
+        reached = [time for time in times if math.isfinite(time)]
+        mean, deviation = mean_std_over_seeds(np.array(ratios))
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
-        more = {
-            "seeds": len(entries),
-            "reached": len(times),
-            "tta": float(np.mean(times)) if times else math.inf,
-        }
-        rows.append(
-            {**row, **more, "reason": next((reason for _, _, reason in entries if reason), "")}
-        )
+        row |= {"seeds": len(entries), "reached": len(reached)}
+        row["tta"] = float(np.mean(reached)) if reached else math.inf
+        row["reason"] = next(filter(None, reasons), "")
+        rows.append(row)
     return rows
 
 
 def summarize_new_clients(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """Return the final tests of clients that were in no round and joined at the end; see `runtime.newcomers`.
+    """Return the final tests of clients that were in no round and joined at the end.
 
-    A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a
-    server: before). It has `mean` and `std` over seeds of the mean over these clients, the number
-    of `seeds`, of `client_clusters` in the first of them, and of the `num_rounds` that each trained; and
-    `others` where the others did not stay as they were: "training".
+    See `runtime.newcomers`.
+
+    Returns:
+        A row for each method, metric and `model`: "joined" (after they trained), or "received"
+        (with a server: before they trained). It has `mean` and `std` over seeds of the mean over
+        these clients, the number of `seeds`, of `clients` in the first of them, and of the `rounds`
+        that each trained; and `others`, "training", when the other clients kept training.
     """
     rows = []
     for label, group in group_by_label(runs).items():
         found: dict[tuple[str, str], list[float]] = {}
         for run in group:
-            own = run.metrics.loc[(run.metrics["split"] == newcomers.SPLIT).to_numpy()]
-            joined = (
-                own["model"]
-                .astype(str)
-                .where((own["model"] == newcomers.RECEIVED).to_numpy(), "joined")
-            )
-            for (metric, model), table in own.groupby(
-                [own["metric"].astype(str), joined], sort=False
-            ):
-                found.setdefault((str(metric), str(model)), []).append(float(table["value"].mean()))
+            own = _select_newcomers(run.metrics)
+            received = (own["model"] == newcomers.RECEIVED).to_numpy()
+            model = own["model"].astype(str).where(received, "joined")
+            for key, table in own.groupby([own["metric"].astype(str), model], sort=False):
+                found.setdefault(key, []).append(float(table["value"].mean()))  # type: ignore[arg-type]
+        config = group[0].config
+        clients = len(_select_newcomers(group[0].metrics)["client"].unique())
+        rounds = int(config.get("new_client_rounds", Settings.new_client_rounds))
+        others = str(config.get("new_client_others", Settings.new_client_others))
         for (metric, model), values in found.items():
             mean, deviation = mean_std_over_seeds(np.array(values))
-            first = group[0].metrics
-            new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
-            rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
-            others = str(group[0].config.get("new_client_others", _OTHERS))
-            rows.append(
-                {
-                    "label": label, "metric": metric, "model": model, "mean": mean, "std": deviation,
-                    "seeds": len(values), "clients": int(new), "rounds": rounds,
-                    **({} if others == _OTHERS else {"others": others}),
-                }
-            )  # fmt: skip
+            row = {"label": label, "metric": metric, "model": model, "mean": mean, "std": deviation}
+            row |= {"seeds": len(values), "clients": clients, "rounds": rounds}
+            if others != Settings.new_client_others:
+                row["others"] = others
+            rows.append(row)
     return rows
 
 
-_ROUNDS, _OTHERS = Settings.new_client_rounds, Settings.new_client_others
+def _select_newcomers(table: pd.DataFrame) -> pd.DataFrame:
+    """Select the rows of a metrics table about clients that joined at the end."""
+    return table.loc[(table["split"] == newcomers.SPLIT).to_numpy()]
 
 
 def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
-    """Say what a summary has on clients that joined at the end, in a line; none where nobody did.
+    """Describe the clients that joined at the end, in one line; none when a study has none.
 
     Args:
         content: the summary.
-        metric: the one to name.
+        metric: the metric to show.
     """
     rows = [row for row in content.get("new_clients", ()) if row["metric"] == metric]
     if not rows:
@@ -382,21 +388,21 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     received = {row["label"]: row["mean"] for row in rows if row["model"] == newcomers.RECEIVED}
     parts = []
     for row in rows:
-        if row["model"] == "joined":
-            spread = (
-                f" ± {known.format_value(row['std'], brief=True)}" if row["std"] is not None else ""
-            )
-            before = received.get(row["label"])
-            was = (
-                "" if before is None else f" ({known.format_value(before, brief=True)} as received)"
-            )
-            parts.append(
-                f"{row['label']} {known.format_value(row['mean'], brief=True)}{spread}{was}"
-            )
-    many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
-    beside = " while the others trained on" if rows[0].get("others") == "training" else ""
+        if row["model"] != "joined":
+            continue
+        part = f"{row['label']} {known.format_value(row['mean'], brief=True)}"
+        if row["std"] is not None:
+            part += f" ± {known.format_value(row['std'], brief=True)}"
+        before = received.get(row["label"])
+        if before is not None:
+            part += f" ({known.format_value(before, brief=True)} as received)"
+        parts.append(part)
+    clients, rounds = rows[0]["clients"], rows[0]["rounds"]
+    training = rows[0].get("others") == "training"
+    meanwhile = " while the other clients kept training" if training else ""
     return [
-        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds{beside}; "
+        f"New clients: {clients} client{'s' * (clients > 1)} took part in no round, joined at the "
+        f"end and trained {rounds} rounds{meanwhile}; "
         f"{known.heading('test')}: {', '.join(parts)}"
     ]
 
@@ -404,16 +410,17 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
 def _compute_time_ratio(
     own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]
 ) -> tuple[float, float, str]:
-    """The ratio of one seed, the method's time, and why there is no ratio."""
-    with warnings.catch_warnings(record=True) as said:
+    """Return the ratio of one seed, the method's time, and why there is no ratio."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", metrics.Undefined)
         ratio = metrics.time_to_accuracy_ratio(*own, *base)
         time = metrics.time_to_accuracy(*own, metrics.max_accuracy(base[1]))
-    return ratio, time, str(said[0].message) if said and math.isnan(ratio) else ""
+    reason = str(caught[0].message) if caught and math.isnan(ratio) else ""
+    return ratio, time, reason
 
 
 def list_undefined_metrics(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """Return why final metrics are NaN: `label`, `metric` and `reason`, each once."""
+    """List why final metrics are NaN: `label`, `metric` and `reason`, each once."""
     rows = []
     for run in runs:
         for metric, reason in (run.provenance.get("undefined") or {}).items():
@@ -424,9 +431,9 @@ def list_undefined_metrics(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
 
 
 def list_skipped_rounds(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """Return the rounds that nodes left out: `label`, `seed` and `num_rounds`, pairs of the first and last of each gap."""
-    return [
-        {"label": run.label, "seed": run.seed, "rounds": left_out}
-        for run in runs
-        if (left_out := run.provenance.get("skipped"))
-    ]
+    """List the rounds that nodes skipped: `label`, `seed` and `rounds` (first, last)."""
+    rows = []
+    for run in runs:
+        if skipped := run.provenance.get("skipped"):
+            rows.append({"label": run.label, "seed": run.seed, "rounds": skipped})
+    return rows

@@ -14,9 +14,9 @@ from coterie.results import pairs as comparing
 from coterie.results.pairs import Pair
 
 STAR = "*"
-"""Stands behind a mean that cannot be told apart from the best of its column."""
-SAME = f"{STAR} cannot be told apart from the best of its column."
-SAME_OF_ROW = f"{STAR} cannot be told apart from the best of its row."
+"""Marks a mean that is not distinguished from the best of its column."""
+SAME = f"{STAR} cannot be distinguished from the best of its column."
+SAME_OF_ROW = f"{STAR} cannot be distinguished from the best of its row."
 BEST = "Bold: established as the best of its column."
 
 
@@ -28,7 +28,7 @@ class TextTable:
         title: what it shows.
         head: names of the columns.
         rows: the cells.
-        foot: one line below it; empty for none.
+        foot: one line below it; "" for none.
         strong: (row, column) of the cells in bold.
     """
 
@@ -41,54 +41,61 @@ class TextTable:
 
 def format_markdown(table: TextTable) -> str:
     """Return a table as a Markdown table, numbers to the right."""
-
-    def format_cell(row: int, column: int, text: str) -> str:
-        escaped = text.replace("|", "\\|").replace("*", "\\*")
-        return f"**{escaped}**" if (row, column) in table.strong else escaped
-
-    body = [
-        [format_cell(i, j, text) for j, text in enumerate(row)] for i, row in enumerate(table.rows)
-    ]
-    head = [text.replace("|", "\\|") for text in table.head]
-    lines = [head, ["---", *["---:"] * (len(table.head) - 1)], *body]
+    lines = [[text.replace("|", "\\|") for text in table.head]]
+    lines.append(["---", *["---:"] * (len(table.head) - 1)])
+    for i, row in enumerate(table.rows):
+        cells = []
+        for j, text in enumerate(row):
+            escaped = text.replace("|", "\\|").replace("*", "\\*")
+            cells.append(f"**{escaped}**" if (i, j) in table.strong else escaped)
+        lines.append(cells)
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{text}\n\n{table.foot}\n" if table.foot else f"{text}\n"
 
 
 SPECIAL = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": "$<$", ">": "$>$", "–": "--",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "<": "$<$",
+    ">": "$>$",
+    "–": "--",
+}
 
 
 def format_latex(table: TextTable) -> str:
     """Return a table as LaTeX, numbers to the right; it needs the package booktabs."""
-
-    def escape_text(text: str) -> str:
-        escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
-        return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
-
-    def format_cell(row: int, column: int, text: str) -> str:
-        return (
-            rf"\textbf{{{escape_text(text)}}}"
-            if (row, column) in table.strong
-            else escape_text(text)
-        )
-
     lines = [
         f"% {' '.join(table.title.split())}",
         rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
         r"\toprule",
+        " & ".join(map(_escape_latex, table.head)) + r" \\",
+        r"\midrule",
     ]
-    lines += [" & ".join(map(escape_text, table.head)) + r" \\", r"\midrule"]
-    lines += [
-        " & ".join(format_cell(i, j, text) for j, text in enumerate(row)) + r" \\"
-        for i, row in enumerate(table.rows)
-    ]
+    for i, row in enumerate(table.rows):
+        cells = []
+        for j, text in enumerate(row):
+            escaped = _escape_latex(text)
+            cells.append(rf"\textbf{{{escaped}}}" if (i, j) in table.strong else escaped)
+        lines.append(" & ".join(cells) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]
-    return (
-        "\n".join([*lines, *([f"% {' '.join(table.foot.split())}"] if table.foot else [])]) + "\n"
-    )
+    if table.foot:
+        lines.append(f"% {' '.join(table.foot.split())}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape_latex(text: str) -> str:
+    escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
+    # A minus, not a hyphen.
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
 
 
 def compute_mean_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -111,77 +118,72 @@ def build_means_table(
     title: str,
     names: Mapping[str, str],
 ) -> TextTable:
-    """Return the methods of a study by clusters, each mean with the interval of its own.
+    """Build the table of methods by clusters, each mean with its own interval.
 
     Args:
         rows: of a summary.
-        pairs: of the same.
+        pairs: of the same summary.
         metric: what is shown.
         title: of the table.
-        names: of the columns, where they are not those of the clusters.
+        names: of the columns that are not named after their cluster.
     """
     own = [row for row in rows if row["metric"] == metric.name]
     clusters = list(dict.fromkeys(str(row["cluster"]) for row in own))
-    labels = list(dict.fromkeys(str(row["label"]) for row in own))
-    found = {(row["label"], row["cluster"]): row for row in own}
+    by_label: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in own:
+        by_label.setdefault(str(row["label"]), {})[str(row["cluster"])] = row
     leading = {cluster: comparing.find_leaders(own, pairs, metric, cluster) for cluster in clusters}
     body, strong = [], set()
-    for i, label in enumerate(labels):
-        line = [label, str(max(int(row["seeds"]) for row in own if row["label"] == label))]
+    for i, (label, cells) in enumerate(by_label.items()):
+        line = [label, str(max(int(row["seeds"]) for row in cells.values()))]
         for j, cluster in enumerate(clusters):
-            row, first = found.get((label, cluster)), leading[cluster]
+            row, first = cells.get(cluster), leading[cluster]
             line.append("–" if row is None else _format_with_interval(metric, row))
             if label in first and len(first) > 1:
                 line[-1] += STAR
             elif label in first:
                 strong.add((i, j + 2))
         body.append(line)
-    marks = [SAME] * any(len(first) > 1 for first in leading.values()) + [BEST] * bool(strong)
-    return TextTable(
-        title, ("method", "n", *(names.get(c, c) for c in clusters)), body, " ".join(marks), strong
-    )
+    marks = [SAME] if any(len(first) > 1 for first in leading.values()) else []
+    if strong:
+        marks.append(BEST)
+    head = ["method", "n", *(names.get(cluster, cluster) for cluster in clusters)]
+    return TextTable(title, head, body, " ".join(marks), strong)
 
 
 def _format_with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
-    ends = compute_mean_interval(row)
-    shown = metric.format_value(row["mean"])
-    return (
-        shown
-        if ends is None
-        else f"{shown} ({metric.format_value(ends[0])} to {metric.format_value(ends[1])})"
-    )
+    text = metric.format_value(row["mean"])
+    if ends := compute_mean_interval(row):
+        text += f" ({metric.format_value(ends[0])} to {metric.format_value(ends[1])})"
+    return text
 
 
 def build_pairs_table(pairs: Sequence[Pair], metric: Metric) -> TextTable:
-    """Return pairs with intervals, corrected p values and effect sizes.
+    """Build the table of pairs with intervals, corrected p values and effect sizes.
 
     Args:
         pairs: of one metric and one group of clients, as `pairs.select_pairs` returns them.
         metric: what they compare.
     """
-    tested = sum(pair.p is not None for pair in pairs)
+    rows, strong = [], set()
+    for i, pair in enumerate(pairs):
+        effect = "–" if pair.effect is None else f"{pair.effect:.2f}"
+        gained = "–" if pair.gained is None else f"{100 * pair.gained:.0f} %"
+        row = [f"{pair.method_a} over {pair.method_b}", _format_difference(pair, metric)]
+        row += [format_p_value(pair.p_corrected), effect, gained]
+        rows.append([*row, "yes" if pair.established else "no"])
+        if pair.established:
+            strong.add((i, 1))
     seeds = max((pair.seeds for pair in pairs), default=0)
-    rows = [
-        (
-            f"{pair.method_a} over {pair.method_b}",
-            _format_difference(pair, metric),
-            format_p_value(pair.p_corrected),
-            "–" if pair.effect is None else f"{pair.effect:.2f}",
-            "–" if pair.gained is None else f"{100 * pair.gained:.0f} %",
-            "yes" if pair.established else "no",
-        )
-        for pair in pairs
-    ]
-    title = f"Pairs, {metric.heading('test')}" + (f", {seeds} seeds" if seeds > 1 else ", one seed")
-    corrected = f"p is corrected for {tested} pairs; " if tested > 1 else ""
-    foot = (
-        f"95 % intervals; {corrected}effect is the difference in standard deviations over seeds."
-        if tested
-        else ""
-    )
+    number = f"{seeds} seeds" if seeds > 1 else "one seed"
+    tested = sum(pair.p is not None for pair in pairs)
+    foot = ""
+    if tested:
+        corrected = f"p is corrected for {tested} pairs; " * (tested > 1)
+        foot = f"95 % intervals; {corrected}effect is the difference in standard deviations "
+        foot += "over seeds."
     head = ("pair", "better by", "p", "effect", "gained", "established")
-    strong = {(i, 1) for i, pair in enumerate(pairs) if pair.established}
-    return TextTable(title, head, rows, foot, strong)
+    return TextTable(f"Pairs, {metric.heading('test')}, {number}", head, rows, foot, strong)
 
 
 def _format_difference(pair: Pair, metric: Metric) -> str:
@@ -190,10 +192,12 @@ def _format_difference(pair: Pair, metric: Metric) -> str:
 
 
 def format_p_value(p: float | None) -> str:
-    """Write a p value; small ones as a bound.
+    """Format a p value; a small one as a bound.
 
     Example:
-        >>> p_value(0.00012), p_value(0.0123), p_value(1.0), p_value(None)
-        ('<0.001', '0.012', '1.000', '–')
+        >>> format_p_value(0.00012), format_p_value(0.0123), format_p_value(None)
+        ('<0.001', '0.012', '–')
     """
-    return "–" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
+    if p is None:
+        return "–"
+    return "<0.001" if p < 0.001 else f"{p:.3f}"

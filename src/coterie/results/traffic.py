@@ -1,4 +1,4 @@
-"""Bytes: counted in a run, and predicted for one between machines from what its method says it costs."""
+"""Bytes: counted in a run, and predicted for a run between machines from its method's cost."""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from coterie.methods.base import Method
 from coterie.methods.cost import Cost, CostSetting
 
 ENVELOPE = 523
-"""Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""
+"""Bytes of a message in addition to its numbers; see docs/reference/wire.md."""
 
 
 def predict_run_cost(method: Method, setting: CostSetting, rounds: int) -> Cost:
@@ -22,27 +22,25 @@ def predict_run_cost(method: Method, setting: CostSetting, rounds: int) -> Cost:
 
 
 def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> float:
-    """Predict the bytes of messages that one client's node receives (server-based methods: and sends) over a run.
+    """Predict the bytes that one client's node receives, and with a server sends.
 
-    Payload of the rounds, of what is asked once before them and of the measurements, and an
-    envelope around each message. With a server a round has two messages that say who takes part,
-    and a question and an answer each for the served model, for the round, and for the measurement,
-    where clients fetch what they measure: after each round, to validate it, and in the end, to
-    test.
+    They are the payload of the rounds, of the requests before them and of the measurements, and an
+    envelope around each message. With a server a round has two messages about which clients take
+    part, and a request and a reply each for the served model, for the round, and for the
+    measurement if clients fetch the models that they measure: after each round, to validate them,
+    and at the end, to test them.
 
     Raises:
         ConfigError: for a method whose settings do not determine its cost.
 
     Example:
         >>> from coterie.methods.random_gossip import Random
-        >>> alone = Setting(population=2, params=1000, samples=10)
-        >>> between_machines(Random(num_peers=1), alone, rounds=2)
+        >>> setting = CostSetting(population=2, params=1000, samples=10)
+        >>> predict_network_bytes(Random(num_peers=1), setting, rounds=2)
         9054.0
     """
-    cost, once = (
-        predict_run_cost(method, setting, rounds) + method.cost(setting, "enroll"),
-        method.cost(setting, "evaluate"),
-    )
+    cost = predict_run_cost(method, setting, rounds) + method.cost(setting, "enroll")
+    once = method.cost(setting, "evaluate")
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)
     fetched = rounds + 1 if once.models else 0
@@ -58,7 +56,7 @@ def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> 
 def count_traffic(
     metrics: pd.DataFrame, edges: pd.DataFrame, rounds: int
 ) -> tuple[Float[np.ndarray, " rounds"], Float[np.ndarray, " rounds"]]:
-    """Count the bytes of a run, of all its clients together: received in each round, and sent to a server.
+    """Count the bytes of all clients in each round: received, and sent to a server.
 
     Bytes sent to peers are counted once, as the bytes that the peers receive.
 
@@ -73,10 +71,11 @@ def count_traffic(
         values = np.bincount(
             table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds
         )
-        return values.astype(float)  # of an empty table it makes whole numbers
+        # Of an empty table bincount makes whole numbers.
+        return values.astype(float)
 
-    extra, down, up = (
-        sum_by_round(metrics.loc[(metrics["metric"] == one.name).to_numpy()], "value")
-        for one in (EXTRA_BYTES, BYTES_DOWN, BYTES_UP)
-    )
+    def sum_metric(name: str) -> Float[np.ndarray, " rounds"]:
+        return sum_by_round(metrics.loc[(metrics["metric"] == name).to_numpy()], "value")
+
+    extra, down, up = map(sum_metric, (EXTRA_BYTES.name, BYTES_DOWN.name, BYTES_UP.name))
     return sum_by_round(edges, "bytes") + extra + down, up

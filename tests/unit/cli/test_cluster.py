@@ -17,17 +17,14 @@ from coterie.errors import ConfigError
     ("words", "said"),
     [
         (("run", "--on", "moon"), r"--on is 'moon'; expected local, ray:auto, "),
-        (("run", "--cpus", "2"), r"--cpus and --gpus are of runs on a cluster; give --on too"),
-        (("run", "--gpus", "0.5"), r"--cpus and --gpus are of runs on a cluster; give --on too"),
+        (("run", "--cpus", "2"), r"--cpus and --gpus apply to runs on a cluster; give --on too"),
+        (("run", "--gpus", "0.5"), r"--cpus and --gpus apply to runs on a cluster; give --on too"),
         (("run", "--on", "slurm:cpu", "--gpus", "0.5"), r"--gpus is 0.5; expected a whole number"),
         (
             ("run", "--on", "ray:127.0.0.1:1"),
             r"--on ray:127.0.0.1:1: no Ray answers at 127.0.0.1:1",
         ),
-        (
-            ("doctor", "--on", "local"),
-            r"--on local is this machine, which has nothing to differ from",
-        ),
+        (("doctor", "--on", "local"), r"--on local is this machine alone"),
         (
             ("doctor", "--on", "ray:auto", "--model", "cnn-b"),
             r"doctor takes one of a node file, --model and --on",
@@ -54,7 +51,7 @@ def test_what_is_asked_for_wrongly_is_one_line(words, said, tmp_path, monkeypatc
     ],
 )
 def test_the_command_that_goes_on_names_the_same_place(where, words):
-    assert where.words == words
+    assert where.option_words == words
 
 
 @pytest.mark.parametrize(

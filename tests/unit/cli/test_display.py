@@ -205,12 +205,12 @@ def test_what_is_established_as_the_best_of_a_column_is_bold(metric, best):
 
 
 @pytest.mark.parametrize("metric", [ACCURACY, LOSS])
-def test_what_cannot_be_told_apart_has_stars_and_is_not_bold(metric):
+def test_what_cannot_be_distinguished_has_stars_and_is_not_bold(metric):
     bold, text = column(metric, established=False)
     assert not any(bold.values())
     starred = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("*")}
     assert starred == {"A", "B"}
-    assert "* cannot be told apart from the best of its column." in text
+    assert "* cannot be distinguished from the best of its column." in text
 
 
 def test_of_one_seed_nothing_is_best():

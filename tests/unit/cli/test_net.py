@@ -124,7 +124,7 @@ def test_without_the_extra_the_commands_say_what_to_install(monkeypatch, tmp_pat
 def test_up_names_the_files_it_looked_for(organizer):
     write(organizer, "random")
     result = CliRunner().invoke(app, ["up", str(organizer / "roster.toml")])
-    assert "expected one of north.toml, south.toml; they may lie elsewhere: --nodes" in str(
+    assert "expected one of north.toml, south.toml; or give their folder: --nodes" in str(
         result.exception
     )
 

@@ -289,8 +289,8 @@ def test_the_command_says_what_is_established_in_words(five):
     text = " ".join(shown.split())
     assert "DAC is better than Local by " in text
     assert " seeds would settle a difference of this size" in text
-    assert "cannot be told apart from it with 5 seeds." in text
-    assert "* cannot be told apart from the best of its column." in text
+    assert "cannot be distinguished from it with 5 seeds." in text
+    assert "* cannot be distinguished from the best of its column." in text
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
 
@@ -367,7 +367,7 @@ def test_tables_for_papers(five):
     text = told("compare", five, "--format", "latex")
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
     assert r"\textbf{" in text
-    assert text.count("% * cannot be told apart") == 1
+    assert text.count("% * cannot be distinguished") == 1
     assert "mean over clients" in text
     text = told("compare", five, "--format", "markdown", "--baseline", "Local")
     assert text.count("| --- |") == 2
@@ -393,7 +393,7 @@ def test_a_deviation_as_large_as_its_number_tells_nothing(tmp_path):
     assert "1 of 3 numbers are within the rule" in (
         foot := _tables.build_paper_tables(found)[0].foot
     )
-    assert "1 cannot be told" in foot
+    assert "1 undecided" in foot
     assert not compare.is_too_uncertain("was", -0.8, 3.0), (
         "zero is no end of the scale of a score that may be negative"
     )
@@ -526,6 +526,6 @@ def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     )
     assert (fedavg.ours, fedavg.paper, fedavg.within, fedavg.predicted) == (60, 600, False, True)
     titles = [sheet.title for sheet in _tables.build_paper_tables(found)]
-    assert any(title.endswith("costs beside the paper, in models") for title in titles)
+    assert any(title.endswith("costs compared with the paper, in models") for title in titles)
     (one,) = [one for one in compare.count_coverage([]) if one.source == "panm"]
     assert (one.published, one.predicted, one.none, one.within) == (49, 16, 33, 8)

@@ -303,7 +303,7 @@ def test_names_of_clients_are_told_in_words_and_escaped(named):
 class Ended(StoredRun):
     """A finished run of which only the final values of clients are known."""
 
-    label, seed, finished = "", 0, True
+    label, seed, is_finished = "", 0, True
 
     def __init__(self, label: str, seed: int, own: list[float]) -> None:
         for name, value in {"label": label, "seed": seed, "own": own}.items():

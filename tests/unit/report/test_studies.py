@@ -26,7 +26,7 @@ def test_studies_stand_beside_each_other_with_links_to_each(two):
     assert path == two[0].parent / "studies.html"
     text = path.read_text()
     assert text.count("63.75 <small>± 1.25</small>*") == 2
-    assert "cannot be told apart from it with 2 seeds" in text
+    assert "cannot be distinguished from it with 2 seeds" in text
     for folder in two:
         assert f'href="{folder.name}/report.html"' in text
         assert f'href="{folder.name}/report.html#method=DAC"' in text

@@ -151,7 +151,7 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
     opened = []
     monkeypatch.setattr(
         trackers,
-        "opener",
+        "make_opener",
         lambda to, out: lambda name, settings: opened.append(name) or Kept(name, {}),
     )
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"")

@@ -189,7 +189,7 @@ def test_who_leads():
     said = pairs.describe_leaders(rows[:-1], found, ACCURACY)
     assert (
         said
-        == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
+        == f"{leading[0]} has the best mean, but {leading[1]} cannot be distinguished from it with 5 seeds."
     )
     assert (
         pairs.describe_leaders(rows, found, ACCURACY)

@@ -1,13 +1,13 @@
-"""The data of the report and the live page: stored runs reduced to one JSON document of bounded size.
+"""The data of the report and the live page: stored runs reduced to one bounded JSON document.
 
-Long arrays are quantized, compressed and written as text (`packing.pack_array`). Arrays that would grow
-with clients² x rounds are binned in time and, for large populations, over neighboring clients of
-one cluster. A page therefore stays small for long runs; the parquet files keep every value.
+Long arrays are quantized, compressed and written as text (`packing.pack_array`). Arrays that would
+grow with clients² x rounds are binned in time and, for large populations, over neighboring clients
+of one cluster. A page therefore stays small for long runs; the parquet files keep every value.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from coterie.results import pairs, tables
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.equal_bytes import rank_runs
 from coterie.results.gains import compute_gains
+from coterie.results.pairs import Pair
 from coterie.results.selection import select_charted_runs
 from coterie.results.stored_runs import (
     CONFIG,
@@ -56,45 +57,46 @@ def build_payload(
     """
     home = runs[0].folder.parent.parent
     folder = folder or home
+    if folder != runs[0].folder:
+        home = folder
     metric = main_metric(runs)
-    truth = runs[0].client_clusters
     population = max(run.population for run in runs)
     cluster = np.full(population, -1)
     cluster[: runs[0].population] = runs[0].planted_clusters
-    home = home if folder == runs[0].folder else folder
-    if len(np.unique(cluster[cluster >= 0])) < 2:  # then there is nothing to say of clusters
+    # A single cluster is the same as none.
+    if len(np.unique(cluster[cluster >= 0])) < 2:
         cluster[:] = -1
     names = load_cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
-    groups, called = group_by_label(runs), merge_client_names(runs)
-    drawn = select_charted_runs(runs, problems)
-    alike = {
-        label: [run for run in drawn if run.label == label and run.client_clusters.equals(truth)]
-        for label in groups
-    }
+    clusters = []
+    for c, name in names.items():
+        clusters.append({"id": c, "name": name, "size": int((cluster == c).sum())})
+    groups = group_by_label(runs)
+    alike = _select_alike_runs(groups, select_charted_runs(runs, problems))
+    client_names = merge_client_names(runs)
+    called = [client_names.get(client) for client in range(population)]
     results = summarize_runs(runs, folder, problems)
     ranking = rank_runs(runs, problems, folder, whole=results)
     if not names:
-        results["rows"], results["pairs"] = (
-            _select_overall_rows(results["rows"]),
-            _select_overall_rows(results["pairs"]),
-        )
+        for part in ("rows", "pairs"):
+            results[part] = _select_overall_rows(results[part])
     compared = _build_pairs(results, collect_metrics(runs), metric)
-    results = {
-        name: value for name, value in results.items() if name not in ("pairs", "about")
-    }  # the page has them once
-    path, config = home / FEDERATION, home / CONFIG
+    # The page has the pairs once, under their own key.
+    results = {name: value for name, value in results.items() if name not in ("pairs", "about")}
+    description = None
+    if (home / FEDERATION).is_file():
+        content = json.loads((home / FEDERATION).read_text("utf-8"))
+        description = _reduce_description(content, cluster)
+    config = home / CONFIG
+    place = shlex.quote(f"{_find_study_place(runs[0].study_name, home)}/{CONFIG}")
     return replace_nonfinite(
         {
             "study": runs[0].study_name,
             "metric": metric,
             "metrics": _describe_metrics(runs),
             "methods": [_describe_method(label, group) for label, group in groups.items()],
-            "clusters": [
-                {"id": c, "name": name, "size": int((cluster == c).sum())}
-                for c, name in names.items()
-            ],
+            "clusters": clusters,
             "cluster": cluster.tolist(),
-            "names": [called.get(client) for client in range(population)] if called else None,
+            "names": called if client_names else None,
             "results": results,
             "notes": [*describe_coverage(results), *describe_skipped_rounds(results)],
             "pairs": compared,
@@ -110,13 +112,26 @@ def build_payload(
             },
             "provenance": [_describe_provenance(run) for run in runs],
             "clients": build_client_data(alike, metric, cluster),
-            "data": _reduce_description(json.loads(path.read_text("utf-8")), cluster)
-            if path.is_file()
-            else None,
-            "command": f"coterie run {shlex.quote(f'{_find_study_place(runs[0].study_name, home)}/{CONFIG}')} --out again",
+            "data": description,
+            "command": f"coterie run {place} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
         }
     )
+
+
+def _select_alike_runs(
+    groups: Mapping[str, Sequence[StoredRun]], drawn: Sequence[StoredRun]
+) -> dict[str, list[StoredRun]]:
+    """Select the drawn runs of each method whose clients have the clusters of the first run.
+
+    Only these can share a picture that is drawn by cluster.
+    """
+    truth = next(iter(groups.values()))[0].client_clusters
+    alike: dict[str, list[StoredRun]] = {label: [] for label in groups}
+    for run in drawn:
+        if run.client_clusters.equals(truth):
+            alike[run.label].append(run)
+    return alike
 
 
 def _select_overall_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,68 +139,53 @@ def _select_overall_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _build_pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]:
-    """The pairs of methods as the page shows them: in words and numbers, by metric and group of clients.
+    """Build the pairs of methods in words and numbers, by metric and group of clients.
 
     Returns:
         `families`: of each group `metric`, `cluster`, `standing` (which method is best, in words),
-        `leaders` and `pairs`, those with the difference and its interval as `text` and the
-        `verdict` in words. `tables`: LaTeX and Markdown of the main metric.
+        `leaders` and `pairs`, each with the difference and its interval as `text` and the `verdict`
+        in words. `tables`: LaTeX and Markdown of the main metric.
     """
     content = replace_nonfinite(results)
     every, rows = pairs.parse_pairs(content), content["rows"]
-    keys = dict.fromkeys((pair.metric, pair.cluster) for pair in every)
+    by_family: dict[tuple[str, str], list[Pair]] = {}
+    for pair in every:
+        by_family.setdefault((pair.metric, pair.cluster), []).append(pair)
     families = []
-    for metric, cluster in keys:
-        entry, own = (
-            known[metric],
-            [pair for pair in every if (pair.metric, pair.cluster) == (metric, cluster)],
-        )
-        told = [
-            {
-                "text": pairs.format_difference(pair, entry),
-                "verdict": pairs.describe_pair(pair, entry),
-            }
-            for pair in own
-        ]
+    for (name, cluster), own in by_family.items():
+        metric, described = known[name], []
+        for pair, plain in zip(own, pairs.pairs_to_json(own), strict=True):
+            text = pairs.format_difference(pair, metric)
+            described.append({**plain, "text": text, "verdict": pairs.describe_pair(pair, metric)})
         families.append(
             {
-                "metric": metric,
+                "metric": name,
                 "cluster": cluster,
-                "standing": pairs.describe_leaders(rows, every, entry, cluster),
-                "leaders": pairs.find_leaders(rows, every, entry, cluster),
-                "pairs": [
-                    {**one, **words}
-                    for one, words in zip(pairs.pairs_to_json(own), told, strict=True)
-                ],
+                "standing": pairs.describe_leaders(rows, every, metric, cluster),
+                "leaders": pairs.find_leaders(rows, every, metric, cluster),
+                "pairs": described,
             }
         )
     written = {}
-    if (main, "all") in keys:
-        title = f"{content['study']}: {known[main].heading('test')}, 95 % intervals over n seeds in brackets"
-        found = [
-            tables.build_means_table(rows, every, known[main], title, MEANS),
-            tables.build_pairs_table(pairs.select_pairs(every, metric=main), known[main]),
-        ]
-        for name, write in (("LaTeX", tables.format_latex), ("Markdown", tables.format_markdown)):
-            written[name] = "\n".join(write(table) for table in found)
+    if (main, "all") in by_family:
+        metric = known[main]
+        title = f"{content['study']}: {metric.heading('test')}, 95 % intervals over n seeds "
+        means = tables.build_means_table(rows, every, metric, title + "in brackets", MEANS)
+        compared = tables.build_pairs_table(pairs.select_pairs(every, metric=main), metric)
+        for form, write in (("LaTeX", tables.format_latex), ("Markdown", tables.format_markdown)):
+            written[form] = f"{write(means)}\n{write(compared)}"
     return {"families": families, "tables": written, "about": content.get("about", "")}
 
 
 def build_empty_payload(folder: Path, problems: Sequence[UnreadableRun] = ()) -> dict[str, Any]:
-    """Return the data of a page of which no run can be shown yet: what is missing."""
+    """Return the data of a page without any run that can be shown: which runs are missing."""
     results = summarize_runs([], folder, problems)
-    return replace_nonfinite(
-        {
-            "study": folder.name,
-            "methods": [],
-            "results": results,
-            "notes": describe_coverage(results),
-        }
-    )
+    content = {"study": folder.name, "methods": [], "results": results}
+    return replace_nonfinite({**content, "notes": describe_coverage(results)})
 
 
 def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
-    """What federation.json tells, of a large population of the clients that the page shows by themselves.
+    """Reduce the content of federation.json to the clients that the page shows one by one.
 
     The labels of each planted cluster are added up in `sums`, with the number of their clients.
     """
@@ -194,56 +194,41 @@ def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dic
     if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
         return description
     labels = np.array(description["labels"])
-    sums = {
-        int(c): {
-            "clients": int((cluster == c).sum()),
-            "labels": labels[cluster == c].sum(0).tolist(),
-        }
-        for c in np.unique(cluster)
-    }
-    own = ("shift", "train", "validation", "labels")
-    few = {
-        name: [description[name][i] for i in chosen]
-        for name in own
-        if len(description[name]) == len(cluster)
-    }
-    return {**description, **few, "sums": sums}
+    sums = {}
+    for c in np.unique(cluster):
+        members = cluster == c
+        sums[int(c)] = {"clients": int(members.sum()), "labels": labels[members].sum(0).tolist()}
+    for name in ("shift", "train", "validation", "labels"):
+        if len(description[name]) == len(cluster):
+            description[name] = [description[name][i] for i in chosen]
+    return {**description, "sums": sums}
 
 
 def _find_study_place(study: str, home: Path) -> str:
-    """Where a study's folder lies below the folder that its runs were written to; it may have been renamed."""
+    """Return the path of a study's folder below the output folder; it may be renamed."""
     whole, parts = home.resolve(), Path(study).parts
     return study if whole.parts[-len(parts) :] == parts else whole.name
 
 
 def _describe_method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
-    return {
-        "label": label,
-        "kind": group[0].method_kind,
-        "settings": group[0].method_settings,
-        "runs": [
-            {
-                "seed": run.seed,
-                "rounds": run.num_rounds,
-                "of": run.config.get("rounds"),
-                "finished": run.is_finished,
-            }
-            for run in group
-        ],
-    }
+    runs = []
+    for run in group:
+        row = {"seed": run.seed, "rounds": run.num_rounds, "of": run.config.get("rounds")}
+        runs.append({**row, "finished": run.is_finished})
+    kind, settings = group[0].method_kind, group[0].method_settings
+    return {"label": label, "kind": kind, "settings": settings, "runs": runs}
 
 
 def _describe_metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
-    """The metrics of some runs, by name: what the page needs to show them."""
-    known = collect_metrics(runs)
+    """Describe the metrics of some runs, by name: what the page needs to show them."""
+    known, out = collect_metrics(runs), {}
     names = dict.fromkeys(str(name) for run in runs for name in run.metrics["metric"].unique())
-    return {
-        name: {**known[name].to_record(), "heading": known[name].heading()}
-        for name in [*names, *COUNTED_METRICS]
-    }
+    for name in [*names, *COUNTED_METRICS]:
+        out[name] = {**known[name].to_record(), "heading": known[name].heading()}
+    return out
 
 
 def _describe_provenance(run: StoredRun) -> dict[str, Any]:
-    # the page has them once
+    # The page has the names of clients once.
     stored = {name: value for name, value in run.provenance.items() if name != "client_names"}
     return {"label": run.label, "seed": run.seed, "stored": stored}

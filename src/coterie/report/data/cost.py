@@ -1,9 +1,10 @@
-"""The cost of a method: bytes, reads and forward passes over rounds, and the metric reached at that cost."""
+"""The cost of a method: bytes, reads and forward passes, and the metric reached."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from coterie.functional.metrics import COSTS
 from coterie.report.data.curves import compute_mean_curve
@@ -17,7 +18,7 @@ COUNTED_METRICS = [one.name for one in COSTS if one.unit != "B"]
 
 
 def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]]:
-    """Cost per client, mean over clients and seeds.
+    """Compute the cost per client of each method, mean over clients and seeds.
 
     Args:
         groups: the runs of each method.
@@ -25,7 +26,7 @@ def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[
 
     Returns:
         An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both),
-        `reads`, `missing`, what the method counted itself (`counted`, by name; None where it did
+        `reads`, `missing`, what the method counted itself (`counted`, by name; None when it did
         not), `train_samples` and `wall_s` of the whole run, the number of `seeds`, and over
         `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
@@ -40,40 +41,45 @@ def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, An
     rounds, reached = compute_mean_curve(runs, "validation", metric)
     shown = thin_indices(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
     spent = np.mean([_cumulative_bytes(run, rounds) for run in runs], axis=0)
-    clients = np.array([len(run.client_clusters) for run in runs])
-    whole = [count_traffic(run.metrics, run.edges, run.num_rounds) for run in runs]
-    received, sent = (
-        np.mean([one.sum() / size for one, size in zip(part, clients, strict=True)])
-        for part in zip(*whole, strict=True)
-    )
-    missing = np.array([(run.edges["purpose"] == "missing").sum() for run in runs])
-    times = [run.provenance.get("timing") or {} for run in runs]
+    per_run = pd.DataFrame([_compute_run_cost(run) for run in runs])
+    means = {name: float(np.mean(per_run[name].to_numpy())) for name in per_run.columns}
     return {
         "seeds": len(runs),
-        "bytes": float(received + sent),
-        "received": float(received),
-        "sent": float(sent),
-        "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
-        "missing": float(np.mean(missing / clients)),
+        "bytes": means["received"] + means["sent"],
+        **{name: means[name] for name in ("received", "sent", "reads", "missing")},
         "counted": {name: _mean_counted_total(runs, name) for name in COUNTED_METRICS},
-        "train_samples": float(
-            np.mean([time.get("train_samples", np.nan) for time in times] / clients)
-        ),
-        "wall_s": float(np.mean([time.get("wall_s", np.nan) for time in times])),
+        "train_samples": means["train_samples"],
+        "wall_s": means["wall_s"],
         "rounds": rounds[shown].tolist(),
         "spent": spent[shown].tolist(),
         "reached": reached[shown].tolist(),
     }
 
 
+def _compute_run_cost(run: StoredRun) -> dict[str, float]:
+    """Compute the cost of one run: of its clients together the duration, the rest per client."""
+    clients = len(run.client_clusters)
+    received, sent = count_traffic(run.metrics, run.edges, run.num_rounds)
+    missing = int(np.count_nonzero(run.edges["purpose"] == "missing"))
+    timing = run.provenance.get("timing") or {}
+    return {
+        "received": received.sum() / clients,
+        "sent": sent.sum() / clients,
+        "reads": (len(run.edges) - missing) / clients,
+        "missing": missing / clients,
+        "train_samples": timing.get("train_samples", np.nan) / clients,
+        "wall_s": timing.get("wall_s", np.nan),
+    }
+
+
 def _cumulative_bytes(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
-    """Bytes per client up to and with each round; those of the whole run where it has ended before."""
+    """Return the bytes per client up to each round; after the run's end, its total."""
     totals = np.concatenate([[0.0], compute_bytes_per_client(run)])
     return totals[np.minimum(rounds + 1, len(totals) - 1)]
 
 
 def _mean_counted_total(runs: Sequence[StoredRun], name: str) -> float | None:
-    """Total per client of something that the method counted itself; None when it did not."""
+    """Return the total per client of a count that the method reports; None without one."""
     totals = []
     for run in runs:
         rows = run.metrics.loc[(run.metrics["metric"] == name).to_numpy(), "value"]

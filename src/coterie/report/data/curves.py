@@ -1,9 +1,11 @@
 """Learning curves of the population and of each client, and each client's final values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Int
 
 from coterie.functional.metrics import LOSS
@@ -25,10 +27,11 @@ CLIENT_POINTS = 80  # rounds of the curve of one client
 def build_curves(
     groups: dict[str, list[StoredRun]], cluster: np.ndarray, ids: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Learning curves: the mean over clients, over clusters and per cluster; mean and deviation over seeds.
+    """Build learning curves: the mean over clients, over clusters and per cluster, with deviations.
 
     Returns:
-        One entry per method, split and metric, with arrays of (2 + clusters) x rounds.
+        One entry per method, split and metric, with mean and deviation over seeds as arrays of
+        (2 + clusters) x rounds.
     """
     out = []
     members = [np.flatnonzero(cluster == c) for c in ids]
@@ -39,45 +42,45 @@ def build_curves(
                 continue
             stacked = np.full((len(tables), 2 + len(members), len(rounds)), np.nan)
             for seed, values in enumerate(tables):
-                per_cluster = [_mean_over_clients(values[:, rows]) for rows in members]
                 stacked[seed, 0] = _mean_over_clients(values)
-                for line, mean in enumerate(per_cluster):
-                    stacked[seed, 2 + line] = mean
-                if per_cluster:
-                    stacked[seed, 1] = np.mean(per_cluster, axis=0)
+                for line, rows in enumerate(members, start=2):
+                    stacked[seed, line] = _mean_over_clients(values[:, rows])
+                if members:
+                    stacked[seed, 1] = np.mean(stacked[seed, 2:], axis=0)
             shown = thin_indices(len(rounds), MOST_POINTS)
-            whole = stacked[:, :, shown]
-            mean, spread = nan_mean_std(whole)
+            mean, spread = nan_mean_std(stacked[:, :, shown])
             out.append(
                 {
-                    "method": place, "split": split, "metric": metric, "rounds": rounds[shown].tolist(),
-                    "mean": pack_array(mean, "q16"), "std": pack_array(spread, "q16"), "seeds": len(tables),
+                    "method": place,
+                    "split": split,
+                    "metric": metric,
+                    "rounds": rounds[shown].tolist(),
+                    "mean": pack_array(mean, "q16"),
+                    "std": pack_array(spread, "q16"),
+                    "seeds": len(tables),
                 }
-            )  # fmt: skip
+            )
     return out
 
 
 def _find_recorded_metrics(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
-    """The (split, metric) pairs that were recorded round by round."""
+    """Find the (split, metric) pairs that were recorded round by round."""
     if not runs:
         return []
     table = runs[0].metrics
-    names = table.loc[
-        (table["model"] == "current").to_numpy(), ["split", "metric"]
-    ].drop_duplicates()
-    found = [
-        (str(split), str(metric))
-        for split, metric in zip(names["split"], names["metric"], strict=True)
-    ]
-    found = [pair for pair in found if runs[0].known_metrics[pair[1]].shown not in ("cost", "not")]
-    return sorted(
-        found,
-        key=lambda pair: (("validation", "train", "test").index(pair[0]), pair[1] == LOSS.name),
-    )
+    current = (table["model"] == "current").to_numpy()
+    names = table.loc[current, ["split", "metric"]].drop_duplicates()
+    found = []
+    for split, metric in zip(names["split"], names["metric"], strict=True):
+        if runs[0].known_metrics[metric].shown not in ("cost", "not"):
+            found.append((str(split), str(metric)))
+    splits = ("validation", "train", "test")
+    # The loss comes last of each split.
+    return sorted(found, key=lambda pair: (splits.index(pair[0]), pair[1] == LOSS.name))
 
 
 def _mean_over_clients(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " rounds"]:
-    """Mean over the clients that have a value; NaN where none has."""
+    """Return the mean over the clients that have a value; NaN when none has."""
     known = np.isfinite(values)
     count = known.sum(1)
     return np.where(count > 0, np.where(known, values, 0).sum(1) / np.maximum(count, 1), np.nan)
@@ -86,45 +89,43 @@ def _mean_over_clients(values: Float[np.ndarray, "rounds clients"]) -> Float[np.
 def build_client_data(
     groups: dict[str, list[StoredRun]], metric: str, cluster: Int[np.ndarray, " population"]
 ) -> dict[str, Any]:
-    """Final test value, gain and learning curve of each client, as means over the seeds that are compared.
+    """Build the final value, gain and curve of each client, means over compared seeds.
 
     Returns:
-        `shown`, the ids of the clients that the arrays are of, a sample of a large population; None
-        for all. `means`, each method's means of the final value and of the gain, are over all
-        clients.
+        `shown`, the ids of the clients in the arrays, a sample of a large population; None for all.
+        `means`, each method's means of the final value and of the gain, are over all clients.
     """
     population, chosen = len(cluster), sample_clients(cluster)
-    done = select_compared_runs([run for runs in groups.values() for run in runs])
-    baseline = next(
-        (run.label for runs in groups.values() for run in runs if run.method_kind == "local"), None
-    )
+    runs = list(chain.from_iterable(groups.values()))
+    done = select_compared_runs(runs)
+    baseline = next((run.label for run in runs if run.method_kind == "local"), None)
+    gains = compute_client_gains(done, baseline, metric)
     final, gain = np.full((2, len(groups), population), np.nan)
-    own_gains = compute_client_gains(done, baseline, metric)
     lines = []
-    for place, (label, runs) in enumerate(groups.items()):
+    for place, (label, group) in enumerate(groups.items()):
         values = [run.final_values(metric) for run in done if run.label == label]
         if values:
-            final[place] = np.mean(
-                [series.reindex(range(population)).to_numpy(float) for series in values], axis=0
-            )
-        if own_gains.get(label):
-            over = [
-                series.reindex(range(population)).to_numpy(float)
-                for series in own_gains[label].values()
-            ]
-            gain[place] = np.mean(over, axis=0)
-        lines += _build_client_curves(place, runs, metric, chosen)
+            final[place] = _mean_over_series(values, population)
+        if gains.get(label):
+            gain[place] = _mean_over_series(gains[label].values(), population)
+        lines += _build_client_curves(place, group, metric, chosen)
+    means = {"final": _mean_over_clients(final).tolist(), "gain": _mean_over_clients(gain).tolist()}
     return {
         "shown": chosen.tolist() if len(chosen) < population else None,
-        "means": {
-            name: _mean_over_clients(values).tolist()
-            for name, values in (("final", final), ("gain", gain))
-        },
+        "means": means,
         "baseline": baseline,
         "final": pack_array(final[:, chosen], "f32"),
         "gain": pack_array(gain[:, chosen], "f32"),
         "curves": lines,
     }
+
+
+def _mean_over_series(
+    series: Iterable[pd.Series], population: int
+) -> Float[np.ndarray, " population"]:
+    """Return the mean over seeds of each client; NaN for a client that one seed lacks."""
+    ids = range(population)
+    return np.mean([one.reindex(ids).to_numpy(float) for one in series], axis=0)
 
 
 def _build_client_curves(
@@ -144,10 +145,9 @@ def _build_client_curves(
 def compute_mean_curve(
     runs: Sequence[StoredRun], split: str, metric: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rounds, and the mean of a metric over clients and seeds; both empty when it was not recorded."""
+    """Return the rounds and the mean of a metric; both empty when it was not recorded."""
     rounds, tables = align_seeds(runs, split, metric)
-    return rounds, nan_mean_std(
-        np.array([_mean_over_clients(values) for values in tables]).reshape(
-            len(tables), len(rounds)
-        )
-    )[0]
+    means = np.zeros((len(tables), len(rounds)))
+    for seed, values in enumerate(tables):
+        means[seed] = _mean_over_clients(values)
+    return rounds, nan_mean_std(means)[0]

@@ -13,12 +13,14 @@ from coterie.results.stored_runs import StoredRun
 
 
 def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
-    """Write an array as text: "u8", "u16" and "f32" hold it as it is, "q16" puts floats on a grid of 65,535 steps.
+    """Encode an array as text.
 
-    NaN survives in "f32" and "q16". The text is base64 of zlib of little-endian values in C order.
+    The kinds "u8", "u16" and "f32" store values as they are; "q16" puts floats on a grid of 65,535
+    steps. NaN survives in "f32" and "q16". The text is base64 of zlib of little-endian values in C
+    order.
 
     Example:
-        >>> pack(np.array([[0, 1]]), "u8")["shape"]
+        >>> pack_array(np.array([[0, 1]]), "u8")["shape"]
         [1, 2]
     """
     out: dict[str, Any] = {"kind": kind, "shape": list(values.shape)}
@@ -43,12 +45,12 @@ def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
 def build_dense_table(
     run: StoredRun, split: str, metric: str, model: str = "current"
 ) -> tuple[Int[np.ndarray, " rounds"], Float[np.ndarray, "rounds clients"]]:
-    """A metric as an array of rounds and clients; a client that was not active keeps its last value.
+    """Build an array of rounds x clients of a metric; an inactive client keeps its last value.
 
     Returns:
         The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's
-        first one. None when
-            no round has one: clients without validation data record NaN in each.
+        first one. Both are empty when no round has one: clients without validation data record NaN
+        in each.
     """
     table = run.metrics
     chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
@@ -64,10 +66,10 @@ def build_dense_table(
 def align_seeds(
     runs: Sequence[StoredRun], split: str, metric: str
 ) -> tuple[Int[np.ndarray, " rounds"], list[Float[np.ndarray, "rounds clients"]]]:
-    """A metric of several seeds as arrays of the same rounds, so that every round is a mean over the same seeds.
+    """Build arrays of a metric over common rounds, each a mean over the same seeds.
 
-    A finished run that ended early, since all its clients had stopped, keeps its last values; where
-    a run is still going on, the rounds end with the last that all runs have.
+    A finished run that ended early, because all its clients had stopped, keeps its last values.
+    When a run is still going on, the rounds end with the last round that all runs have.
 
     Returns:
         The rounds, and the values of each run that recorded the metric.
@@ -88,7 +90,7 @@ def align_seeds(
 
 
 def thin_indices(count: int, most: int) -> Int[np.ndarray, " points"]:
-    """At most `most` of `count` indices, evenly spread, with the first and the last."""
+    """Return at most `most` of `count` indices, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
@@ -99,10 +101,10 @@ MOST_CLIENTS = 2000
 def sample_clients(
     cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS
 ) -> Int[np.ndarray, " shown"]:
-    """The clients that a page shows by themselves: all, or so many in equal steps through the planted clusters.
+    """Return the clients that a page shows one by one: all, or a sample of each planted cluster.
 
     Example:
-        >>> sampled(np.array([1, 0, 1, 0, 1]), 3).tolist()
+        >>> sample_clients(np.array([1, 0, 1, 0, 1]), 3).tolist()
         [0, 1, 4]
     """
     order = np.lexsort((np.arange(len(cluster)), cluster))
@@ -112,7 +114,7 @@ def sample_clients(
 def nan_mean_std(
     stacked: Float[np.ndarray, "*shape"],
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Mean and population standard deviation over the first axis, without missing values.
+    """Return mean and population standard deviation over the first axis, without missing values.
 
     A single value has no deviation: it is NaN, as `summary.mean_std_over_seeds` has None.
     """

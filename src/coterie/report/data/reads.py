@@ -1,6 +1,7 @@
-"""Which models each client used over time: heatmap frames, within-cluster shares, discovery, communities, labels."""
+"""Which models each client used over time: heatmaps, within-cluster shares, communities, labels."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ LABEL_POINTS = 120  # rounds of found labels
 def assign_cells(
     cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS
 ) -> Int[np.ndarray, " population"]:
-    """The cell of a heatmap in which each client lies: clients in order of cluster and id, neighbors together.
+    """Assign each client to a cell of a heatmap, in order of cluster and id.
 
     A cell holds one client while the population fits; else equally many of one cluster.
     """
@@ -49,28 +50,24 @@ def assign_cells(
 def build_reads(
     groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
 ) -> dict[str, Any] | None:
-    """Reads over time, within-cluster share, and when clients found their cluster; None without any read."""
-    active = [
-        (place, runs)
-        for place, runs in enumerate(groups.values())
-        if any(len(run.edges) for run in runs)
-    ]
+    """Build reads over time, and when clients found their cluster; None without reads."""
+    active = {}
+    for place, runs in enumerate(groups.values()):
+        if any(len(run.edges) for run in runs):
+            active[place] = runs
     if not active:
         return None
     cell = assign_cells(cluster)
-    side, last = int(cell.max()) + 1, max(run.num_rounds for _, runs in active for run in runs)
+    side = int(cell.max()) + 1
+    last = max(run.num_rounds for run in chain.from_iterable(active.values()))
     frames = max(1, min(last, MOST_FRAMES, FRAME_BUDGET // (side * side * len(active))))
     ends = np.unique(np.ceil(np.arange(1, frames + 1) * last / frames).astype(np.int64))
     shown = sample_clients(cluster)
-    return {
-        "cell": cell.tolist(),
-        "ends": ends.tolist(),
-        "expected": graph.expected_share(cluster) if cluster.max() > 0 else None,
-        "methods": [
-            {"method": place, **_build_method_reads(runs, cluster, cell, ends, shown)}
-            for place, runs in active
-        ],
-    }
+    methods = []
+    for place, runs in active.items():
+        methods.append({"method": place, **_build_method_reads(runs, cluster, cell, ends, shown)})
+    expected = graph.expected_share(cluster) if cluster.max() > 0 else None
+    return {"cell": cell.tolist(), "ends": ends.tolist(), "expected": expected, "methods": methods}
 
 
 def _build_method_reads(
@@ -98,11 +95,11 @@ def _build_method_reads(
     found = np.concatenate([graph.rounds_to_discovery(run.edges, cluster) for run in runs])
     groups = graph.find_communities(whole)
     windows = WINDOWS if population <= 300 else 2
-    window_ends = ends[
-        thin_indices(len(ends), windows + 1)[1:]
-        if len(ends) > windows
-        else thin_indices(len(ends), windows)
-    ]
+    at = thin_indices(len(ends), windows)
+    if len(ends) > windows:
+        # The first of evenly spread ends would be the first round alone.
+        at = thin_indices(len(ends), windows + 1)[1:]
+    window_ends = ends[at]
     peers, times = _find_top_peers(whole, clients)
     return {
         "counts": pack_array(counts, "u8" if counts.max() < 256 else "u16"),
@@ -115,7 +112,7 @@ def _build_method_reads(
         "agreement": graph.compare_partitions(groups, cluster),
         "windows": _score_windows(runs, cluster, window_ends),
         "gini": graph.gini(graph.count_readers(whole)),
-        # a float holds an id to 2^24
+        # A float holds an id up to 2^24.
         "peers": pack_array(peers, "u16" if population <= 65536 else "f32"),
         "times": pack_array(times, "u16"),
     }
@@ -124,7 +121,7 @@ def _build_method_reads(
 def _find_top_peers(
     whole: Any, clients: Int[np.ndarray, " clients"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The peers that some clients read most, and how often; places that nobody fills have a count of 0."""
+    """Find the peers that some clients read most, and how often; 0 times if unused."""
     peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
     for row, client in enumerate(clients):
         own = slice(whole.indptr[client], whole.indptr[client + 1])
@@ -140,7 +137,7 @@ def _find_top_peers(
 def _score_windows(
     runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray
 ) -> list[dict[str, Any]]:
-    """How well communities of the reads of each window agree with the planted clusters, all seeds together."""
+    """Score how well communities of each window's reads agree with planted clusters."""
     out, start = [], 0
     for end in ends:
         counts = sparse.csr_array((len(cluster), len(cluster)), dtype=np.int64)
@@ -166,12 +163,12 @@ def _score_windows(
 def build_labels(
     groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]
 ) -> list[dict[str, Any]]:
-    """The clusters that methods with labels of their own found: agreement over rounds, and the labels of one seed.
+    """Build the clusters that methods found themselves, and their agreement by round.
 
     Returns:
         An entry per method that reports labels: `rounds`, `ari`, `nmi` and `groups` (means over
-        seeds), and `label`, those of the first seed as rounds x clients, 65535 where a client had
-        none yet; of a population above `MOST_CLIENTS` those of the last round alone.
+        seeds), and `label`, the labels of the first seed as rounds x clients, 65535 for a client
+        without one; of a population above `MOST_CLIENTS` the labels of the last round alone.
     """
     out = []
     for place, runs in enumerate(groups.values()):
@@ -179,24 +176,25 @@ def build_labels(
         tables = [(rounds, values) for rounds, values in found if len(rounds)]
         if not tables:
             continue
-        rounds = tables[0][0][thin_indices(len(tables[0][0]), LABEL_POINTS)]
+        first_rounds, first_values = tables[0]
+        rounds = first_rounds[thin_indices(len(first_rounds), LABEL_POINTS)]
         scores = []
         for own, values in tables:
             at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
             scores.append([_score_labels(row, cluster) for row in values[at]])
-        mean, _ = nan_mean_std(np.array(scores))
-        own, values = tables[0]
-        shown = values[
-            np.searchsorted(own, rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:])
-        ]
+        ari, nmi, number = nan_mean_std(np.array(scores))[0].T.tolist()
+        # Of a large population only the last labels are shown: the page must stay small.
+        shown_rounds = rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:]
+        shown = first_values[np.searchsorted(first_rounds, shown_rounds)]
+        labels = np.where(np.isfinite(shown), shown, 65535).astype(np.int64)
         out.append(
             {
                 "method": place,
                 "rounds": rounds.tolist(),
-                **{name: mean[:, i].tolist() for i, name in enumerate(("ari", "nmi", "groups"))},
-                "label": pack_array(
-                    np.where(np.isfinite(shown), shown, 65535).astype(np.int64), "u16"
-                ),
+                "ari": ari,
+                "nmi": nmi,
+                "groups": number,
+                "label": pack_array(labels, "u16"),
             }
         )
     return out
