@@ -76,7 +76,7 @@ def build_cost_table(study: str, lines: Sequence[ComparedNumber]) -> TextTable:
     for line in lines:
         row = [line.label, REGISTRY[line.metric].heading(), f"{line.ours:.4g}"]
         row += [f"{line.paper:.4g}", f"{line.difference:+.4g}"]
-        rows.append([*row, "yes" if line.within else "no"])
+        rows.append((*row, "yes" if line.within else "no"))
     inside = sum(line.within is True for line in lines)
     foot = (
         f"{inside} of {len(lines)} numbers are what is printed, rounded alike. "
@@ -103,7 +103,7 @@ def _build_numbers_table(
         row.append(_format_spread(metric, line.paper, line.paper_std))
         row.append(_format_signed(line))
         row.append({True: "yes", False: "no", None: "undecided"}[line.within])
-        rows.append(row)
+        rows.append(tuple(row))
     inside = sum(line.within is True for line in lines)
     undecided = sum(line.within is None for line in lines)
     foot = (
@@ -123,7 +123,7 @@ def _build_numbers_table(
         title += f" ({REGISTRY[REGISTRY.choose_main(names)].heading('test')})"
     head = ["method", "metric"] if several else ["method"]
     head += ["cluster", "here", "n", "paper", "difference", "within"]
-    return TextTable(title, head, rows, foot)
+    return TextTable(title, tuple(head), rows, foot)
 
 
 def _format_number(metric: Metric, value: float) -> str:
@@ -183,7 +183,7 @@ def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextT
             elif label in first:
                 strong.add((i, 2 * j + 1))
             row += [mean, seeds]
-        rows.append(row)
+        rows.append(tuple(row))
     names = [result.study.name for result in results]
     # Studies of the same name are known by their folders.
     if len(set(names)) < len(names):
@@ -200,7 +200,7 @@ def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextT
     marks = [SAME] if any(len(first) > 1 for first in leading) else []
     if strong:
         marks.append(BEST)
-    return TextTable(title, head, rows, " ".join(marks), strong)
+    return TextTable(title, tuple(head), rows, " ".join(marks), strong)
 
 
 def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:

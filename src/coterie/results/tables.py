@@ -147,7 +147,7 @@ def build_means_table(
     marks = [SAME] if any(len(first) > 1 for first in leading.values()) else []
     if strong:
         marks.append(BEST)
-    head = ["method", "n", *(names.get(cluster, cluster) for cluster in clusters)]
+    head = ("method", "n", *(names.get(cluster, cluster) for cluster in clusters))
     return TextTable(title, head, body, " ".join(marks), strong)
 
 
@@ -171,7 +171,7 @@ def build_pairs_table(pairs: Sequence[Pair], metric: Metric) -> TextTable:
         gained = "–" if pair.gained is None else f"{100 * pair.gained:.0f} %"
         row = [f"{pair.method_a} over {pair.method_b}", _format_difference(pair, metric)]
         row += [format_p_value(pair.p_corrected), effect, gained]
-        rows.append([*row, "yes" if pair.established else "no"])
+        rows.append((*row, "yes" if pair.established else "no"))
         if pair.established:
             strong.add((i, 1))
     seeds = max((pair.seeds for pair in pairs), default=0)

@@ -265,7 +265,7 @@ def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_
         [2, 1, 1],
         [5, 1, 0],
     ]
-    with pytest.raises(DataError, match="does not tell the classes"):
+    with pytest.raises(DataError, match="does not have the classes"):
         figures.plot([tmp_path / "s"], "classes", out=tmp_path / "c.svg")
 
 
