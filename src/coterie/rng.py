@@ -26,6 +26,7 @@ _TORCH_LOCK = RLock()
 
 @lru_cache(maxsize=256)
 def _hash_purpose(purpose: str) -> int:
+    # Python's own hash of a text differs between processes.
     return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
 
 
@@ -53,6 +54,9 @@ class Rng:
 
     def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
         """Return the stream of a purpose and a client in this round, from its start."""
+        # The stream counts in the two low words and its address is in the two high ones, so streams
+        # of one key never overlap. EVERYONE and the warm-up are -1: 1 is added because words are
+        # unsigned.
         counter = np.array([0, 0, client + 1, self.round + 1], dtype=np.uint64)
         key = np.array([self.seed, _hash_purpose(purpose)], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(counter=counter, key=key))
@@ -66,6 +70,8 @@ class Rng:
         """
         out = self.pairs(purpose, ids, population).numpy()
         with np.errstate(divide="ignore"):  # a uniform draw of 0, one in 2^53, becomes infinity
+            # -log(-log(1 - u)), step by step in place: no second array of clients x population
+            # exists.
             for step in (partial(np.subtract, 1.0), np.log, np.negative, np.log, np.negative):
                 step(out, out=out)
         return torch.from_numpy(out)
@@ -91,6 +97,7 @@ class Rng:
 
     def draw_keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
         """Return a 62-bit key for each hosted client, for a counter-based stream on a device."""
+        # 62 bits are positive in int64.
         draws = [int(self.generator(purpose, client).integers(1 << 62)) for client in ids.tolist()]
         return torch.tensor(draws, dtype=torch.int64)
 
@@ -108,8 +115,11 @@ class Rng:
             device: the device whose generator is seeded in addition to the CPU's.
         """
         key = int(self.generator(purpose, client).integers(1 << 62))
+        # A device without an index is the first one.
         cuda = [] if device == "cpu" else [torch.device(device).index or 0]
         with _TORCH_LOCK, torch.random.fork_rng(devices=cuda, device_type="cuda"):
+            # `torch.manual_seed` would also seed every CUDA device, and only the states of `cuda`
+            # are restored.
             torch.random.set_rng_state(torch.Generator().manual_seed(key).get_state())
             for index in cuda:
                 with torch.cuda.device(index):

@@ -48,6 +48,7 @@ def normalize_weights(
     """
     total = weights.sum(1) + own
     alone = total <= 0
+    # 1 in place of 0: a client without weights divides 0 by 1.
     total = torch.where(alone, torch.ones_like(total), total)
     return weights / total[:, None], torch.where(alone, torch.ones_like(own), own / total)
 
@@ -72,6 +73,7 @@ def fedsim_weights(
         (tensor([[0.4000, 0.2000, 0.0000]]), tensor([0.4000]))
     """
     useful = torch.where(mask, similarity.clamp(min=0), 0)
+    # amax has no value over no slots; the sum is 0.
     best = useful.amax(1) if useful.shape[1] else useful.sum(1)
     return normalize_weights(useful, best)
 
@@ -167,8 +169,10 @@ def average_models(
         >>> weighted_mean(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))
         tensor([1., 3.])
     """
+    # Weights are normalized before the product, in float64.
     share = (weights.double() / weights.double().sum())[None, :].to(params.device)
     width = max(1, _CHUNK // max(1, len(params)))
+    # One float64 buffer serves all blocks of columns.
     room = pages.empty(
         len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device
     )
@@ -197,6 +201,7 @@ def average_models_by_group(
     """
 
     def average_rows(rows: Tensor, group: int) -> Tensor:
+        # Clients without samples have no mean.
         if float(weights[rows].sum()) <= 0:
             return empty[group]
         if bool(rows.all()):  # indexing with a mask would copy every model
@@ -217,6 +222,7 @@ def _merge_groups(
     floor = torch.as_tensor(least).expand(len(empty))
     for group in range(len(table)):
         rows = label == group
+        # A group without models keeps its own, even where none is required.
         if int(rows.sum()) >= max(1, int(floor[group])):
             table[group] = merge(rows, group)
     return table
@@ -236,6 +242,7 @@ def merge_groups_by_rule(
     def merge_rows(rows: Tensor, group: int) -> Tensor:
         return merge_by_rule(
             rule,
+            # The rule gets a copy of the old model, which it may overwrite.
             ReceivedModels(params[rows], samples[rows].to(params), None, empty[group].clone()),
             what,
         )
@@ -274,6 +281,7 @@ def apply_server_momentum(
         visual classification, 2019, https://arxiv.org/abs/1909.06335
     """
     trainable = velocity.shape[1]
+    # Models are close to their mean: the gap is taken in float64 before it is accumulated.
     gap = model[:, :trainable].double() - mean[:, :trainable].double()
     velocity = momentum * velocity + gap
     step = gap + momentum * velocity if nesterov else velocity

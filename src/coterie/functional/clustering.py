@@ -50,16 +50,20 @@ def gaussian_rewards(
     """
     losses = losses.double()
     here = torch.isfinite(losses)
+    # A missing loss has weight 0 in mean and variance, so 0 may stand for it.
     share = here * (torch.ones(len(losses)) if weights is None else weights).double()[:, None]
     biased = 0 if weights is not None else ddof
     mean, variance = _weighted_moments(torch.nan_to_num(losses), share, biased)
     if synthetic is not None:
         drawn = mean + variance.sqrt() * synthetic.double()
+        # Synthetic losses count like a client of weight 1.
         both = torch.cat([torch.nan_to_num(losses), drawn])
         mean, variance = _weighted_moments(both, torch.cat([share, torch.ones_like(drawn)]), biased)
+    # Equal losses, or a lone one, are typical: reward 1 instead of 0 / 0.
     flat = (variance <= _FLOOR) | (here.sum(0) < 2)
     rewards = torch.exp(-(losses - mean).square() / (2 * torch.where(flat, 1, variance)))
     rewards = torch.where(flat, 1.0, rewards)
+    # The mean over the steps that the client took; 0 for a client without any.
     return torch.where(here, rewards, 0).sum(1) / here.sum(1).clamp(min=1)
 
 
@@ -70,6 +74,7 @@ def _weighted_moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor,
     """
     total = share.sum(0).clamp(min=_FLOOR)
     mean = (share * losses).sum(0) / total
+    # A step of one client has no degree of freedom left.
     degrees = (total - ddof).clamp(min=_FLOOR)
     return mean, (share * (losses - mean).square()).sum(0) / degrees
 
@@ -127,9 +132,13 @@ def affinity_matrix(
         low, high = vectors.min(), vectors.max()
         vectors = (vectors - low) / (high - low).clamp(min=_FLOOR)
     own = vectors.diagonal()
+    # The faster mode expands the square, which cancels where vectors are close.
     square = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
+    # Entries k and j leave the distance of vectors k and j: [k, j] of the first term is v_k[k] -
+    # v_j[k], of the second v_k[j] - v_j[j].
     square = square - (own[:, None] - vectors.T).square() - (vectors - own[None, :]).square()
     square = (square + square.T) / 2  # symmetric to the last bit
+    # The subtraction may leave a negative rest of rounding.
     out = torch.exp(-beta * square.clamp(min=0))
     out.fill_diagonal_(diagonal)
     return out
@@ -180,13 +189,17 @@ def propose_split(
     """
     size = len(affinity)
     best: tuple[float, Tensor] | None = None
+    # The index needs fewer groups than clients.
     for count in range(2, min(n_max, size // max(1, min_cluster_size), size - 1) + 1):
         found = spectral_clusters(affinity, count, labels=labels, seed=seed)
+        # The solver may leave groups empty, and one group has no index.
         if len(found.unique()) < 2:
             continue
         index = davies_bouldin(_index_features(affinity, count, space, seed), found)
+        # Equal indices go to fewer groups.
         if best is None or index < best[0]:
             best = index, found
+    # `not <` also refuses an index of NaN.
     if (
         best is None
         or not best[0] < 1
@@ -217,6 +230,7 @@ def davies_bouldin(
     """
     from sklearn.metrics import davies_bouldin_score
 
+    # Centroids coincide when they are apart by rounding only, measured against their own length.
     centers = torch.stack([points[label == group].mean(0) for group in label.unique()]).double()
     spread = torch.cdist(centers, centers)
     if float(spread.max()) <= 1e-9 * max(1.0, float(centers.norm(dim=1).max())):
@@ -232,6 +246,7 @@ def renumber_labels(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
         tensor([0, 1, 0, 2])
     """
     seen: dict[int, int] = {}
+    # setdefault numbers a group when its first member comes.
     return torch.tensor(
         [seen.setdefault(int(group), len(seen)) for group in label], dtype=torch.int64
     )
@@ -270,6 +285,8 @@ def find_bipartition(
     from scipy.spatial.distance import squareform
 
     distance = 1 - similarity.double()
+    # Rounding leaves the diagonal near 0 and the halves unequal, which squareform's checks would
+    # refuse.
     distance = (distance + distance.T) / 2
     condensed = squareform(distance.numpy(), checks=False)
     parts = cut_tree(linkage(condensed, method=linkage_method), n_clusters=2)[:, 0]
@@ -300,6 +317,7 @@ def squared_distances(
     points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Float[Tensor, "clients clusters"]:
     """Squared Euclidean distances, summed in float64."""
+    # Center by center: no array of clients x clusters x params exists.
     return torch.stack(
         [(points - center).square().sum(1, dtype=torch.float64) for center in centers], dim=1
     )
@@ -312,6 +330,7 @@ def k_means(
     from sklearn.cluster import KMeans
 
     with warnings.catch_warnings():
+        # Fewer distinct points than clusters are fine: some clusters are then missing.
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
         # the stubs of scikit-learn know n_init as a text only
         model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType]

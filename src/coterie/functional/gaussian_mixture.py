@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coterie.functional import selection
 
+# EM ends after so many steps; a client whose shares still move keeps the last ones.
 _ITERATIONS = 100
 _SETTLED = 1e-9  # soft EM ends when no responsibility moves by more
 
@@ -60,14 +61,19 @@ def find_neighbors(
         Li, Wu, Towards effective clustered federated learning, 2022,
         https://arxiv.org/abs/2203.12285
     """
+    # A slot that did not arrive is 0 with share 0 in both components.
     scores = torch.where(mask, scores.double(), 0)
     number = mask.sum(1).clamp(min=1)
+    # A component of one score would have deviation 0 and a density without bound.
     floor = (0.01 * _mean_and_deviation(scores, mask.double(), number)[1]).clamp(min=1e-8)
     share = (first & mask).double()
+    # A component without a score has no mean to start from.
     start = (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
     running = start.clone()
     for _ in range(_ITERATIONS):
         new = torch.where(mask, _em_step(scores, share, mask, number, floor, how.em), 0)
+        # A client stops by itself, when it is settled or one component is empty: the number of
+        # steps never depends on who is hosted with it.
         moved = ((new - share).abs() > _SETTLED).any(1)
         share = torch.where(running[:, None], new, share)
         running = running & moved & (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
@@ -79,8 +85,10 @@ def find_neighbors(
     mean_zero, mean_one = (
         _mean_and_deviation(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one)
     )
+    # EM may move component 0, which starts with the presumed neighbors, below the other.
     switch = (one.sum(1) > 0) & (mean_one > mean_zero) & torch.tensor(how.component == "larger")
     chosen = torch.where(switch[:, None], mask & ~inside, inside)
+    # The wider component wins both tails, so a large score may fall to the one with the lower mean.
     if how.monotone:
         chosen = chosen | (mask & (scores >= torch.where(switch, mean_one, mean_zero)[:, None]))
     return chosen & usable[:, None], usable
@@ -105,6 +113,7 @@ def correct_bags(
         how: the options of the split that finds $H$.
     """
     neighbor, usable = find_neighbors(scores, first, mask, how)
+    # The members of the bag whose scores were examined ($S$), and the neighbors ($H$).
     examined = selection.mask_from_ids(torch.where(first & mask, slots, -1), bag.shape[1])
     found = selection.mask_from_ids(torch.where(neighbor, slots, -1), bag.shape[1])
     return torch.where(usable[:, None], found | (bag & ~examined), bag)
@@ -124,9 +133,11 @@ def _em_step(
     scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em
 ) -> Tensor:
     """Return each score's share in component 0 after one step of EM from the previous shares."""
+    # log(beta_0 N_0 / (beta_1 N_1)): what both densities have in common cancels.
     log_odds = torch.zeros_like(scores)
     for part, sign in ((share, 1), (mask.double() - share, -1)):
         size = part.sum(1)
+        # An empty component has mean 0 / tiny = 0 in place of 0 / 0.
         mean, deviation = _mean_and_deviation(
             scores, part, size.clamp(min=torch.finfo(torch.float64).tiny)
         )

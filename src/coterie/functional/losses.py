@@ -88,6 +88,7 @@ class Loss(Configurable):
 
         The default puts numbers into the shape of their targets.
         """
+        # (samples, 1) outputs fit (samples,) targets: equally many numbers are one form.
         alike = (
             self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
         )
@@ -97,6 +98,7 @@ class Loss(Configurable):
         self, metric: Metric, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as a metric takes them: in this loss's form, or unchanged."""
+        # A custom function without declared forms gets what the module and the data have.
         return self.to_metric_form(outputs, targets) if metric.takes else (outputs, targets)
 
     def possible_forms(self, targets: Tensor) -> tuple[Form, ...]:
@@ -192,6 +194,7 @@ def to_probabilities(
             f"the outputs are {_FORMS[form]}, which have no probabilities; request the outputs"
         )
     if form == "class" and outputs.numel() == len(outputs):
+        # One logit a sample, as the loss "binary" trains it: the second of two classes.
         yes = outputs.reshape(-1).sigmoid()
         return torch.stack([1 - yes, yes], 1)
     return outputs.softmax(class_axis)
@@ -311,11 +314,13 @@ class Binary(Loss):
         """Return the loss of each sample."""
         logits, wanted = outputs.reshape(-1), targets.reshape(-1).to(outputs.dtype)
         losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        # The factor is w where the target is 1 and 1 where it is 0.
         return losses if self.pos_weight == 1 else losses * (1 + (self.pos_weight - 1) * wanted)
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`: as two classes, of which the logit of the first is 0."""
         logits = outputs.reshape(-1)
+        # The softmax of (0, z) is the sigmoid of z.
         return torch.stack([torch.zeros_like(logits), logits], 1), targets.reshape(-1).to(
             torch.int64
         )
@@ -405,12 +410,14 @@ class MultiLabel(Loss):
 def _mask_uncounted(targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Return which positions count, and targets with a class everywhere."""
     counted = targets != ignored
+    # Class 0 stands in where nothing counts: gather needs a legal index.
     return counted, torch.where(counted, targets, 0)
 
 
 def _mean_over_positions(values: Tensor, counted: Tensor) -> Tensor:
     """Return the mean of each sample over the positions that count, 0 where none does."""
     shares = counted.to(values.dtype).reshape(len(values), -1)
+    # `where` drops a value that is not finite; a product with 0 would keep NaN.
     every = torch.where(counted, values, 0.0).reshape(len(values), -1)
     return every.sum(1) / shares.sum(1).clamp(min=1)
 
@@ -425,6 +432,7 @@ class _Positions(Loss):
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`."""
+        # Metrics know one ignored target, whatever the loss's own is.
         return outputs, torch.where(targets == self.ignore_index, UNCOUNTED, targets)
 
     def _check_classes(self, classes: int, targets: Tensor) -> None:
@@ -466,6 +474,8 @@ class Tokens(_Positions):
         counted, known = _mask_uncounted(targets, self.ignore_index)
         losses = -log.gather(-1, known.unsqueeze(-1)).squeeze(-1)
         if self.label_smoothing:
+            # The spread share of the target is 1 / classes for each class: the mean of the log-
+            # probabilities.
             losses = (1 - self.label_smoothing) * losses - self.label_smoothing * log.mean(-1)
         return _mean_over_positions(losses, counted)
 
@@ -489,6 +499,7 @@ class _Pixels(_Positions):
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`."""
+        # (samples, classes, height, width) becomes (samples, positions, classes).
         return super().to_metric_form(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
 
     def check_data(
@@ -564,12 +575,14 @@ class Dice(_Pixels):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         counted, known = _mask_uncounted(targets, self.ignore_index)
+        # Shape (classes, 1, ...): it meets (samples, 1, places) in one comparison.
         classes = torch.arange(outputs.shape[1], device=outputs.device).reshape(
             -1, *[1] * (targets.dim() - 1)
         )
         there = counted.unsqueeze(1).to(outputs.dtype)
         wanted = (known.unsqueeze(1) == classes).to(outputs.dtype) * there
         found = functional.softmax(outputs, 1) * there
+        # Per sample and class; the loss is the mean over classes.
         both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
         if not self.cross_entropy:
@@ -727,6 +740,7 @@ class Quantile(_Numbers):
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`: the quantile nearest to the median."""
+        # Metrics take one number an entry.
         nearest = min(range(len(self.quantiles)), key=lambda i: abs(self.quantiles[i] - 0.5))
         return self._split_quantiles(outputs, targets)[..., nearest], targets
 
@@ -783,6 +797,8 @@ class Cox(Loss):
         # from the last time to the first, the cumulative sum is over the samples at risk
         order = torch.argsort(time, descending=True, stable=True)
         sums = torch.logcumsumexp(logs.gather(0, order), 0)
+        # searchsorted takes ascending values, and warns about a view. All samples at the last place
+        # of an equal time are at risk at once (Breslow).
         later = (-time).contiguous()
         last = torch.searchsorted(later.gather(0, order).contiguous(), later, right=True) - 1
         return event * (sums.gather(0, last) - logs)
@@ -854,9 +870,12 @@ class CustomLoss(Loss):
     ) -> None:
         """See `Loss.check_data`: try the function."""
         try:
+            # `outputs` are of a first batch, `targets` of all samples.
             self(outputs, targets[: len(outputs)])
         except CoterieError:
             raise
+        # A custom function may raise anything; the shapes tell its author more than a traceback
+        # does.
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             shapes = (
@@ -910,6 +929,7 @@ def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | 
     An import path is not imported.
     """
     table = {"kind": given} if isinstance(given, str) else given
+    # A study file can be read where the code of its custom loss is not installed.
     if given is None or (isinstance(table, Mapping) and ":" in str(table.get("kind"))):
         return None if table is None else dict(table)
     if not (isinstance(table, Loss | Mapping) or callable(table)):
@@ -944,8 +964,10 @@ def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     if classes:
         return CrossEntropy()
     entries = _num_entries(y)
+    # A target that is 0 everywhere says nothing about its kind.
     answers = bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any())
     if not y.is_floating_point():
+        # By the number of axes: one integer, a sequence, an image.
         fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(
             y.dim(), []
         )

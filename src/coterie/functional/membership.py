@@ -24,7 +24,9 @@ def logit_confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]
         >>> confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
         [0.0]
     """
+    # expm1 overflows above a loss of 709. A NaN counts as an infinite loss.
     value = losses.double().nan_to_num(nan=torch.inf).clamp(_LEAST, 500.0)
+    # log(p / (1 - p)) = -log(e^l - 1), without the cancellation of 1 - p where p is near 1.
     return -torch.log(torch.expm1(value))
 
 
@@ -49,6 +51,7 @@ def likelihood_ratio(
     scores = torch.empty_like(values)
     for run in range(runs):
         others = torch.ones(runs, dtype=torch.bool)
+        # Both runs of the pair go, so that each sample is a member of half of the others.
         others[run // 2 * 2 : run // 2 * 2 + 2] = False
         fitted = [
             _fit_normal(values[others], inside) for inside in (member[others], ~member[others])
@@ -58,6 +61,7 @@ def likelihood_ratio(
             (values[run] - mean_in) / spread_in,
             (values[run] - mean_out) / spread_out,
         )
+        # The log of the ratio of two normal densities.
         scores[run] = (away_out.square() - away_in.square()) / 2 + torch.log(spread_out / spread_in)
     return scores
 
@@ -68,7 +72,9 @@ def _fit_normal(
     """Return the mean of each sample's chosen values, and their common standard deviation."""
     count = chosen.sum(0)
     mean = (values * chosen).sum(0) / count
+    # Each sample's mean takes one degree of freedom from the pooled variance.
     away = ((values - mean) * chosen).square().sum() / (count - 1).sum()
+    # Values that are all equal must not divide by 0.
     return mean, away.sqrt().clamp(min=1e-12)
 
 
@@ -81,6 +87,8 @@ def attack_auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) 
     """
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
     rank = (count.cumsum(0) - (count - 1) / 2)[place].double()  # from 1, ties share the mean
+    # The rank sum of the members less its smallest possible value counts the pairs in which the
+    # member is above (Mann-Whitney).
     inside, outside = int(member.sum()), int((~member).sum())
     return float((rank[member].sum() - inside * (inside + 1) / 2) / (inside * outside))
 
@@ -96,6 +104,7 @@ def true_positive_rate(
         0.5
     """
     outside = scores[~member].sort(descending=True).values
+    # At most int(false * n) non-members are strictly above this one.
     threshold = outside[min(len(outside) - 1, int(false * len(outside)))]
     return float((scores[member] > threshold).double().mean())
 

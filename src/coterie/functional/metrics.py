@@ -90,6 +90,7 @@ class Metric(Configurable):
         """Check that the name can be a key, and fill in what follows from other fields."""
         fits = re.fullmatch("[a-z][a-z0-9_]*", self.name) is not None
         require(fits, "name of a metric", self.name, "small letters, digits and underscores")
+        # The dataclass is frozen: derived defaults are written past it, once.
         object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
         object.__setattr__(self, "short", self.short or self.title)
         object.__setattr__(self, "on_samples", self.on_samples or self.function is not None)
@@ -179,9 +180,11 @@ class Metric(Configurable):
         if self.each:
             return float(self.measure_samples(outputs, targets).double().mean())
         assert self.function is not None
+        # Formulas of whole sets run on the CPU: some are those of scikit-learn.
         found = self.function(outputs.detach().cpu(), targets.cpu())
         try:
             return float(found)
+        # float() raises RuntimeError or ValueError for a tensor of several numbers.
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(
                 f"metric {self.path or self.name!r} returned {_describe_value(found)}; "
@@ -229,6 +232,7 @@ class Metrics(dict[str, Metric]):
             known = {key: value for key, value in entry.items() if key in _SHOWN_FIELDS}
             metric = parse_settings(Metric, known, name)
             found[metric.name] = metric
+        # A definition of the code wins over a stored one of the same name.
         return Metrics({**found, **self})
 
 
@@ -265,6 +269,7 @@ def _cost_metric(name: str, text: str, title: str, unit: str = "") -> Metric:
 
 def _derive(base: Metric, **changes: Any) -> Metric:
     """Return a metric that is shown as another one, and is not computed from outputs itself."""
+    # Limits go too: they are those of the computed value.
     computed = {"function": None, "each": False, "takes": (), "least": None, "most": None}
     return replace(base, **{**computed, "on_request": False, **changes})
 
@@ -671,6 +676,7 @@ def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics"
     if not isinstance(found, Metric):
         text = (getattr(found, "__doc__", None) or "").strip().partition("\n")[0]
         found = Metric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
+    # An import path may lead to a built-in metric.
     if REGISTRY.get(found.name) == found:
         return found
     return _check_custom(replace(found, path=path))
@@ -679,6 +685,7 @@ def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics"
 def _check_custom(metric: Metric) -> Metric:
     """Refuse a metric without a function, and another one under the name of a built-in one."""
     what = f"the name of metric {metric.path!r}" if metric.path else "the name of a metric"
+    # Two metrics of one name would be one column of results.
     is_free = REGISTRY.get(metric.name, metric) == metric
     require(is_free, what, metric.name, "one that no built-in metric has")
     is_computed = metric.function is not None or metric.on_request
@@ -701,6 +708,8 @@ def metric_path(metric: Metric) -> str:
         return metric.name
     if metric.path:
         return metric.path
+    # A metric does not know the name it has in its module: search the module of its function.
+    # `object` stands for no module; it holds no metric.
     module = getattr(metric.function, "__module__", None) or ""
     for name, value in vars(sys.modules.get(module, object)).items():
         if value is metric:
@@ -731,6 +740,7 @@ def split_requested(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, .
     """
     of_outputs, of_runs = [], []
     for name in names:
+        # Metrics on request are measured by the run; all others follow from outputs.
         is_of_run = name in GROUPS or (name in REGISTRY and REGISTRY[name].on_request)
         (of_runs if is_of_run else of_outputs).append(name)
     return tuple(of_outputs), tuple(of_runs)
@@ -776,12 +786,14 @@ def class_frequencies(counts: Int[Tensor, "clients classes"]) -> Float[Tensor, "
 
     They show how uneven its labels are, not which labels it has.
     """
+    # A client without samples has frequencies of 0.
     share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
     return share.sort(dim=1, descending=True).values
 
 
 def _check_cluster_count(metric: str, label: Tensor) -> str | None:
     found = len(label.unique())
+    # scikit-learn raises outside these bounds.
     if 2 <= found <= len(label) - 1:
         return None
     return f"it needs at least 2 clusters and fewer than the {len(label)} clients; found {found}"
@@ -829,6 +841,7 @@ def wasserstein_davies_bouldin(
         return warn_undefined("WADB", reason)
     points = class_frequencies(counts)
     centers = torch.stack([points[label == cluster].mean(0) for cluster in label.unique()])
+    # The index divides by the distance of centroids.
     if float(torch.pdist(centers).min()) <= 1e-12:
         return warn_undefined("WADB", "the centroids of two clusters coincide")
     return float(davies_bouldin_score(points.numpy(), label.numpy()))
@@ -900,6 +913,7 @@ def time_to_accuracy_ratio(
         1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN
         when the method was there in round 0 and the baseline later, where no ratio exists.
     """
+    # The target is of the baseline, so the baseline itself always reaches it.
     target = max_accuracy(base)
     own, theirs = (
         time_to_accuracy(rounds, accuracy, target),

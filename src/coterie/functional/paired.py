@@ -84,6 +84,7 @@ def mean_difference(
     if seeds < 2:
         return Estimate(mean, *[np.full(mean.shape, np.nan)] * 5)
     std = np.asarray(differences.std(-1, ddof=1))
+    # Without spread there is no t statistic: interval, p value and effect become NaN.
     known = np.ptp(differences, axis=-1) > NO_SPREAD * np.abs(differences).max(-1)
     error = np.where(known, std, np.nan) * math.sqrt(1 / seeds + overlap)
     half = stats.t.ppf((1 + confidence) / 2, seeds - 1) * error
@@ -105,6 +106,8 @@ def correct_holm(p: Float[np.ndarray, "*studies pairs"]) -> Float[np.ndarray, "*
     """
     order = np.argsort(p, axis=-1)  # NaN comes last
     ordered = np.take_along_axis(p, order, axis=-1)
+    # The smallest p value is multiplied by the number of tests, the next by one less, and so on; a
+    # corrected value is never below an earlier one. fmax, unlike maximum, ignores NaN.
     left = np.isfinite(p).sum(-1, keepdims=True) - np.arange(p.shape[-1])
     steps = np.minimum(np.fmax.accumulate(ordered * np.maximum(left, 1), axis=-1), 1.0)
     out = np.full(p.shape, np.nan)
@@ -133,6 +136,7 @@ def power_of_t_test(
     shift = abs(effect) / math.sqrt(1 / seeds + overlap)
     if shift > critical + 30:  # certain, and beyond what the distribution's series can do
         return 1.0
+    # The two tails of the rejection region. SciPy may return NaN for the far one, which is then 0.
     return float(
         stats.nct.sf(critical, seeds - 1, shift)
         + np.nan_to_num(stats.nct.cdf(-critical, seeds - 1, shift))
@@ -175,6 +179,7 @@ def find_seeds_needed(
     normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))
     left = (effect / normal) ** 2 - overlap
     seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
+    # The power grows with the seeds: at most one of the two loops runs.
     while seeds > 2 and is_enough(seeds - 1):
         seeds -= 1
     while seeds <= most and not is_enough(seeds):

@@ -61,6 +61,7 @@ def balanced_accuracy(
     """Return the mean recall of the classes among the targets."""
     number = targets.bincount(minlength=outputs.shape[1])
     right = targets[outputs.argmax(1) == targets].bincount(minlength=outputs.shape[1])
+    # A class without targets has no recall.
     there = number > 0
     return float((right[there].double() / number[there]).mean())
 
@@ -82,6 +83,8 @@ def _one_against_others(
     if targets.dim() == 2:
         return targets > 0.5, outputs.double()
     if outputs.shape[1] == 2:
+        # These scores depend on the order of samples only, and p_1 rises with the difference of the
+        # logits. The logits of more than two classes have no common zero: probabilities do.
         return (targets == 1)[:, None], (outputs[:, 1:] - outputs[:, :1]).double()
     return targets[:, None] == torch.arange(outputs.shape[1]), outputs.double().softmax(1)
 
@@ -179,7 +182,9 @@ def calibration_error(
     confidence, found = outputs.double().softmax(1).max(1)
     if not bool(torch.isfinite(confidence).all()):
         return warn_undefined("the calibration error", "an output is not finite")
+    # A bin holds its upper edge; a confidence of 0 belongs to the first.
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    # Right minus confidence, summed over a bin, is n_b (accuracy_b - confidence_b).
     away = torch.zeros(bins, dtype=torch.float64).index_add_(
         0, place, (found == targets).double() - confidence
     )
@@ -200,6 +205,7 @@ def brier(
         outputs.dtype
     )
     every = (outputs.softmax(1) - wanted).square().sum(1)
+    # Of two classes both have the same squared error.
     return every / 2 if outputs.shape[1] == 2 else every
 
 
@@ -221,12 +227,14 @@ def perplexity(
     counted = targets != UNCOUNTED
     if not bool(counted.any()):
         return warn_undefined("the perplexity", "no position counts")
+    # Samples at once, each of positions x classes log-probabilities.
     total, step = 0.0, max(1, _AT_ONCE // max(1, outputs[0].numel()))
     for rows, wanted, counts in zip(
         outputs.split(step), targets.split(step), counted.split(step), strict=True
     ):
         losses = -rows[counts].double().log_softmax(1).gather(1, wanted[counts][:, None])
         total += float(losses.sum())
+    # The exponential of a tensor overflows to infinity, where math.exp raises.
     return float(torch.tensor(total / int(counted.sum()), dtype=torch.float64).exp())
 
 
@@ -242,6 +250,7 @@ def iou(
     if not bool(counted.any()):
         return warn_undefined("the intersection over union", "no position counts")
     found, wanted = outputs.argmax(2)[counted], targets[counted]
+    # Hits of each class; found and wanted positions count them twice.
     both = wanted[found == wanted].bincount(minlength=classes)
     either = found.bincount(minlength=classes) + wanted.bincount(minlength=classes) - both
     there = either > 0
@@ -276,6 +285,7 @@ def r2(
     from sklearn.metrics import r2_score
 
     found, wanted = (values.double().reshape(len(targets), -1) for values in (outputs, targets))
+    # scikit-learn would count an entry without variance as 0 or 1.
     varies = (wanted != wanted[:1]).any(0)
     if not bool(varies.any()):
         return warn_undefined("R²", "the targets do not vary")
@@ -301,6 +311,7 @@ def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samp
     time, event = targets[:, 0], targets[:, 1] > 0.5
     pairs = right = 0.0
     for chosen in event.nonzero().flatten().split(max(1, _AT_ONCE // max(1, len(time)))):
+        # Rows are events, columns all samples.
         own, risk = time[chosen, None], outputs[chosen, None]
         later = (time > own) | ((time == own) & ~event)
         pairs += float(later.sum())

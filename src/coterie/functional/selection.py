@@ -35,10 +35,13 @@ def select_top(
         >>> select_top(torch.tensor([[0.1, 0.9, 0.5]]), 2, torch.tensor([[False, True, True]]))
         tensor([[1, 2]])
     """
+    # A client never reads itself, so at most population - 1 ids are possible.
     count = max(0, min(count, scores.shape[1] - 1))
+    # Only members that are not allowed are at -inf: an allowed one with NaN or -inf ranks above.
     lowest = torch.finfo(scores.dtype).min
     scores = torch.nan_to_num(scores, nan=lowest, neginf=lowest)
     scores = torch.where(allowed, scores, -torch.inf)
+    # One value more than asked for shows whether the last chosen one is tied with the next.
     values, chosen = scores.topk(min(count + 1, scores.shape[1]), dim=1)
     chosen = chosen[:, :count]
     # topk leaves open which of equal scores comes first; ties are rare, so only their rows are
@@ -67,6 +70,7 @@ def sample_peers(
         count: number of ids per client.
         allowed: which members each client may choose.
     """
+    # Zero weight: so low that the noise neither changes the number nor makes it overflow.
     floor = torch.finfo(torch.float64).min / 2
     return select_top(log_weights.double().clamp(min=floor) + noise, count, allowed)
 
@@ -98,18 +102,22 @@ def sample_peers_quickly(
         return torch.zeros(len(mass), 0, dtype=torch.int64), torch.ones(len(mass), dtype=torch.bool)
     ratio = (draws / mass).masked_fill_(~allowed, torch.inf)
     few, at = ratio.topk(min(count + 4, population), dim=1, largest=False)
+    # In the order of ids, so that the stable sort gives ties to the lowest id.
     at = at.sort(dim=1).values
     weight, draw = mass.gather(1, at), draws.gather(1, at)
     scores = weight.log() - (-torch.log1p(-draw)).log()
     order = torch.argsort(
         scores.masked_fill(~allowed.gather(1, at), -torch.inf), dim=1, descending=True, stable=True
     )
+    # `reach` is E / p of the last chosen member, `limit` the u / p that every member outside has at
+    # least.
     last = order[:, count - 1, None]
     reach = (-torch.log1p(-draw.gather(1, last)) / weight.gather(1, last))[:, 0]
     limit = few[:, -1] if few.shape[1] < population else torch.full_like(few[:, -1], torch.inf)
     chosen = at.gather(1, order[:, :count])
     # the margin is far above the rounding of both sides
     certain = (reach < limit * (1 - 1e-9)) & (draw > 0).all(1) & torch.isfinite(reach)
+    # A client with too few allowed members has others among the chosen ones.
     return chosen, certain & allowed.gather(1, chosen).all(1)
 
 
@@ -203,6 +211,7 @@ def mask_from_ids(
     peers: Int[Tensor, "clients peers"], population: int
 ) -> Bool[Tensor, "clients population"]:
     """Return which members of the population occur in each client's list of ids (-1 is ignored)."""
+    # The column behind the population takes the -1 and is cut off.
     out = torch.zeros(len(peers), population + 1, dtype=torch.bool)
     out.scatter_(1, torch.where(peers >= 0, peers, population), True)
     return out[:, :population]
@@ -217,6 +226,7 @@ def keep_allowed(
         >>> keep_allowed(torch.tensor([[1, 2]]), torch.tensor([[False, True, False]]))
         tensor([[ 1, -1]])
     """
+    # The clamp makes -1 a legal index; its value is not used.
     return torch.where((peers >= 0) & allowed.gather(1, peers.clamp(min=0)), peers, -1)
 
 
@@ -240,6 +250,7 @@ def select_lowest(
         tensor([[False,  True,  True]])
     """
     cost = torch.nan_to_num(scores.double(), nan=torch.inf)
+    # Arrived slots come first, then the lower cost, then the lower id.
     best = _rank_slots((~mask).to(torch.int8), cost, peers)[:, :count]
     return torch.zeros_like(mask).scatter(1, best, True) & mask
 
@@ -263,6 +274,7 @@ def select_best(
     Returns:
         Ids, best first; -1 behind the last.
     """
+    # 0: arrived; 1: silent, but stays; 2: neither, which is cut off below.
     silent = torch.where(stays & (slots >= 0), 1, 2)
     rank = torch.where(mask, 0, silent)
     order = _rank_slots(rank, -torch.nan_to_num(scores.double(), nan=-torch.inf), slots)[:, :count]
@@ -273,6 +285,7 @@ def select_best(
 def _rank_slots(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slots"]:
     """Return the slots of each row sorted by the first key, then the next, and so on; ascending."""
     order = torch.arange(keys[0].shape[1], device=keys[0].device).expand(keys[0].shape)
+    # Stable sorts from the last key to the first order by all of them.
     for key in reversed(keys):
         order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
     return order
@@ -289,6 +302,7 @@ def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "cl
                 [ 0, -1]])
     """
     width = int(chosen.sum(1).max()) if len(chosen) else 0
+    # A stable sort keeps the chosen members in the order of ids.
     order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :width]
     return torch.where(chosen.gather(1, order), order, -1)
 
@@ -329,18 +343,22 @@ def selection_probabilities(
     """
     own = ids[:, None]
     sharpness = torch.as_tensor(tau, dtype=torch.float64).reshape(-1, 1)
+    # One array of clients x population is reused in place from here to the result.
     logits = sharpness * similarity.double()
     if considered is not None:
         logits.masked_fill_(~considered, -torch.inf)
+    # The client itself is outside the softmax and gets no floor.
     mass = torch.softmax(logits.scatter_(1, own, -torch.inf), dim=1).add_(floor).scatter_(1, own, 0)
     total = mass.sum(1, keepdim=True)
     if bool(total.isnan().any()):  # the softmax over no members
         mass = mass.nan_to_num_(nan=floor).scatter_(1, own, 0)
         total = mass.sum(1, keepdim=True)
+    # No member considered and no floor: all others are equally probable.
     empty = total[:, 0] <= 0
     if bool(empty.any()):
         mass[empty] = mask_of_others(ids[empty], similarity.shape[1]).double()
         total = mass.sum(1, keepdim=True)
+    # A population of one has no others, and no mass.
     return mass.div_(total.clamp(min=torch.finfo(torch.float64).tiny))
 
 
@@ -365,6 +383,7 @@ def find_entropy_tau(
     """
     low = torch.zeros(len(ids), dtype=torch.float64)
     high = torch.full_like(low, limit)
+    # The entropy falls as tau rises. 60 halvings leave 1e-14 of a limit of 1e4.
     for _ in range(60):
         middle = (low + high) / 2
         p = selection_probabilities(similarity, middle, considered, ids, floor=0.0)
@@ -386,6 +405,7 @@ def scale_min_max(
     """
     low = torch.where(considered, similarity, torch.inf).amin(1, keepdim=True)
     span = torch.where(considered, similarity, -torch.inf).amax(1, keepdim=True) - low
+    # Equal similarities have no scale and become 0.
     usable = considered & (span > 0)
     return torch.where(usable, (similarity - low) / torch.where(span > 0, span, 1), 0)
 
@@ -419,6 +439,7 @@ def estimate_two_hop(
     # the preferred peer comes last, so that its estimate overwrites the others'
     for slot in _rank_slots(-preference, peers).flip(1).T:
         row = index.gather(1, slot[:, None])[:, 0]
+        # The index of an empty slot names some row all the same: only a preference makes it count.
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
         shared = knows.index_select(0, row).bitwise_and_(arrived)
         torch.where(shared, vectors.index_select(0, row), estimate, out=estimate)
@@ -443,6 +464,7 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
     """
     if participation > 1:
         return min(members, int(participation))
+    # Halves are rounded up; Python's round takes them to the even number.
     return min(members, max(least, math.floor(participation * members + 0.5)))
 
 
@@ -473,10 +495,13 @@ def share_places(
     order, counts, left = torch.argsort(often, stable=True).tolist(), [0] * len(sizes), total
     for group in order:
         asked = min(left, cohort_size(sizes[group], total / sum(sizes), least=least))
+        # Too few are left for this group, and the later ones have been served more often: they
+        # wait.
         if asked < min(least, sizes[group], total):
             break
         counts[group], left = asked, left - asked
     for group in order:
+        # The rest fills up groups that were served, the first ones first.
         more = min(left, sizes[group] - counts[group]) if counts[group] else 0
         counts[group], left = counts[group] + more, left - more
     return counts
@@ -503,4 +528,5 @@ def draw_cohort(
     scores = noise if log_weights is None else noise + log_weights
     if members is not None:
         scores = torch.where(members, scores, -torch.inf)
+    # The members of a cohort are in the order of ids.
     return torch.argsort(scores, descending=True, stable=True)[:count].sort().values

@@ -35,6 +35,7 @@ def invert_cost(
         >>> invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.0)
         tensor([[2., 0., 0.]], dtype=torch.float64)
     """
+    # 1 / infinity is 0: what did not arrive needs no case of its own.
     return torch.nan_to_num(1 / (cost.double().cpu() + eps), nan=0.0)
 
 
@@ -66,6 +67,7 @@ def l2_distances(
     for part, left, place, right in _iterate_blocks(
         (own, clients, None), (table, index[clients, slots], None)
     ):
+        # Blocks of columns come one after the other, so each pair's sum grows in a fixed order.
         squares[part] += sum_rows_in_place(right.sub_(left.index_select(0, place)).square_())
     out[clients, slots] = squares.cpu().sqrt()
     return out
@@ -102,17 +104,22 @@ def cosine(
         tensor([[ 0.6000, -1.0000]], dtype=torch.float64)
     """
     clients, slots = mask.nonzero(as_tuple=True)
+    # Rows: squared norms of own models, squared norms of the senders' models, products.
     sums = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
     for part, left, place, right in _iterate_blocks(
         (own, clients, origin), (table, index[clients, slots], origins)
     ):
+        # A client's own norm is computed once and copied to its pairs. The squares are copies, and
+        # the product, which overwrites `right`, comes last.
         sums[0, part] += sum_rows_in_place(left.square())[place]
         sums[1, part] += sum_rows_in_place(right.square())
         sums[2, part] += sum_rows_in_place(right.mul_(left.index_select(0, place)))
     mine, theirs, products = sums.cpu()
     norms = _norms_from_squares(mine) * _norms_from_squares(theirs)
     out = torch.zeros(mask.shape, dtype=torch.float64)
+    # A norm is 0 or at least _ZERO, so the clamp only avoids the 0 / 0 of pairs that are dropped.
     values = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0)
+    # A model that is not finite resembles none; rounding may lead beyond 1.
     out[clients, slots] = torch.nan_to_num(values, nan=0.0).clamp(-1, 1)
     return out
 
@@ -144,6 +151,7 @@ def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, T
     rows, senders = rows.to(matrix.device), senders.to(matrix.device)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
+        # A client reads several peers: its row is converted to float64 once a block.
         distinct, place = rows[part].unique(return_inverse=True)
         for first in range(0, params, COLUMNS):
             columns = slice(first, first + COLUMNS)

@@ -56,14 +56,18 @@ def sample_region(
     size = len(mu)
     if size == 1 or count == 0:
         return torch.ones(count, size, dtype=torch.float64)
+    # An edge: the distance of (a, 1 - a) from the center is 2 |a - mu_0|.
     if size == 2:
         low, high = max(0.0, mu[0] - radius / 2), min(1.0, mu[0] + radius / 2)
         first = stream.uniform(low, high, count)
         return torch.from_numpy(np.stack([first, 1 - first], axis=1))
+    # The farthest point of the simplex is a corner, at 2 (1 - mu_m): all of it is in the region.
     if radius >= 2 * (1 - mu).max():
         return torch.from_numpy(stream.dirichlet(np.ones(size), count))
     found = np.empty((0, size))
     for _ in range(_BLOCKS):
+        # Each proposal is uniform on a set that holds the region, so the accepted points are
+        # uniform on the region. The ball is better for small radii, the simplex for large ones.
         ball = mu + _draw_l1_steps(stream, size, radius, count * _TRIES)
         whole = stream.dirichlet(np.ones(size), count * _TRIES)
         accepted = np.concatenate(
@@ -87,14 +91,20 @@ def _fix_rounding(points: np.ndarray) -> np.ndarray:
 
 def _draw_l1_steps(stream: np.random.Generator, size: int, radius: float, count: int) -> np.ndarray:
     """Draw uniformly from the steps that sum to 0 with L1 norm up to `radius`."""
+    # The ball consists of cones, one for each pattern of signs: comb(M, p) patterns have p positive
+    # entries, and the volume of each is proportional to comb(M - 2, p - 1).
     chances = np.array(
         [math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float
     )
     positives = stream.choice(np.arange(1, size), count, p=chances / chances.sum())
+    # argsort of argsort gives random ranks; the first `positives` of them are positive entries.
     rank = stream.random((count, size)).argsort(1).argsort(1)
     sign = rank < positives[:, None]
+    # Exponential draws over their sum are uniform on a simplex: one for each sign.
     draws = stream.exponential(size=(count, size))
     up, down = np.where(sign, draws, 0), np.where(sign, 0, draws)
+    # Each sign has half of the norm. The power makes the length uniform by volume, in M - 1
+    # dimensions.
     scale = radius / 2 * stream.random((count, 1)) ** (1 / (size - 1))
     return scale * (up / up.sum(1, keepdims=True) - down / down.sum(1, keepdims=True))
 
@@ -110,12 +120,17 @@ def _run_gibbs_chains(
     rows = np.arange(count)
     for _ in range(_SWEEPS * len(mu)):
         i = stream.integers(len(mu), size=count)
+        # An offset of 1 to M - 1: j is never i.
         j = (i + stream.integers(1, len(mu), size=count)) % len(mu)
         total = points[rows, i] + points[rows, j]
         gaps = np.abs(points - mu)
+        # What the other coordinates leave of the radius to |x_i - mu_i| + |x_j - mu_j|.
         budget = radius - (gaps.sum(1) - gaps[rows, i] - gaps[rows, j])
+        # With x_j = total - x_i both distances are of x_i, to mu_i and to total - mu_j: their sum
+        # is within the budget on an interval around the mean of the two.
         middle = mu[i] + total - mu[j]
         low, high = np.maximum(0, (middle - budget) / 2), np.minimum(total, (middle + budget) / 2)
+        # Rounding may leave an empty interval.
         points[rows, i] = low + (high - low).clip(min=0) * stream.random(count)
         points[rows, j] = total - points[rows, i]
     return points
@@ -177,6 +192,8 @@ def hilbert_distances(
 
     Entries below 1e-12 count as 1e-12.
     """
+    # log of the largest over the smallest ratio of coordinates; a coordinate of 0 would be
+    # infinitely far.
     ratio = a.clamp(min=1e-12).log()[:, None, :] - b.clamp(min=1e-12).log()[None, :, :]
     return ratio.amax(2) - ratio.amin(2)
 
@@ -209,6 +226,7 @@ def cluster_points(
     for _ in range(restarts):
         centers = _draw_seeds_far_apart(points, count, stream, distances)
         label = distances(points, centers).argmin(1)
+        # The label settles after a few iterations; 100 bounds the loop.
         for _ in range(100):
             centers = _update_centers(points, label, centers, center, distances)
             new = distances(points, centers).argmin(1)
@@ -216,6 +234,7 @@ def cluster_points(
                 break
             label = new
         cost = float(distances(points, centers).amin(1).sum())
+        # Rounding does not choose between equal runs: the first of them wins.
         if best is None or cost < best[0] - 1e-12:
             best = cost, label, centers
     assert best is not None
@@ -239,6 +258,7 @@ def _draw_seeds_far_apart(
 def _update_centers(
     points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances
 ) -> Tensor:
+    # A group without members keeps its center.
     out = old.clone()
     for group in label.unique().tolist():
         members = points[label == group]
@@ -261,6 +281,8 @@ def project_on_simplex(
         >>> project_on_simplex(torch.tensor([[0.5, 2.0, -1.0]]), 1.0)
         tensor([[0., 1., 0.]])
     """
+    # The projection is max(x - shift, 0): `support` is the number of positive entries, the largest
+    # place whose ordered entry exceeds the shift that this place would need.
     ordered = points.sort(dim=1, descending=True).values
     excess = ordered.cumsum(1) - total
     place = torch.arange(1, points.shape[1] + 1)
@@ -274,6 +296,7 @@ def riesz_energy(points: Float[Tensor, "clients topics"]) -> float:
 
     Distances count as at least 1e-4.
     """
+    # Two equal points would have infinite energy.
     gaps = torch.pdist(points.double()).clamp(min=1e-4)
     return float(gaps.pow(-2).mean().log())
 
@@ -298,10 +321,12 @@ def gradient_points(
     from sklearn.decomposition import PCA
 
     require(topics <= len(gradients), "endpoints", topics, f"at most the {len(gradients)} clients")
+    # The solver "full" draws nothing at random.
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))
     candidates = [
         project_on_simplex(components, float(total)) / total for total in np.linspace(1e-4, 1, 1000)
     ]
     best = min(range(len(candidates)), key=lambda i: riesz_energy(candidates[i]))
+    # Small sizes lose digits in the projection: rows sum to 1 again.
     return candidates[best] / candidates[best].sum(1, keepdim=True)

@@ -29,6 +29,8 @@ def sum_rows(values: Float[Tensor, "rows columns"]) -> Float[Tensor, " rows"]:
     """
     total = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     for first in range(0, values.shape[1], COLUMNS):
+        # copy=True: the sum overwrites its argument, which for float64 values would be the
+        # caller's.
         block = values[:, first : first + COLUMNS]
         total += sum_rows_in_place(block.to(torch.float64, copy=True))
     return total
@@ -44,6 +46,7 @@ def sum_rows_in_place(values: Float[Tensor, "rows columns"]) -> Float[Tensor, " 
     while count > 1:
         half = count // 2
         values[:, :half].add_(values[:, half : 2 * half])
+        # The odd last column moves behind the half sums and waits for the next pass.
         if count % 2:
             values[:, half] = values[:, count - 1]
         count = half + count % 2
