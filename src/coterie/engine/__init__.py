@@ -1,4 +1,4 @@
-"""How the population is trained: `task` is the only place with gradients; engines differ in speed, never in result.
+"""How the population is trained: engines differ in speed, never in result.
 
 `loop` trains one client after another with PyTorch's own modules, on one flat vector, and takes any
 module; `vmap` runs a block of clients as one batched program; `compiled` writes the whole step as a

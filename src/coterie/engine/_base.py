@@ -2,7 +2,8 @@
 
 An engine is independent of clients, rounds and methods: it takes rows of the population's matrix
 and work to do on them. Engines compute the same results at different speeds. The default `train`
-and `measure_pairs` use `compute_gradients` and `forward`; an engine may implement the whole step instead.
+and `measure_pairs` use `compute_gradients` and `forward`; an engine may implement the whole step
+instead.
 """
 
 import warnings
@@ -23,7 +24,7 @@ from coterie.functional.metrics import LOSS
 from coterie.models.layout import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [samples ...], targets [samples ...]) -> one loss a sample; usually a `Loss`, which says more of itself."""
+"""(outputs [samples ...], targets [samples ...]) -> one loss a sample; usually a `Loss`."""
 
 MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 """What a module of somebody else's raises where it cannot take what it is given."""
@@ -81,7 +82,7 @@ class Engine(ABC):
         Float[Tensor, "clients trainable"],
         Float[Tensor, "clients state"],
     ]:
-        """Return the mean loss of each client's batch, its gradient, and the new running statistics.
+        """Return each client's mean loss, its gradient, and the new running statistics.
 
         Args:
             rows: a model for each client.
@@ -97,10 +98,10 @@ class Engine(ABC):
         x: Float[Tensor, "_clients samples *features"],
         inputs: Mapping[str, Shaped[Tensor, "clients *shape"]],
     ) -> Float[Tensor, "clients samples *outputs"]:
-        """Return the outputs in evaluation mode; `x` with one leading entry is shared by all rows."""
+        """Return outputs in evaluation mode; `x` with one leading entry is for all rows."""
 
     def runs_one_by_one(self, device: torch.device) -> bool:
-        """Return whether `forward` runs one model after another, so that measuring many at once gains nothing."""
+        """Return whether `forward` runs one model after another."""
         return False
 
     # ------------------------------------------------------------------ training
@@ -141,7 +142,7 @@ class Engine(ABC):
         return losses.cpu()
 
     def _halve_blocks(self) -> None:
-        """Work in blocks of half the size from now on, since the last block did not fit into memory."""
+        """Halve the blocks from now on, since the last one did not fit into memory."""
         self._block_divisor *= 2
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
         text = f"out of memory: blocks of clients are {self._block_divisor} times smaller from now on; no result changes"
@@ -212,7 +213,7 @@ class Engine(ABC):
     def _sum_clipped_gradients(
         self, rows: Tensor, work: TrainingWork, members: Tensor, step: int, clip: float
     ) -> tuple[Float[Tensor, " members"], Float[Tensor, "members trainable"]]:
-        """Return the mean loss of each member's batch, NaN for an empty one, and the sum of its clipped gradients.
+        """Return each member's mean loss, NaN for an empty batch, and its clipped gradients' sum.
 
         Sums are taken sample by sample, so that they do not depend on how many gradients are held
         at once.
@@ -296,7 +297,7 @@ class Engine(ABC):
         block: int,
         totals: dict[str, Tensor],
     ) -> None:
-        """Prepare each set once, in pieces, and run every model that is measured on it; `sets` is on the CPU."""
+        """Prepare each set once, in pieces, and run every model on it; `sets` is on the CPU."""
         size, most = self._chunk_sizes(pairs, table)
         order = torch.argsort(sets, stable=True)
         found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
@@ -326,7 +327,7 @@ class Engine(ABC):
         block: int,
         totals: dict[str, Tensor],
     ) -> None:
-        """Run a block of models at once, each on a different set; sets of equal size together, so none is padded."""
+        """Run a block of models at once, each on its own set; no set is padded."""
         size, most = self._chunk_sizes(pairs, table)
         numbers, who = zip(*group_equal_values(count), strict=True) if len(count) else ((), ())
         for number, members in zip(numbers, move_indices(who, table.device), strict=True):
@@ -345,7 +346,7 @@ class Engine(ABC):
                         totals[name][part] += value.sum(1)
 
     def _chunk_sizes(self, pairs: EvaluationPairs, table: Tensor) -> tuple[int, int]:
-        """Return the number of samples of a set in one call, which does not depend on the block, and of models."""
+        """Return how many samples of a set, whatever the block, and models one call takes."""
         entries = self._max_entries(table) // max(1, pairs.samples.x[0].numel())
         piece = (
             _SAMPLES_ONE_MODEL
@@ -428,6 +429,6 @@ class Engine(ABC):
 
 
 def metric_names(objective: Objective) -> tuple[str, ...]:
-    """Return what models are measured by on samples: the loss, and what the objective is judged by beside it."""
+    """Return what samples measure: the loss, and the metric that goes with it."""
     metric = getattr(objective, "metric", None)
     return (LOSS.name,) if metric is None else (LOSS.name, metric)

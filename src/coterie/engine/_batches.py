@@ -79,10 +79,11 @@ def draw_batches(
 
 
 def poisson_rate(local: LocalTraining, samples: int) -> float:
-    """Return the probability with which Poisson sampling takes each of a client's samples in a step.
+    """Return the probability with which Poisson sampling takes each sample in a step.
 
     Example:
-        >>> rate(LocalTraining(batch_size=8), 40), rate(LocalTraining(batch_size=8), 5)
+        >>> local = LocalTraining(batch_size=8)
+        >>> poisson_rate(local, 40), poisson_rate(local, 5)
         (0.2, 1.0)
     """
     return min(local.batch_size, samples) / max(1, samples)
@@ -95,7 +96,7 @@ def _draw_poisson_batches(
     rng: Rng,
     purpose: str,
 ) -> BatchPlan:
-    """Draw batches into which each sample comes by a draw of its own; as many steps as there are otherwise."""
+    """Draw batches by Poisson sampling: each sample by a draw of its own, in as many steps."""
     sizes = samples.tolist()
     count = torch.tensor([count_steps(local, n) for n in sizes], dtype=torch.int64)
     each = count if local.steps is not None else count // max(1, local.epochs)
@@ -145,7 +146,7 @@ def count_steps(local: LocalTraining, samples: int) -> int:
     """Return the number of optimizer steps of a client with a number of samples.
 
     Example:
-        >>> steps(LocalTraining(epochs=2, batch_size=4), 9)
+        >>> count_steps(LocalTraining(epochs=2, batch_size=4), 9)
         6
     """
     if local.steps is not None:
@@ -158,8 +159,10 @@ def smallest_batch_size(local: LocalTraining, samples: int) -> int:
     """Return the size of the smallest batch of a client with a number of samples.
 
     Example:
-        >>> smallest(LocalTraining(batch_size=4), 9), smallest(LocalTraining(batch_size=4, drop_last=True), 9)
-        (1, 4)
+        >>> smallest_batch_size(LocalTraining(batch_size=4), 9)
+        1
+        >>> smallest_batch_size(LocalTraining(batch_size=4, drop_last=True), 9)
+        4
     """
     size = min(local.batch_size, samples)
     rest = samples % size if samples else 0

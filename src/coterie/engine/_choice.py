@@ -1,4 +1,4 @@
-"""Which engine runs a module: the one that was asked for, or what "auto" expects to be fastest; tried once."""
+"""The choice of an engine: the requested one, or what "auto" expects to be fastest."""
 
 import re
 import warnings
@@ -46,7 +46,8 @@ def count_products(layout: Layout, x: Tensor) -> int:
         x: a small batch of prepared inputs.
 
     Example:
-        >>> products(Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), torch.zeros(5, 1, 4, 4))
+        >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+        >>> count_products(Layout(net), torch.zeros(5, 1, 4, 4))
         96
     """
     return _count_operations(layout, x).count // len(x)
@@ -73,7 +74,7 @@ class _ProductCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +112,7 @@ def is_compiling_worthwhile(layout: Layout, x: Tensor, expected: float | None) -
 
 
 def is_batching_worthwhile(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
-    """Return whether one batched program for a block of clients is expected to be faster than one client at a time.
+    """Return whether a batched program is expected to be faster than one client at a time.
 
     With small products a CPU waits for the interpreter, and a batched program shares that cost
     between clients; large products are faster one by one. `benchmarks/auto.py` measures the
@@ -168,11 +169,13 @@ def make_engine(
         raise ConfigError(describe_unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
         raise ConfigError(
-            f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine"
+            f"engine = 'compiled' computes in full; found precision = {precision!r}: take another "
+            "engine"
         )
     if custom_optimizer and name not in ("auto", "loop"):
         raise ConfigError(
-            f"optimizer = {custom_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
+            f"optimizer = {custom_optimizer!r} trains one client after another; found engine = "
+            f"{name!r}, expected 'auto' "
             "or 'loop'"
         )
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
@@ -246,7 +249,7 @@ def _why_not_compile(
 def _make_loop_engine(
     layout: Layout, objective: Objective, x: Tensor, y: Tensor, precision: str
 ) -> tuple[LoopEngine, tuple[str, Exception] | None]:
-    """Return the loop engine, with channels last where the module can be run so on a CPU; and why it cannot be run."""
+    """Return the loop engine, with channels last where that works, and why it cannot be run."""
     convolves = any(isinstance(part, nn.Conv2d) for part in layout.train_module.modules())
     if convolves and x.device.type == "cpu":
         loop = LoopEngine(layout, objective, precision, channels_last=True)
@@ -287,6 +290,6 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
 
 
 def default_block(layout: Layout, device: str) -> int:
-    """Return the number of clients to train at once that keeps parameters, gradients and moments near 32 MB."""
+    """Return how many clients to train at once: parameters, gradients, moments near 32 MB."""
     budget = 2_000_000 if device == "cpu" else 200_000_000
     return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))

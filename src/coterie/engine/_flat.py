@@ -1,4 +1,4 @@
-"""A stock module whose parameters and running statistics are views of one flat vector, on which an optimizer works.
+"""A stock module whose parameters and running statistics are views of one flat vector.
 
 PyTorch's own kernels then train the module as they would train it anywhere: gradients accumulate in
 one flat vector, and a step of the optimizer is one fused operation on two vectors. A model is
@@ -146,12 +146,12 @@ class FlatModel:
         self.copy_to_row(self._row, row)
 
     def set_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """Set the input buffers of the modules; those that are not given have the module's own values."""
+        """Set the input buffers of the modules; others have the module's own values."""
         for buffers, name, path, value in self._input_buffers:
             buffers[name] = inputs.get(path, value)
 
     def sync_running_stats(self) -> None:
-        """Take over the running statistics that a module has replaced instead of writing into them."""
+        """Copy running statistics that a module replaced, instead of writing into them."""
         for buffers, name, view in self._running_stats:
             found = buffers[name]
             if found is not view:
@@ -160,7 +160,7 @@ class FlatModel:
 
 
 def _copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module on a device, with the frozen weights of the original where those are there."""
+    """Return a copy of a module on a device; frozen weights are shared where they are there."""
     there = all(one.device == device for one in module.parameters())
     return copy_module(module) if there else copy.deepcopy(module).to(device)
 
@@ -179,7 +179,7 @@ def _bind_parameter(module: nn.Module, parameter: nn.Parameter, view: Tensor) ->
 
 
 class FlatOptimizer:
-    """An optimizer on the trained parameters of one model, by PyTorch's fused kernels or by its own class.
+    """An optimizer on one model's trained parameters, by fused kernels or a custom class.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a function launches on a device is captured once for each shape of its arguments, and replayed."""
+"""CUDA graphs: a function is captured once for each shape of its arguments and replayed."""
 
 import warnings
 from collections import Counter
@@ -25,7 +25,7 @@ class GraphCapture:
     def __call__(
         self, function: Callable[..., Results], tensors: Sequence[Tensor]
     ) -> Callable[[], Results]:
-        """Capture a call, which is not run; return what runs it on the values that `tensors` have by then.
+        """Capture a call; return a function that runs it on the present values of `tensors`.
 
         Args:
             function: of tensors, without a step that waits for the device.
@@ -47,7 +47,7 @@ class GraphCapture:
 
 
 class ReplayedFunction:
-    """A function of tensors that is replayed as CUDA graphs: the processor launches one graph instead of each kernel.
+    """A function of tensors that is replayed as CUDA graphs: one launch for all kernels.
 
     A function that cannot be captured is called as it is from then on.
 

@@ -1,4 +1,4 @@
-"""The loop engine: one client after another, with PyTorch's own modules and kernels. It runs any module."""
+"""The loop engine: one client after another, with PyTorch's kernels, for any module."""
 
 import threading
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _VECTOR = 16  # numbers in the widest registers
 
 
 def has_unsafe_convolution(module: nn.Module) -> bool:
-    """Return whether a convolution of a module writes beyond its memory on some processors, with channels last.
+    """Return whether a convolution may write beyond its memory with channels last.
 
     oneDNN does, in the gradient of the weights of a 1x1 convolution with a stride and fewer input
     channels than a vector holds (https://github.com/uxlfoundation/oneDNN/issues/6035): results are
@@ -85,7 +85,7 @@ class LoopEngine(Engine):
         return optimizers[model]
 
     def train(self, rows: Tensor, work: TrainingWork, block: int) -> Tensor:
-        """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
+        """See `Engine.train`; `block` has no effect. Modules may draw from PyTorch's generator."""
         if rows.device.type == "cpu":
             pages.keep_small_blocks()
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
@@ -127,7 +127,7 @@ class LoopEngine(Engine):
     def _sum_clipped_gradients(
         self, rows: Tensor, work: TrainingWork, members: Tensor, step: int, clip: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Engine._sum_clipped_gradients`: each model is loaded once for its batch, unless samples could change its state."""
+        """See `Engine._sum_clipped_gradients`; each model is loaded once, if it keeps no state."""
         alone, owner, _ = work.split_into_samples(members, step)
         model, places = self._flat_model(rows.device), owner.tolist()
         total, sums = rows.new_zeros(len(rows)), torch.zeros_like(rows[:, : self.layout.trainable])

@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim's kind by import path, for the loop engine, which steps one flat vector.
+"""Optimizers like torch.optim's by import path, on the loop engine's flat vector.
 
 A step on the vector has to be what steps on the tensors in it would be, so an optimizer must treat
 every entry alone.
@@ -80,7 +80,8 @@ def _check_elementwise(path: str, options: str) -> None:
     parts = _run_steps(path, arguments, start, steps, ((2, 3), (3,), (3,)))
     if not torch.allclose(whole, parts, rtol=1e-9, atol=1e-12):
         raise ConfigError(
-            f"optimizer {path!r} does not treat every parameter alone: a step on a vector differs from steps on its "
+            f"optimizer {path!r} does not treat every parameter alone: a step on a vector differs "
+            "from steps on its "
             "parts; expected an elementwise optimizer, such as torch.optim:NAdam"
         )
 
@@ -107,7 +108,8 @@ def _run_steps(
         except Exception as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
-                f"optimizer {path!r} cannot take a step from gradients alone ({said}); expected one that needs no "
+                f"optimizer {path!r} cannot take a step from gradients alone ({said}); expected "
+                "one that needs no "
                 "closure, and takes dense gradients of any shape"
             ) from error
     return torch.cat([part.detach().reshape(-1) for part in parts])

@@ -1,4 +1,4 @@
-"""Rewrites of layers and products that keep results: faster, or independent of the other hosted clients.
+"""Rewrites of layers that keep results: faster, or independent of other hosted clients.
 
 The engines apply them; users write stock layers.
 """
@@ -20,7 +20,7 @@ _MAX_WINDOW_ENTRIES = 1 << 22
 
 
 def align_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor with the memory alignment of a new tensor, since some products round by alignment.
+    """Return a tensor aligned like a new one, since some products round by alignment.
 
     Without this a client's last bits would depend on its row, and so on the other hosted clients.
     """
@@ -39,7 +39,7 @@ class UnbatchedProducts(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +58,7 @@ class UnbatchedProducts(TorchDispatchMode):
 def grad_and_value(
     function: Callable[..., tuple[Tensor, Any]],
 ) -> Callable[..., tuple[Any, tuple[Tensor, Any]]]:
-    """As `torch.func.grad_and_value(function, has_aux=True)`, by the same steps, for a dict of tensors.
+    """Like `torch.func.grad_and_value(function, has_aux=True)`, for a dict of tensors.
 
     PyTorch's own loads its compiler (a second) to switch off what is not on.
     """
@@ -87,7 +87,7 @@ def grad_and_value(
 
 
 def cross_entropy_by_gather(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As `_base.cross_entropy`: the steps into which PyTorch takes it apart under vmap, for which it loads sympy."""
+    """Compute `_base.cross_entropy` as PyTorch does under vmap, without loading sympy."""
     return -torch.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
 
 
@@ -168,7 +168,7 @@ class UnfoldedConv2d(nn.Module):
 
 
 def _window_slices(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """Return the places that each entry of a kernel meets, in an image whose sides are the last two of a size.
+    """Return the slices of an image that each entry of a kernel meets.
 
     Args:
         size: of the padded images.
@@ -243,7 +243,7 @@ class WindowedConv2d(UnfoldedConv2d):
 def unfold_convolution(
     conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d
 ) -> UnfoldedConv2d | None:
-    """Return the same convolution as a matrix product, or None where it has groups or another kind of padding."""
+    """Return a convolution as a matrix product; None for groups or another kind of padding."""
     plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
     if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":
         return None
@@ -265,14 +265,14 @@ def make_strided_pool(pool: nn.MaxPool2d) -> StridedMaxPool | None:
 
 
 def with_strided_pools(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in which costly layers are written in a faster way; its tensors keep their names."""
+    """Return a copy of a module with faster max-pooling; its tensors keep their names."""
     return _replace_layers(
         module, lambda part: make_strided_pool(part) if isinstance(part, nn.MaxPool2d) else None
     )
 
 
 def with_unfolded_convolutions(module: nn.Module) -> nn.Module:
-    """Return a copy with layers whose results for a client do not depend on other clients, to the last bit."""
+    """Return a copy whose results for a client do not depend on others, to the last bit."""
     return _replace_layers(module, unfold_convolution)
 
 

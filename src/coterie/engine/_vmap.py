@@ -85,7 +85,7 @@ class VmapEngine(Engine):
         return functional_call(self._eval_module, {**tensors, **inputs}, (x,)).to(self.layout.dtype)
 
     def runs_one_by_one(self, device: torch.device) -> bool:
-        """See `Engine.runs_one_by_one`. Convolutions with different weights for every model are slow on a CPU."""
+        """See `Engine.runs_one_by_one`; a CPU is slow at convolutions with many weights."""
         return self._has_convolutions and device.type == "cpu"
 
     def compute_gradients(
@@ -146,7 +146,7 @@ class VmapEngine(Engine):
             return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)
 
     def _frozen_weights(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the frozen weights for each row, not copied: a product with one for all rounds by their number.
+        """Return the frozen weights for each row: a product with one for all rounds by number.
 
         On a GPU, where results agree within a tolerance, the module's own are faster.
         """

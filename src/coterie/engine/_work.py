@@ -1,4 +1,4 @@
-"""The work of an engine: samples, one local training of some clients, pairs of a model and a set to measure it on."""
+"""The work of an engine: samples, local trainings, and pairs of a model and samples."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +118,8 @@ class TrainingWork:
         steps_taken: with `moments`: steps that each client took before.
         rates: the learning rate of each step of each client, in float64 on the CPU; that of `local`
             when None.
-        seed_torch: (client's row) -> a context in which PyTorch's own generator is that client's, for
-            foreign modules.
+        seed_torch: (client's row) -> a context in which PyTorch's own generator is that client's,
+            for foreign modules.
         private: clip the gradient of each sample and add noise; None for plain gradients.
     """
 
@@ -167,7 +167,7 @@ class TrainingWork:
         )
 
     def single_step(self, step: int, query: int = 0) -> "TrainingWork":
-        """Return one step as a training of its own, with the draws it has here, and without anchor and moments.
+        """Return one step as a training of its own, with its draws, without anchor and moments.
 
         Args:
             step: which.
@@ -318,7 +318,7 @@ class TrainingTotals:
 
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
-    """Return the keys of a step's dropout masks from the clients' keys of one training: 64 bits, wrapping."""
+    """Return the keys of a step's dropout masks from those of a training: 64 bits, wrapping."""
     away = step * _GOLDEN % (1 << 64)
     return keys + (away - (1 << 64) if away >> 63 else away)
 
@@ -329,7 +329,8 @@ def group_equal_values(
     """Return each value that occurs, in ascending order, and the places where it does.
 
     Example:
-        >>> [(value, places.tolist()) for value, places in alike(torch.tensor([5, 2, 5]))]
+        >>> groups = group_equal_values(torch.tensor([5, 2, 5]))
+        >>> [(value, places.tolist()) for value, places in groups]
         [(2, [1]), (5, [0, 2])]
     """
     for value in torch.unique(values).tolist():
@@ -397,10 +398,10 @@ def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"
 
 
 def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
-    """Return for each row the first row that equals it; a row with NaN may count as different from all others.
+    """Return for each row the first row that equals it; a row with NaN may equal no other.
 
     Example:
-        >>> distinct(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])).tolist()
+        >>> first_equal_rows(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])).tolist()
         [0, 1, 0]
     """
     if len(rows) and rows.stride(0) == 0:
@@ -420,7 +421,7 @@ def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]
 
 
 def _compare_rows(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for each pair of rows whether they are equal; a device is asked about many pairs at once."""
+    """Return whether the rows of each pair are equal; a device compares many at once."""
     if rows.device.type == "cpu":
         return [torch.equal(rows[one], rows[other]) for one, other in pairs]
     if not pairs:

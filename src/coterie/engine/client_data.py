@@ -122,7 +122,7 @@ class ClientData:
         return sizes[self.test_set_numbers]
 
     def class_counts(self) -> Int[Tensor, "clients classes"]:
-        """Return how many training samples of each class every client has; no columns for regression."""
+        """Return each client's training samples of each class; no columns for regression."""
         classes = self.federation.classes
         if not classes:
             return torch.zeros(len(self), 0, dtype=torch.int64)
@@ -132,7 +132,7 @@ class ClientData:
         counts = torch.zeros(len(self), classes + 1, dtype=torch.int64)
         return counts.scatter_add_(1, labels, torch.ones_like(labels))[:, :classes]
 
-    # ------------------------------------------------------------------ where samples are, and draws
+    # ------------------------------------------------------------------ indices, keys, noise
 
     @property
     def samples_per_row(self) -> int:
@@ -148,7 +148,7 @@ class ClientData:
         return rng.draw_keys(purpose, self.ids).to(self.device)
 
     def input_noise(self, rng: Rng, purpose: str) -> InputNoise | None:
-        """Return the noise on the clients' inputs, on the CPU; None where the federation has none."""
+        """Return the noise on the clients' inputs, on the CPU; None where there is none."""
         sigma = self.federation.noise
         if sigma is None:
             return None

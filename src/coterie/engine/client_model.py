@@ -1,4 +1,4 @@
-"""The model that clients train: how it lies in rows, its first values, and what merges leave alone."""
+"""The model that clients train: its rows, first values, and what merges leave alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

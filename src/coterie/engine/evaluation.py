@@ -1,4 +1,4 @@
-"""Evaluation of models on the data of the clients hosted here, and on the test sets that serve them."""
+"""Evaluation of models on the hosted clients' data and on the test sets that serve them."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +115,7 @@ class Evaluator:
         clients: Tensor,
         split: str,
     ) -> Float[Tensor, " pairs"]:
-        """Score received parts of models, each completed with the columns that its receiver keeps."""
+        """Score received parts of models, completed with the receiver's own columns."""
         losses = []
         size = max(1, _MAX_COMPLETED_ENTRIES // table.shape[1])
         for pairs in torch.arange(len(models)).split(size):
@@ -128,7 +128,7 @@ class Evaluator:
     def _score_cached(
         self, table: Tensor, models: Tensor, clients: Tensor, split: str
     ) -> Float[Tensor, " pairs"]:
-        """Score models, unless they were scored before: of one table a split remembers all losses."""
+        """Score models that are not in the cache, which has the losses of one table a split."""
         known = self.cache.get(split)
         if known is None or not torch.equal(known[0], table):
             shape = len(self.data.federation), len(table)

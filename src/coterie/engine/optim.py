@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.0,
     },
 }
-"""The optimizers of every engine, with their arguments beside the learning rate and PyTorch's defaults of these."""
+"""The optimizers of every engine: arguments other than the rate, and PyTorch's defaults."""
 
 _OPTIMIZER_ARGUMENTS = tuple(
     dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments)
@@ -141,7 +141,8 @@ class LocalTraining(Configurable):
         """The arguments must be those of the optimizer, and only one with a state can keep it."""
         if self.custom_optimizer is None and self.optimizer not in OPTIMIZERS:
             raise ConfigError(
-                f"{describe_unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class"
+                f"{describe_unknown('optimizer', self.optimizer, OPTIMIZERS)}, or "
+                "package.module:Class"
             )
         usual = {item.name: item.default for item in fields(self)}
         for name in _OPTIMIZER_ARGUMENTS:
@@ -158,7 +159,8 @@ class LocalTraining(Configurable):
                     else f"leave it out, or take one of {who}"
                 )
                 raise ConfigError(
-                    f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}"
+                    f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: "
+                    f"{advice}"
                 )
         plain = self.custom_optimizer is not None or not self.optimizer_options
         require(
@@ -228,7 +230,7 @@ class LocalTraining(Configurable):
     def learning_rates(
         self, length: Int[Tensor, "clients steps"], round: int, rounds: int | None
     ) -> Float[Tensor, "clients steps"] | None:
-        """Return the learning rate of each step of a local training; None when it is `lr` in all; see `schedules`."""
+        """Return the learning rate of each step of a local training; None where it is `lr`."""
         schedules = self.schedules
         return (
             compute_learning_rates(schedules, self.lr, length, round, rounds) if schedules else None
@@ -249,7 +251,7 @@ class LocalTraining(Configurable):
                 schedule.import_function()
 
     def result_settings(self) -> dict[str, Any]:
-        """Return what decides the results, in which younger fields are said only where they differ from defaults."""
+        """Return what decides results; fields added later only where they differ from defaults."""
         usual = {item.name: item.default for item in fields(self)}
         younger = {*ADDED_FIELDS, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
@@ -261,12 +263,12 @@ class LocalTraining(Configurable):
 
 
 GRADIENT_ONLY = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
-"""A step that moves nothing, and whose momentum, which starts at zero, becomes the gradient: in every engine."""
+"""A step that moves nothing and whose momentum becomes the gradient, in every engine."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What clients keep of their optimizers between rounds, for each model that they train (a track).
+    """The state of the clients' optimizers, for each model that they train (a track).
 
     Args:
         values: what the optimizer remembers of each trained parameter, such as the first moment and
@@ -349,7 +351,8 @@ class RowOptimizer:
     ) -> None:
         if local.custom_optimizer:
             raise ConfigError(
-                f"optimizer {local.custom_optimizer!r} trains one client after another; expected engine = 'loop'"
+                f"optimizer {local.custom_optimizer!r} trains one client after another; expected "
+                "engine = 'loop'"
             )
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
         self.arguments = local.optimizer_arguments

@@ -1,4 +1,4 @@
-"""What a task is built from besides data: the model, how it is computed, and how much work there is."""
+"""What a task is built from besides data: the model, the engine, the amount of work."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Faster products at lower precision. Parameters, optimizers, merges and losses keep the precision of the run."""
+"""Faster products at lower precision; all else keeps the precision of the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +34,13 @@ def check_precision(precision: str, cuda_graphs: bool, device: str, dtype: torch
     cuda = torch.device(device).type == "cuda"
     if precision != "full" and dtype != torch.float32:
         raise ConfigError(
-            f"precision = {precision!r} is for dtype = 'float32'; found {dtype}: leave precision 'full'"
+            f"precision = {precision!r} is for dtype = 'float32'; found {dtype}: leave precision "
+            "'full'"
         )
     if precision == "tf32" and not cuda:
         raise ConfigError(
-            f"precision = 'tf32' is for a CUDA device; found device {device!r}: take 'full' or 'bf16'"
+            f"precision = 'tf32' is for a CUDA device; found device {device!r}: take 'full' or "
+            "'bf16'"
         )
     if cuda_graphs and not cuda:
         raise ConfigError(

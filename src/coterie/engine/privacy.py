@@ -52,13 +52,13 @@ class DPSGD(Configurable):
 
 
 def dp_table(given: Any) -> Any:
-    """Return settings of DP-SGD as a study file keeps them: a table with every key, or None; what is none, as it is.
+    """Return settings of DP-SGD as study files keep them: a table with every key, or None.
 
     Raises:
         ConfigError: when they are no such settings.
 
     Example:
-        >>> stored_dp({"clip": 1, "noise_multiplier": 1.1})
+        >>> dp_table({"clip": 1, "noise_multiplier": 1.1})
         {'clip': 1.0, 'noise_multiplier': 1.1, 'delta': 1e-05}
     """
     if given is None or given == NONE:
@@ -71,7 +71,7 @@ def dp_table(given: Any) -> Any:
 
 
 DrawNormal = Callable[[int, int, int], Float[np.ndarray, " trainable"]]
-"""(row of the client, step, number of the query) -> standard normal draws, one for each trained parameter."""
+"""(row of the client, step, number of the query) -> a standard normal draw for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def clip_factors(
     Such entries are set to 0 in place.
 
     Example:
-        >>> shares(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).flatten().tolist()
+        >>> clip_factors(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).flatten().tolist()
         [0.20000000298023224, 1.0]
     """
     if gradients.device.type == "cpu" and len(gradients):
@@ -179,7 +179,7 @@ class PrivateQuery:
 
 @dataclass
 class PrivacyLedger:
-    """How often the training data of each client were asked for a private gradient: all that epsilon depends on.
+    """How often each client's data were asked for a private gradient: epsilon depends on it.
 
     Args:
         uses: by client and kind of query, how often.
@@ -193,7 +193,7 @@ class PrivacyLedger:
             self.uses[client, query] = self.uses.get((client, query), 0) + times
 
     def charge_clients(self, other: "PrivacyLedger", clients: Iterable[int]) -> None:
-        """Count all that another one has as used of the data of each of some clients, and empty it."""
+        """Charge each of some clients with all uses of another ledger, and empty that ledger."""
         for client in clients:
             for (_, query), times in other.uses.items():
                 self.add_uses(client, query, times)
@@ -202,7 +202,7 @@ class PrivacyLedger:
     def compute_epsilon(
         self, ids: Int[Tensor, " clients"], delta: float
     ) -> Float[Tensor, " clients"]:
-        r"""Return the $\varepsilon$ of each client for a $\delta$, in float64: 0 for data that were not used.
+        r"""Return the $\varepsilon$ of each client for a $\delta$, in float64; 0 for unused data.
 
         By Rényi divergences of the subsampled Gaussian mechanism (Mironov, Talwar, Zhang, 2019,
         https://arxiv.org/abs/1908.10530), which opacus computes. Several gradients of one batch,
@@ -255,7 +255,8 @@ def check_accountant() -> None:
         _load_accountant()
     except ImportError as error:
         raise ConfigError(
-            f"dp needs an accountant, opacus, which cannot be imported ({error}); {extras.install_command('privacy')}"
+            f"dp needs an accountant, opacus, which cannot be imported ({error}); "
+            f"{extras.install_command('privacy')}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a factor on the rate of each step, from the number of the round or of the step.
+"""Learning-rate schedules: factors on the rate, by the number of the round or step.
 
 A schedule is a frozen dataclass whose fields a study file sets: `lr_schedule = { kind = "cosine",
 over = "rounds" }`. Several multiply: a warm-up and a cosine, one over rounds and one over steps.
@@ -261,8 +261,8 @@ def parse_schedules(
         ConfigError: on an unknown name or key, or a value that does not fit.
 
     Example:
-        >>> read_schedules({"kind": "step", "every": 10})
-        (Step(over='rounds', every=10, at=(), gamma=0.1),)
+        >>> parse_schedules({"kind": "step", "every": 10})
+        (StepSchedule(over='rounds', every=10, at=(), gamma=0.1),)
     """
     if given is None:
         return ()
@@ -284,7 +284,7 @@ def schedule_tables(given: Any) -> Any:
     """Return schedules as a study file keeps them: what is no plain value becomes a table.
 
     Example:
-        >>> stored_schedules(Exponential(gamma=0.5))
+        >>> schedule_tables(ExponentialSchedule(gamma=0.5))
         {'kind': 'exponential', 'over': 'rounds', 'gamma': 0.5}
     """
     if given == NONE:  # which is a text, as a name is
@@ -318,7 +318,8 @@ def compute_learning_rates(
         ConfigError: when a schedule needs to know the number of rounds.
 
     Example:
-        >>> rates([Linear(over="steps")], 1.0, torch.tensor([[8, 8, 8, 2], [8, 2, 0, 0]]), 0, None).tolist()
+        >>> sizes = torch.tensor([[8, 8, 8, 2], [8, 2, 0, 0]])
+        >>> compute_learning_rates([LinearSchedule(over="steps")], 1.0, sizes, 0, None).tolist()
         [[1.0, 0.75, 0.5, 0.25], [1.0, 0.5, 0.0, 0.0]]
     """
     own = (length > 0).sum(1)
@@ -327,7 +328,8 @@ def compute_learning_rates(
         if schedule.over == "rounds":
             if schedule.needs_total and rounds is None:
                 raise ConfigError(
-                    f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), their number"
+                    f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), "
+                    "their number"
                 )
             found *= schedule.lr_factor(max(0, round), rounds or 0)
             continue

@@ -1,4 +1,4 @@
-"""Local training gradient by gradient, for methods whose steps are not those of one optimizer on one model."""
+"""Local training step by step, for methods that choose gradients and moves themselves."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from coterie.functional import metrics
 
 @dataclass(eq=False)
 class StepwiseTraining:
-    """One local training of some clients, whose steps a method takes itself; see `Task.train_stepwise`.
+    """One local training whose steps a method takes itself; see `Task.train_stepwise`.
 
     Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train`
     would use in it.
@@ -66,7 +66,8 @@ class StepwiseTraining:
         """Refuse an optimizer that cannot be asked for single steps."""
         if self.work.local.custom_optimizer:
             raise ConfigError(
-                f"optimizer {self.work.local.custom_optimizer!r} is not known here; this method takes its steps itself, with one of "
+                f"optimizer {self.work.local.custom_optimizer!r} is not known here; this method "
+                "takes its steps itself, with one of "
                 "Coterie's own optimizers: 'sgd' or 'adam', for example"
             )
         length = self.work.batch_sizes
@@ -79,13 +80,13 @@ class StepwiseTraining:
         return self.work.num_steps
 
     def active_clients(self, step: int) -> Bool[Tensor, " clients"]:
-        """Return, on the CPU, which clients have a batch in a step: after its last one a client has none."""
+        """Return, on the CPU, which clients have a batch in a step."""
         return self.schedule.active_steps[:, step]
 
     def compute_gradient(
         self, params: Float[Tensor, "clients params"], step: int
     ) -> Float[Tensor, "clients trainable"]:
-        """Return the gradient of the mean loss of each client's batch; zeros for a client without one.
+        """Return the gradient of each client's mean loss; zeros for a client without a batch.
 
         Args:
             params: the models, whose rows lie apart. Running statistics are updated in place, as in
@@ -120,7 +121,7 @@ class StepwiseTraining:
         step: int,
         track: int = 0,
     ) -> None:
-        """Take a step of the run's optimizer on each client's model, in place; clients without a batch stay.
+        """Take a step of the run's optimizer on the models of clients with a batch, in place.
 
         Args:
             params: the models.
@@ -145,7 +146,7 @@ class StepwiseTraining:
         return self.work.rates[:, step]
 
     def finish(self, *params: Float[Tensor, "clients params"]) -> dict[str, Tensor]:
-        """End the training, and return what `Task.train` reports: `train_samples` counts those of all gradients.
+        """End the training and return its report; `train_samples` counts all gradients'.
 
         Args:
             params: the models that it led to; a client with NaN or infinity in one of them has
@@ -188,7 +189,7 @@ class _TrackOptimizer:
     _calls: int = 0
 
     def step(self, steps: StepwiseTraining, params: Tensor, gradient: Tensor, step: int) -> None:
-        """Take a step; see `StepwiseTraining.apply_gradient`. Who has a batch now had one in each step before."""
+        """Take a step; a client with a batch now had one in each step before."""
         columns = _select_columns(steps.only, steps.engine.layout.trainable)
         inside = isinstance(columns, slice)
         rows, slope = params[:, columns], gradient[:, columns]
@@ -217,7 +218,7 @@ class _TrackOptimizer:
 def _select_columns(
     only: Bool[Tensor, " trainable"] | None, trainable: int
 ) -> slice | Int[Tensor, " columns"]:
-    """Return the columns of a row that are moved: a range where they lie together, which needs no copy."""
+    """Return the columns that are moved: a range where they lie together, without a copy."""
     if only is None:
         return slice(trainable)
     where = only.nonzero().flatten()

@@ -32,7 +32,8 @@ from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 
 __all__ = [
-    "EngineOptions", "InitMode", "LocalTraining", "ModelSpec", "Task", "Trained", "Workload", "not_finite",
+    "EngineOptions", "InitMode", "LocalTraining", "ModelSpec", "Task", "Trained", "Workload",
+    "not_finite",
 ]  # fmt: skip
 
 
@@ -211,7 +212,7 @@ class Task:
     # ------------------------------------------------------------------ models
 
     def initial_models(self, rng: Rng) -> Float[Tensor, "clients params"]:
-        """Return the first model $w^0$ of each hosted client; with a shared start, a view of one row.
+        """Return each client's first model $w^0$; with a shared start, a view of one row.
 
         It does not depend on the round of `rng`.
         """
@@ -220,7 +221,7 @@ class Task:
         return self.model.initial_models(self.ids, rng)
 
     def draw_models(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
-        """Return independently drawn first models, the same in every process; the first of them is $w^0$.
+        """Return independent first models, the same in every process; the first is $w^0$.
 
         With `init="given"` the first has the module's own values and the others are drawn.
         """
@@ -266,7 +267,7 @@ class Task:
         purpose: str = "batches",
         only: Bool[Tensor, " trainable"] | None = None,
     ) -> StepwiseTraining:
-        """Return a local training whose steps a method takes itself; see `Trainer.train_stepwise`."""
+        """Return a training whose steps a method takes itself; see `Trainer.train_stepwise`."""
         return self.trainer.train_stepwise(
             rng, local, optimizer=optimizer, purpose=purpose, only=only
         )
@@ -327,13 +328,13 @@ class Task:
         split: str,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, " clients"]:
-        """Return the mean loss of each client's model on its own data; NaN for a client without any."""
+        """Return the mean loss of each client's model on its data; NaN without any."""
         return self.evaluator.evaluate_split(params, split, inputs)[metrics.LOSS.name]
 
     def score(
         self, inbox: Inbox, split: str = "train", *, keep: bool = False
     ) -> Float[Tensor, "clients peers"]:
-        """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
+        """Return each received model's mean loss on the receiver's data; +inf for none.
 
         A model of which only a part was shared is completed with what its receiver has.
 

@@ -1,4 +1,4 @@
-"""Local training of the clients hosted here: batches, draws, privacy and optimizer state around an engine."""
+"""Local training of hosted clients: batches, draws, privacy, optimizer state."""
 
 import copy
 import time

@@ -1,1 +1,1 @@
-"""A module as a row of one flat matrix: `layout`, the `networks` that studies name, `simplex_layers`."""
+"""A module as a row of a flat matrix: `layout`, `networks` by name, `simplex_layers`."""

@@ -65,7 +65,7 @@ BUFFER_POLICIES = ("average", "local", "reset")
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with a mask that is a function of a key, the layer and the element; the key is an input buffer.
+    """Dropout whose mask is a function of a key (an input buffer), the layer and the element.
 
     Args:
         p: probability of zeroing, in [0, 1).
@@ -93,7 +93,7 @@ class KeyedDropout(nn.Module):
 
 
 def splitmix(z: Tensor) -> Tensor:
-    """Return 64 well-mixed bits of each integer: SplitMix64's finalizer (Steele, Lea & Flood 2014), wrapping."""
+    """Return 64 mixed bits of each integer: SplitMix64 (Steele, Lea & Flood 2014), wrapping."""
     z = z * -7046029254386353131
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
@@ -128,7 +128,7 @@ class FunctionalBatchNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize by the batch while training, by the running statistics in evaluation; bfloat16 in float32."""
+        """Normalize by the batch in training, by running statistics in evaluation."""
         x = x.float() if x.dtype == torch.bfloat16 else x
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
@@ -225,7 +225,7 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class InputConversion:
-    """How an input that travels as one tensor of numbers becomes the arguments of a module's `forward`.
+    """How one tensor of numbers becomes the arguments of a module's `forward`.
 
     Args:
         parts: the tensors that it is made of, one after another; empty where it is one.
@@ -267,7 +267,7 @@ class Slot:
 
 
 def layer_of(name: str) -> str:
-    """Return the path of the layer of a tensor; a parametrized tensor belongs to the layer whose tensor it replaces."""
+    """Return the path of a tensor's layer; for a parametrized one, of the tensor it replaces."""
     return (
         name.partition("parametrizations.")[0].removesuffix(".")
         if "parametrizations." in name
@@ -281,7 +281,7 @@ def module_of(name: str) -> str:
 
 
 class Layout:
-    """The positions of a module's parameters and running statistics in a row of the population's matrix.
+    """The positions of a module's parameters and running statistics in a row.
 
     Args:
         module: the module; it is copied, never changed.
@@ -354,7 +354,7 @@ class Layout:
 
     @functools.cached_property
     def original_names(self) -> dict[str, tuple[str, ...]]:
-        """What the tensor of each slot is called in the user's module: several names where it is tied."""
+        """The names of each slot's tensor in the original module: several where it is tied."""
         every: dict[int, list[str]] = {}
         for name, tensor in self.train_module.named_parameters(remove_duplicate=False):
             every.setdefault(id(tensor), []).append(name)
@@ -367,10 +367,10 @@ class Layout:
         }
 
     def layer_tensors(self) -> dict[str, tuple[str, ...]]:
-        """Return the layers that have trained parameters, in the module's order: by path, the names of their tensors.
+        """Return, by path, the tensors of the layers with trained parameters, in order.
 
         Example:
-            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))).layers()
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))).layer_tensors()
             {'0': ('0.weight', '0.bias'), '2': ('2.weight', '2.bias')}
         """
         found: dict[str, tuple[str, ...]] = {}
@@ -381,10 +381,10 @@ class Layout:
         return found
 
     def normalization_tensors(self) -> tuple[str, ...]:
-        """Return the names of the tensors of normalization layers: parameters and running statistics.
+        """Return the tensors of normalization layers: parameters and running statistics.
 
         Example:
-            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalizations()
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalization_tensors()
             ('1.weight', '1.bias')
         """
         kinds = (
@@ -420,14 +420,15 @@ class Layout:
         missing = [slot.name for slot in self.slots if slot.name not in tensors]
         if missing:
             raise ModelError(
-                f"the module has no tensor {missing[0]!r}; expected a module like the first one made"
+                f"the module has no tensor {missing[0]!r}; expected a module like the first one "
+                "made"
             )
         return torch.cat(
             [tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots]
         )
 
     def split_rows(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
-        """Return each tensor of a module as a view of a row (or of many rows, with their leading axes)."""
+        """Return each tensor as a view of a row, or of many rows with their leading axes."""
         return {
             s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape))
             for s in self.slots
@@ -436,7 +437,7 @@ class Layout:
     def join_tensors(
         self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0
     ) -> Tensor:
-        """Join tensors into rows: the inverse of `split_rows` for the trained or the untrained part.
+        """Join tensors into rows: the inverse of `split_rows` for one part of a row.
 
         Args:
             tensors: one for each slot of the part.
@@ -462,13 +463,13 @@ class Layout:
         return {name: named[name].expand(clients, *named[name].shape) for name in self.inputs}
 
     def run_module(self, tensors: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
-        """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
+        """Run the module with the given tensors; running statistics are replaced in `tensors`."""
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
     def build_module(
         self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None
     ) -> nn.Module:
-        """Return a copy of the module as it was given, with the tensors of a row, in evaluation mode on the CPU.
+        """Return a copy of the original module with a row's tensors, for evaluation on the CPU.
 
         What no row has (frozen weights that are one for all, buffers of whole numbers) has this
         layout's values.
@@ -492,7 +493,7 @@ class Layout:
 
 
 def fill_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Write tensors into a module by their names, each in the type that it has there, and return the module.
+    """Write tensors into a module by name, each in the type that it has there.
 
     Counters of batches, which rows hold as floating-point numbers, are whole again.
     """
@@ -534,7 +535,7 @@ def _pooled_side(side: int, *kernels: int, pad: int = 0) -> int:
 
 
 def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.Module:
-    """Net A of the DAC and similarity papers: LeNet-style; 62,006 parameters at 3x32x32 and 10 outputs.
+    """Net A of the DAC and similarity papers; 62,006 parameters at 3x32x32, 10 outputs.
 
     Args:
         features: the shape of an image: channels, height, width.
@@ -570,7 +571,7 @@ def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def mlp_c(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Net C of the similarity paper: 784-512-outputs with dropout 0.2; 412,180 parameters with 20 outputs."""
+    """Net C of the similarity paper: 784-512-outputs, dropout 0.2; 412,180 parameters at 20."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(math.prod(features), 512),
@@ -581,7 +582,7 @@ def mlp_c(features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def mlp_bn(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Two hidden layers of 64 with batch normalization, and a head; 9,226 parameters at 1x8x8 and 10 outputs."""
+    """Two layers of 64 with batch normalization; 9,226 parameters at 1x8x8, 10 outputs."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(math.prod(features), 64), nn.BatchNorm1d(64), nn.ReLU(),
         nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, outputs),
@@ -644,7 +645,8 @@ def _build_custom_model(
     found = import_object(kind, what)
     if not callable(found) or isinstance(found, nn.Module):
         raise ConfigError(
-            f"{what} is a {type(found).__name__}; expected a subclass of torch.nn.Module, or a function that makes one"
+            f"{what} is a {type(found).__name__}; expected a subclass of torch.nn.Module, or a "
+            "function that makes one"
         )
     try:
         takes = inspect.signature(found).parameters
@@ -701,13 +703,13 @@ def resolve_model(
 
 
 def custom_model_name(model: ModelSource) -> str:
-    """Return a model's import path and arguments, which its modules need not show; "" for one that is not so named."""
+    """Return a model's import path and arguments; "" for a model that has no import path."""
     named = NamedModel(model) if isinstance(model, str) else model
     return str(named) if isinstance(named, NamedModel) and ":" in named.kind else ""
 
 
 def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    """Return a module of the model, for its shapes and its frozen weights, which are those of every client.
+    """Return a module of the model, for its shapes and the frozen weights of all clients.
 
     A factory makes it with a stream of its own, the same in every run and on every machine.
     """

@@ -19,7 +19,7 @@ from coterie.errors import ModelError
 
 
 def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """The CNN of FedGWC's code, which pools before ReLU; 815,332 parameters at 3x32x32 and 100 outputs (CNN-100)."""
+    """The CNN of FedGWC's code; 815,332 parameters at 3x32x32 and 100 outputs (CNN-100)."""
     channels, height, width = features
     flat = 64 * _side_after_two_pools(height) * _side_after_two_pools(width)
     return nn.Sequential(
@@ -45,7 +45,7 @@ def lenet_5(features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """SosicFL's SimpleCNN, with Xavier-normal weights; 107,690 parameters at 3x32x32 and 10 outputs."""
+    """SosicFL's SimpleCNN, Xavier-normal; 107,690 parameters at 3x32x32 and 10 outputs."""
     channels, height, width = features
 
     def conv_output_side(n: int) -> int:
@@ -81,14 +81,15 @@ def build_from_torchvision(name: str, features: tuple[int, ...], outputs: int) -
         models = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:
         raise ModelError(
-            f"{name} needs torchvision, which cannot be imported ({error}); {extras.install_command('vision')}, the one that "
+            f"{name} needs torchvision, which cannot be imported ({error}); "
+            f"{extras.install_command('vision')}, the one that "
             "was built for your PyTorch (see https://pytorch.org/get-started)"
         ) from error
     return getattr(models, name)(num_classes=outputs)
 
 
 def load_features(module: nn.Module, path: str | Path) -> nn.Module:
-    """Load pretrained weights from a safetensors file into all layers but the last; run it with `init="given"`.
+    """Load weights from a safetensors file into all layers but the last; for `init="given"`.
 
     Args:
         module: changed in place and returned. Its last layer, which depends on the number of
@@ -127,7 +128,7 @@ PRETRAINED = {
 
 
 def build_pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build a network of torchvision with weights from a file and a new last layer; run it with `init="given"`.
+    """Build a torchvision network with weights from a file and a new last layer.
 
     Args:
         kind: a name of PRETRAINED.
@@ -143,7 +144,8 @@ def build_pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.M
     if not path or not Path(path).is_file():
         found = f"{variable} is {path!r}" if path else f"{variable} is not set"
         raise ModelError(
-            f"{kind}-pretrained: {found}; expected a safetensors file with torchvision's {PRETRAINED[kind]} for "
+            f"{kind}-pretrained: {found}; expected a safetensors file with torchvision's "
+            f"{PRETRAINED[kind]} for "
             f"ImageNet (or run it from scratch: {kind})"
         )
     return load_features(build_from_torchvision(PRETRAINED[kind], features, outputs), path)

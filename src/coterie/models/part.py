@@ -26,8 +26,8 @@ class ColumnSet:
         size: how many columns a row has.
 
     Example:
-        >>> columns = Columns(((0, 1), (2, 4)), 5)
-        >>> columns.count, columns.of(torch.arange(5)[None])
+        >>> columns = ColumnSet(((0, 1), (2, 4)), 5)
+        >>> columns.num_columns, columns.select_from(torch.arange(5)[None])
         (3, tensor([[0, 2, 3]]))
     """
 
@@ -142,7 +142,8 @@ class ParameterSharing:
         compared = trained & match_patterns(layout, similarity_on, "similarity_on")
         if similarity_on and not bool(compared.any()):
             raise ConfigError(
-                f"similarity_on is {list(similarity_on)}, which names nothing that is trained and shared; similarities "
+                f"similarity_on is {list(similarity_on)}, which names nothing that is trained and "
+                "shared; similarities "
                 "compare what peers receive"
             )
         return ParameterSharing(

@@ -185,7 +185,8 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
     """
     if isinstance(source, nn.Module):
         raise ModelError(
-            "endpoints of all layers are drawn by a factory of modules; found a module: pass its class"
+            "endpoints of all layers are drawn by a factory of modules; found a module: pass its "
+            "class"
         )
 
     def add_endpoints(module: nn.Module) -> nn.Module:
@@ -265,7 +266,8 @@ def remove_endpoints(
     }
     if any(head.ensemble for head in heads.values()):
         raise ModelError(
-            "with test_samples above 1 a client is served by several models at once, not by one module"
+            "with test_samples above 1 a client is served by several models at once, not by one "
+            "module"
         )
     slots, parts, position = [], [], 0
     for slot in layout.slots:
