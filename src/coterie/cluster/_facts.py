@@ -22,6 +22,7 @@ def collect_facts() -> dict[str, str]:
             return subprocess.run(
                 words, capture_output=True, text=True, timeout=60, check=False
             ).stdout
+        # A program that is missing or hangs leaves its fact empty: the other facts still count.
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
@@ -31,17 +32,22 @@ def collect_facts() -> dict[str, str]:
     found: dict[str, str] = dict.fromkeys(
         ("coterie", "code", "torch", "numpy", "vectors", "features", "compiler", "gpus"), ""
     )
+    # The metadata of the installed packages has the versions without an import.
     for name in ("torch", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    # `find_spec` finds the package without running it, so a machine without Coterie reports the
+    # rest.
     spec = util.find_spec("coterie")
     if spec is not None and spec.origin:
         import coterie
 
         folder = Path(spec.origin).parent
         found["coterie"] = coterie.__version__
+        # Two checkouts of one version may differ, so the files count. Sorted: the order in which a
+        # file system lists them must not change the digest.
         found["code"] = hash_short(
             b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
         )
@@ -56,11 +62,15 @@ def collect_facts() -> dict[str, str]:
     )
     compiler = next(filter(None, compilers), None)
     if compiler is not None:
+        # x86 compilers take -march=native; ARM compilers need -mcpu=native for the same choice.
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
         found["compiler"] = run_command(compiler, "--version").partition("\n")[0]
+        # `-dM -E` prints the predefined macros, which name the instruction sets that compiled
+        # programs use.
         found["features"] = hash_short(
             run_command(compiler, native, "-dM", "-E", "-x", "c++", os.devnull)
         )
+    # Linux alone has this file, and on ARM it often names no model.
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -81,15 +81,19 @@ class BlockActor:
     def __init__(self, given: Packed, carried: Mapping[str, bytes], threads: int) -> None:
         torch.set_num_threads(1)  # so that sums are added in the same order everywhere
         use_threads(threads)
+        # Ray maps large arrays read-only into the process; torch warns of that, and no code here
+        # writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._modules = ExitStack()
         if carried:
             packing.install_modules(
                 carried, self._modules.enter_context(folders.temporary_folder())
             )
+        # Blocks are numbered from 0, so the largest owner is the last block.
         self._given: BlockSpec = packing.unpack(given)
         self._block: Block | None = None
         self._postbox = Postbox(int(self._given.owner.max()) + 1)
+        # Entered and never left: it holds for the life of the process, which ends with `ray.kill`.
         self._store = pages.reuse_pages()
         self._store.__enter__()
 
@@ -109,6 +113,7 @@ class BlockActor:
 
         def make_block() -> None:
             self._block = Block(self._given, BlockLinks(self._given.number, sends, self._postbox))
+            # The block does not need what it was made of any more: release that memory.
             del self._given
 
         return _call_with_warnings(make_block)
@@ -128,9 +133,12 @@ def _send_part(host: Any, address: Address, sender: int, part: BlockPart) -> Non
 def _call_with_warnings(work: Any) -> tuple[Any, list[Warning | str]]:
     """Return a function's result, or the expected error that it raises, and its warnings."""
     with warnings.catch_warnings(record=True) as said:
+        # Every warning, also one that this process gave before: the driver removes repetitions.
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
+            # An expected error is returned as a value: raised, it would arrive inside a
+            # RayTaskError.
             found = work()
         except (CoterieError, OSError, MemoryError) as error:
             found = error
@@ -173,6 +181,8 @@ class BlockActors:
 
         found, left = dict[Any, Any](), list(calls)
         while left:
+            # One result at a time: the death of a block must be noticed while the others still
+            # wait for it.
             ready, left = ray.wait(left, num_returns=1, timeout=_TURN)
             if not ready:
                 if self._fewer():
@@ -181,13 +191,17 @@ class BlockActors:
             try:
                 result, said = ray.get(ready[0])
             except RayTaskError:
+                # A fault in the code of a block. RayTaskError is a kind of RayError, so this case
+                # comes first.
                 raise
             except RayError as error:
                 who = f"block {calls.index(ready[0])} of {len(calls)}"
+                # Ray reports an error of the actor's constructor only with the first call.
                 if isinstance(error, RayActorError) and error.actor_init_failed:
                     last = str(error).strip().splitlines()[-1][:400]
                     raise CoterieError(f"{who} cannot be made: {last}") from error
                 raise BlockDied(f"{who} has died ({' '.join(str(error).split())[:160]})") from None
+            # BlockInterrupted is a consequence: the call of the block that ended brings the cause.
             if isinstance(result, Exception) and not isinstance(result, BlockInterrupted):
                 raise result
             found[ready[0]] = result
@@ -213,10 +227,12 @@ def divide_resource(machines: Sequence[float], blocks: int, most: float) -> floa
         >>> [divide_resource(*each) for each in (([2, 2], 4, 1), ([2], 4, 1), ([3, 1], 3, 2))]
         [1, 0.5, 1.0]
     """
+    # The best share fills some machine exactly, so size / count are the only candidates.
     sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
     fits = [
         one
         for one in sizes
+        # 1e-9: rounding must not turn 2 / (2 / 3) into less than 3 places.
         if 0 < one <= most and sum(int(size / one + 1e-9) for size in machines) >= blocks
     ]
     return max(fits, default=0)
@@ -239,7 +255,10 @@ def start_actors(
     refs, device, carried = list[Any](), "cpu", dict[str, bytes]()
     for one in given:
         device = one.plan.settings.device
+        # All blocks have the same method, model and settings, so the modules are collected once.
         carried = carried or packing.collect_modules(_find_modules(one.plan))
+        # Into Ray's store at once: `given` yields one part at a time, so only one is in this
+        # process.
         refs.append(ray.put(packing.pack(one)))
 
     def list_machines() -> list[Mapping[str, float]]:
@@ -256,17 +275,23 @@ def start_actors(
     if gpus:
         options["num_gpus"] = gpus
     options |= {
+        # A thread of its own receives parts while the main thread computes or waits for them.
         "concurrency_groups": {"post": 1},
+        # A restarted actor would have lost its state: the driver restarts all blocks from a
+        # checkpoint.
         "max_restarts": 0,
+        # Blocks need memory, so they go to as many machines as there are.
         "scheduling_strategy": "SPREAD",
     }
     actor: Any = ray.remote(**options)(BlockActor)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]
+    # The arguments of the actors keep the packed data until they are made; then Ray may free it.
     del refs
     try:
         yield BlockActors(hosts, lambda: len(list_machines()) < len(alive))
     finally:
         if ray.is_initialized():
+            # Killed, not asked to end: a block may wait for a part that never comes.
             for host in hosts:
                 ray.kill(host)
 
@@ -339,6 +364,8 @@ class BlockRuns(FanOut):
         hosted = replace(
             work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start)
         )
+        # The driver computes metrics of the run; one thread adds its sums in the order of
+        # `simulate`.
         with use_one_thread():
             for job in jobs:
                 yield job, hosted(job, emit)
@@ -346,4 +373,5 @@ class BlockRuns(FanOut):
 
 def _round_resource(amount: float) -> float:
     """Round to what Ray can count: integers, and ten thousandths below one."""
+    # Down, never up: the shares of all blocks together must fit into their machine.
     return int(amount) if amount >= 1 else int(amount * 10_000) / 10_000

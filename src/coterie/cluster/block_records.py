@@ -45,6 +45,8 @@ class RecordCall:
     @property
     def call_key(self) -> tuple[object, ...]:
         """The parts of a call that are the same in all blocks."""
+        # Each block names only the metrics that some of its own clients lack, so these names may
+        # differ.
         names = () if self.kind == "undefined" else tuple(sorted(self.values))
         return self.kind, self.round, self.split, self.model, names
 
@@ -66,6 +68,7 @@ class BlockRecord(Record):
     ) -> None:
         """Store a call that adds metrics."""
         if values:
+            # On the CPU and without a graph: the calls travel to the driver.
             values = {name: value.detach().cpu() for name, value in values.items()}
             self._entries.append(RecordCall("metrics", round, split, model, ids, values))
 
@@ -107,6 +110,9 @@ def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
     left, out = [list(entries) for entries in blocks], []
     while any(left):
         heads = [entries[0].call_key for entries in left if entries]
+        # A call may head one block and stand further back in another one that made an additional
+        # call first. Only a head that is further back in no block is merged, so each call is
+        # merged once.
         behind = {entry.call_key for entries in left for entry in entries[1:]}
         key = next((one for one in heads if one not in behind), None)
         if key is None:
@@ -144,11 +150,13 @@ def _concatenate_rows(
 ) -> Tensor:
     """Return the rows of all blocks; those with fewer slots get unused ones."""
     known = next(part for part in parts if part is not None)
+    # Blocks lack a name only in "undefined" calls: none of their clients is without a value there.
     found = [
         known.new_zeros((len(entry.ids), *known.shape[1:])) if part is None else part
         for part, entry in zip(parts, entries, strict=True)
     ]
     if entries[0].kind == "edges" and known.ndim > 1:
+        # The number of slots of a client can differ between blocks.
         width = max(part.shape[1] for part in found)
         fill = _EDGE_FILLS[name]
         found = [

@@ -181,11 +181,13 @@ class Block:
     """
 
     def __init__(self, given: BlockSpec, links: BlockLinks) -> None:
+        # Samples, seconds and bytes up to the last report: a report has the differences.
         self.loop, self.links = BlockLoop(given, links), links
         self._told = (0, 0.0, 0)
 
     def run_round(self, index: int) -> RoundReport:
         """Run the warm-up or a round."""
+        # The driver counts the rounds; a block may have restored a checkpoint since its last one.
         self.loop.next_round = index
         self.loop.run_next_round()
         return self._make_report()
@@ -201,7 +203,9 @@ class Block:
     def export_state(self) -> BlockState:
         """Return what a checkpoint needs."""
         loop = self.loop
+        # Not part of the Exchange protocol, so a type checker does not know it.
         snapshot = getattr(loop.exchange, "snapshot")()  # noqa: B009
+        # To the CPU: the state travels to the driver, and from there into a file.
         tracker = map_tensors(loop.tracker, lambda t: t.cpu())
         return BlockState(
             _move_state(loop.state, "cpu"),
@@ -216,6 +220,7 @@ class Block:
         """Continue from the state of a checkpoint."""
         loop = self.loop
         loop.state, loop.tracker = _move_state(kept.state, loop.task.device), kept.tracker
+        # Only the best models are on the device; the other fields of the tracker stay on the CPU.
         if len(kept.tracker.best):
             loop.tracker = replace(kept.tracker, best=kept.tracker.best.to(loop.task.device))
         for one in loop.extensions:
@@ -288,12 +293,15 @@ class ThreadBlocks:
             try:
                 return getattr(self.blocks[number], name)(*(one[number] for one in arguments))
             except BaseException:
+                # Other blocks may wait for a part that this one never sends.
                 self.close()
                 raise
 
         futures = [self._pool.submit(call_block, number) for number in range(len(self.blocks))]
         errors = [error for one in futures if (error := one.exception()) is not None]
         if errors:
+            # BlockInterrupted is a consequence of another error, so it is raised only where it is
+            # alone.
             raise next(
                 (error for error in errors if not isinstance(error, BlockInterrupted)), errors[0]
             )
@@ -312,6 +320,7 @@ class ThreadBlocks:
         try:
             yield crew
         finally:
+            # The boxes first: `shutdown` waits for the threads, and they may wait for parts.
             crew.close()
             crew._pool.shutdown()
 
@@ -376,6 +385,8 @@ class DriverLoop(Loop):
         )
 
     def _init_state(self, task: Task) -> State:
+        # The state of one client has all names and shapes of columns; the rows come with
+        # `gather_state`.
         return super()._init_state(task.select_clients(torch.arange(1)))
 
     @property
@@ -388,6 +399,8 @@ class DriverLoop(Loop):
     def run_next_round(self) -> None:
         """Let every block run the warm-up or one round."""
         if self._gathered:
+            # The gathered rows have been written: one client's rows are enough until the next
+            # gathering.
             self._gathered = False
             self.state = self.state.select_rows(torch.arange(1))
             self.tracker = map_tensors(self.tracker, lambda t: t[:1])
@@ -427,6 +440,8 @@ class DriverLoop(Loop):
                     name: torch.isin(self.task.ids, entry.ids[lost])
                     for name, lost in entry.values.items()
                 }
+                # `_note_undefined` looks for NaN, so the flags become values that are NaN exactly
+                # there.
                 self._note_undefined(
                     {
                         n: torch.zeros(number).masked_fill(lost, torch.nan)
@@ -449,9 +464,11 @@ class DriverLoop(Loop):
             return
         found: list[BlockState] = self.crew.call_all("export_state")
         states = [one.state for one in found]
+        # Blocks are ranges of clients, so concatenation has the rows in the order of `task.ids`.
         self.state = State(
             torch.cat([one.params for one in states]),
             _concatenate_fields([one.memory for one in states]),
+            # Every block computes the same shared state, to the byte.
             states[0].shared,
             _concatenate_fields([one.moments for one in states]),
         )
@@ -462,6 +479,7 @@ class DriverLoop(Loop):
         self.validation = {
             name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
         }
+        # Blocks whose clients used no privacy have no table.
         spent = [one.spent for one in found if one.spent]
         self.task.trainer.totals.privacy.restore(
             {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
@@ -474,6 +492,8 @@ class DriverLoop(Loop):
         spent, kept = self.task.trainer.totals.privacy.snapshot(), list[BlockState]()
         for rows in self.block_rows:
             of_rows = partial(_select_rows, rows)
+            # The table has any number of rows for a client, so rows are found by id, not by
+            # position.
             mine = torch.isin(spent["client"], self.task.ids[rows]) if spent else rows
             kept.append(
                 BlockState(
@@ -482,6 +502,7 @@ class DriverLoop(Loop):
                     map_tensors(self.tracker, of_rows),
                     {name: of_rows(value) for name, value in self.validation.items()},
                     {name: value[mine] for name, value in spent.items()},
+                    # Each block takes its own part; see `BlockExchange.restore`.
                     self.stored_exchange.snapshot(),
                 )
             )
@@ -570,6 +591,7 @@ def check_block_settings(method: Method, settings: Settings) -> None:
 def iterate_block_specs(plan: RunPlan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[BlockSpec]:
     """Yield what each block is made of, one at a time, since all need the federation's memory."""
     federation = plan.federation
+    # 32 bits: every block receives this table of the whole population.
     owner = torch.empty(federation.population, dtype=torch.int32)
     for number, mine in enumerate(rows):
         owner[federation.ids[mine]] = number
@@ -577,11 +599,13 @@ def iterate_block_specs(plan: RunPlan, rows: Sequence[Int[Tensor, " _"]]) -> Ite
     every_test = metrics.GLOBAL_ACCURACY.name in plan.settings.metrics
     for number, mine in enumerate(rows):
         part = federation.host(federation.ids[mine])
+        # Without a metric of all test sets, a block needs only the ones that its own clients use.
         if not every_test:
             kept, test_of = part.test_of.unique(return_inverse=True)
             part = replace(
                 part, tests=tuple(part.tests[one] for one in kept.tolist()), test_of=test_of
             )
+        # Planted clusters go only to a method that declares them, as in `Federation.host`.
         if federation.truth is not None and "truth" in plan.method.needs:
             part = replace(part, truth=Truth(federation.truth.cluster[mine], (), ()))
         yield BlockSpec(number, replace(plan, federation=part), owner, pool)
@@ -645,6 +669,8 @@ def simulate_in_blocks(
             # not counted: each time there is one machine less, so it ends
             if not isinstance(died, MachineGone):
                 failed.append(done)
+            # Three failures at one checkpoint are no accident of a machine: the run cannot get
+            # past it.
             if failed[-_TRIES:].count(done) == _TRIES:
                 raise
             resume = where is not None

@@ -79,16 +79,20 @@ def look_at_machines() -> list[Machine]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     facts = make_probe()
+    # No processors are reserved, so that a busy machine answers too; and no second try, which
+    # would hide a machine that fails.
     task = ray.remote(num_cpus=0, max_retries=0)(facts)
     asked = {}
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("CPU", 0):
+            # Exactly this machine: with soft=True another one would answer in its place.
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[task.options(scheduling_strategy=where).remote()] = node["NodeManagerHostname"]
     if not asked:
         raise ConfigError(
             "no machine of the Ray cluster has processors for tasks; `ray status` shows what it has"
         )
+    # All at once: the slow import of torch happens on all machines at the same time.
     ray.wait([*asked], num_returns=len(asked), timeout=_SECONDS)
     found = []
     for answer, name in asked.items():
@@ -120,6 +124,7 @@ def describe_differences(
                 others.setdefault(one.facts.get(key, ""), []).append(one.name)
         for value, names in others.items():
             names = list(dict.fromkeys(names))
+            # At most four names, so that a large cluster still gives a line that can be read.
             listed = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
             who = (
                 " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else listed[0]

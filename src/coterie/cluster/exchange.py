@@ -54,6 +54,8 @@ class Postbox:
         self.blocks = blocks
         self.parts: dict[Address, dict[int, Any]] = {}
         """What was received and is not collected yet: by address and sender."""
+        # Ray may deliver a part twice, the copy soon after the first. A bound keeps the memory
+        # constant.
         self._collected = deque[Address](maxlen=64)
         self._change = Condition()
         self._closed = False
@@ -80,6 +82,7 @@ class Postbox:
                 raise BlockInterrupted("another block of the population has ended")
             found = self.parts.pop(address)
             self._collected.append(address)
+        # By number, not by arrival: what is computed from the parts must not depend on timing.
         return [found[number] for number in range(self.blocks)]
 
     def close(self) -> None:
@@ -112,6 +115,7 @@ class BlockLinks:
             if number != self.number:
                 self.sent += count_bytes(part)
                 send(address, self.number, part)
+        # After the sends, so that the other blocks can go on while this one waits.
         self.postbox.put(address, self.number, parts[self.number])
         return self.postbox.collect(address)
 
@@ -136,6 +140,8 @@ def select_messages(board: Message | None, ids: Int[Tensor, " wanted"]) -> Messa
     if board is None or not len(ids):
         return None
     assert board.ids is not None
+    # Sort once, then find each id by bisection. `searchsorted` gives the length for an id above
+    # all others, which clamp turns into a row that does not match.
     order = torch.argsort(board.ids)
     known = board.ids[order]
     at = torch.searchsorted(known, ids).clamp(max=max(0, len(known) - 1))
@@ -211,6 +217,8 @@ class BlockExchange:
         self.own.set_active(empty)
         for _ in range(exchanges):
             last = self.own.last.get(self._number)
+            # An empty message with the fields of the last one: the board then has the stopped
+            # clients alone.
             self._exchange_messages(
                 None if last is None else self._make_board(last.take_rows(empty)), empty
             )
@@ -219,9 +227,11 @@ class BlockExchange:
         """Publish, and read the chosen peers in any block; see `Exchange.pull`."""
         active = self.own.active
         check_peers(active, peers, self.population)
+        # Each model travels once, however many clients of this block read it.
         came = self._exchange_messages(self._make_board(message), peers[peers >= 0].unique())
         board = join_messages(came, message)
         if board is None:
+            # Ids outside of the population match no peer, so everything counts as missing.
             board = replace(message, ids=torch.full((len(message),), self.population))
         return make_inbox(board, active, peers, self.population)
 
@@ -235,6 +245,7 @@ class BlockExchange:
         self._number += 1
         assert whole is not None
         assert whole.ids is not None
+        # In ascending ids, as one process has them: the rule's sums must have the same order.
         order = torch.argsort(whole.ids)
         shared, reply = rule(shared, whole.take_rows(order))
         check_reply(reply, message.expects)
@@ -245,6 +256,7 @@ class BlockExchange:
 
         In a block where no client takes part, the rows may be of any width.
         """
+        # A number of its own, because gathers do not count as exchanges of the method.
         own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
         self._gathers += 1
         whole = join_messages(
@@ -272,6 +284,9 @@ class BlockExchange:
         )
         for number, board in messages_from_tensors("last", tensors).items():
             assert board.ids is not None
+            # A board lists active clients in ascending ids, then stopped ones in ascending ids, so
+            # the first fall separates them. Without a fall, both parts join in the same order
+            # wherever the split is.
             falls = (board.ids[1:] < board.ids[:-1]).nonzero().flatten()
             taking = int(falls[0]) + 1 if len(falls) else len(board)
             mine = here[board.ids]
@@ -289,6 +304,7 @@ class BlockExchange:
         self, board: Message | None, wanted: Int[Tensor, " wanted"]
     ) -> list[BlockPart]:
         """Exchange the wanted ids with all blocks, then the messages that they asked for."""
+        # The owner answers for its clients: one question for each block, also an empty one.
         owner = self.owner[wanted]
         asked = self.links.all_to_all(
             self._make_address("wanted"), [wanted[owner == one] for one in range(len(self.links))]
@@ -307,10 +323,13 @@ def merge_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, value in part.items()
         if not name.startswith(("last.", "taking."))
     }
+    # As in `InMemory`, boards of past rounds matter only where stopped clients repeat their
+    # messages.
     if not any(name.startswith("stopped.") for name in out):
         return out
     boards = [messages_from_tensors("last", part) for part in parts]
     for number in sorted({number for one in boards for number in one}):
+        # All active rows first, then all stopped ones: the order of a board in one process.
         taking, gone = list[Message](), list[Message]()
         for part, own in zip(parts, boards, strict=True):
             if number in own:

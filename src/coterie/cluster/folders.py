@@ -59,7 +59,11 @@ def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate
     now = manifest.load_digests(folder)
     changed = [name for name, digest in now.items() if known.get(name) != digest]
     before, newest = checkpoint.BEFORE, checkpoint.FILE
+    # A new checkpoint renames the one before, which the receiver has under the old name: it
+    # renames its own copy too, and those bytes do not travel again.
     rotated = before in changed and now[before] == known.get(newest) and newest in changed
+    # Configuration and checkpoint come first and provenance last, so that a copy that breaks off
+    # looks unfinished, not complete.
     order = [name for name in changed if not (rotated and name == before)]
     order.sort(
         key=lambda name: (
@@ -89,6 +93,8 @@ def temporary_folder() -> Iterator[Path]:
     for old in base.glob(f"{_TEMPORARY}*"):
         with suppress(OSError):
             if (
+                # Only folders of this account that no process claims. A young one may not be
+                # claimed yet.
                 old.stat().st_uid == os.getuid()
                 and time.time() - old.stat().st_mtime > _YOUNG
                 and not find_owner(old)
@@ -98,5 +104,6 @@ def temporary_folder() -> Iterator[Path]:
     try:
         with claim_folder(made):
             yield made
+    # What cannot be removed now is removed by the next worker.
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -57,23 +57,27 @@ def pack(value: Any) -> Packed:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
+            # The exact type: a Parameter or another subclass would come back as a plain Tensor.
             if type(obj) is torch.Tensor and _fits_numpy(obj):
                 return _make_tensor, (obj.numpy(),)
             return super().reducer_override(obj)
 
     arrays: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
+    # Protocol 5 gives large buffers to the callback, instead of copying them into the stream.
     Pickler(file, protocol=5, buffer_callback=arrays.append).dump(value)
     return Packed(file.getvalue(), tuple(np.frombuffer(array.raw(), np.uint8) for array in arrays))
 
 
 def unpack(packed: Packed) -> Any:
     """Return the object; it shares the memory of `packed`, so its arrays must not be changed."""
+    # Only bytes of the own cluster come here; see the module.
     return pickle.loads(packed.head, buffers=packed.arrays)
 
 
 def _fits_numpy(tensor: torch.Tensor) -> bool:
     """Whether numpy can hold a tensor in place."""
+    # numpy has no bfloat16, and no lazy conjugation or negation.
     known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
     return (
         known
@@ -100,6 +104,7 @@ def find_named_modules(settings: Any) -> set[str]:
         ['lab.losses', 'lab.rules']
     """
     if isinstance(settings, Mapping):
+        # An import path can stand anywhere in the settings, so all values are searched.
         return set().union(*map(find_named_modules, settings.values()))
     if isinstance(settings, list | tuple):
         return set().union(*map(find_named_modules, settings))
@@ -117,6 +122,7 @@ def find_defining_modules(value: Any) -> set[str]:
         >>> sorted(find_defining_modules(np.load))
         ['builtins', 'numpy']
     """
+    # An instance names the module of its class, and a function its own.
     return {getattr(value, "__module__", None) or type(value).__module__, type(value).__module__}
 
 
@@ -133,6 +139,7 @@ def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
         ConfigError: when they are more than `LARGEST` bytes.
     """
     files: dict[str, bytes] = {}
+    # The root of a dotted name: a package travels as a whole.
     waiting, seen = [name.partition(".")[0] for name in names], set[str]()
     while waiting:
         name = waiting.pop()
@@ -140,6 +147,7 @@ def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
             continue
         seen.add(name)
         module = sys.modules.get(name)
+        # A namespace package has no `__file__`, only `__path__`.
         place = getattr(module, "__file__", None) or next(
             iter(getattr(module, "__path__", [])), None
         )
@@ -147,6 +155,7 @@ def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
             continue
         path = Path(place)
         package = hasattr(module, "__path__")
+        # The `__file__` of a package is its `__init__.py`: the folder around it is the package.
         root = path.parent if package and path.suffix else path
         own = sorted(root.rglob("*.py")) if package else [root]
         for file in own:
@@ -168,11 +177,13 @@ def install_modules(files: Mapping[str, bytes], folder: Path) -> None:
         return
     for name, content in files.items():
         path = folder / name
+        # The names come from another machine: none may lead out of the folder.
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"a module is called {name!r}; expected a path inside its folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     sys.path.insert(0, str(folder))
+    # Python caches the listing of import folders, and would not see the new files.
     importlib.invalidate_caches()
 
 
@@ -180,6 +191,7 @@ def _is_installed(path: Path) -> bool:
     """Whether a file belongs to Python, to an installed package, or to Coterie."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
+    # Environments are often made of links, so the real paths are compared.
     real = Path(os.path.realpath(path))
     return real.is_relative_to(PACKAGE) or any(
         real.is_relative_to(os.path.realpath(place)) for place in places
@@ -192,6 +204,7 @@ def _find_imports(source: bytes) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
+        # A relative import stays inside the package, which travels anyway.
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module.partition(".")[0])
     return found

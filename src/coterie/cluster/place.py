@@ -27,7 +27,9 @@ Kind = Literal["local", "ray", "slurm"]
 PLACES = (
     "local, ray:auto, ray:local, ray:HOST:PORT, ray://HOST:PORT, slurm:PARTITION or slurm:local"
 )
+# HOST:PORT, or an IPv6 address in brackets.
 _HOST = re.compile(r"[^\s/:@]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+# PARTITION, or PARTITION:key=value,... with further settings of sbatch.
 _PARTITION = re.compile(r"[\w.,-]+(:\w+=[^\s,=]+(,\w+=[^\s,=]+)*)?")
 _SECONDS = 10.0  # for a connection
 _MODULES = {"ray": "ray", "slurm": "submitit"}
@@ -118,6 +120,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    # Ray's messages on its own start are not for the readers of a study's output.
     logging.getLogger("ray").setLevel(logging.ERROR)
     _check_reachable(place)
     if place.address == "local":
@@ -125,6 +128,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
         with suppress(OSError, RuntimeError):
             # Ray would make this folder readable for all, and puts a token there
             (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)
+    # The loopback address: a Ray for one command is not reachable from the network.
     own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
         ray.init(
@@ -185,11 +189,13 @@ def _check_reachable(place: Place) -> None:
             address = get_ray_address_from_environment(address, None)
         except ConnectionError:
             raise ConfigError(none) from None
+        # The address comes from RAY_ADDRESS where that is set, and can then be any text.
         if not _HOST.fullmatch(address.removeprefix("ray://")):
             raise ConfigError(none)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
+    # OverflowError: the pattern allows five digits, which can exceed the largest port.
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"--on {place}: no Ray answers at {address} ({error}); `ray status` on its machine "

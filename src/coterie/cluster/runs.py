@@ -159,9 +159,11 @@ class RayRuns(FanOut):
         from ray.exceptions import RayError
 
         keeper = work if isinstance(work, FolderWork) else None
+        # A study's work is packed without the large data in it; each job carries its own part.
         packed = packing.pack(work if keeper is None else keeper.relocate(keeper.folder))
         self._add_sent(data=packed.nbytes)
         carried = packing.collect_modules(_find_modules(work))
+        # Once into Ray's store: all tasks of a machine read the same copy.
         common = _put_object((packed, carried, list(sys.argv), self.cpus))
         store = _FederationStore(self)
         tasks = _make_tasks(ray, self.cpus, self.gpus)
@@ -169,8 +171,11 @@ class RayRuns(FanOut):
         number, more, last_room = 0, True, (0.0, 0)
         try:
             while True:
+                # Machines can join and leave in the middle of a study, so the room is counted
+                # again and again.
                 if time.monotonic() - last_room[0] > _TURN:
                     last_room = time.monotonic(), self._count_room(ray)
+                # Two more than fit: a worker that becomes free finds the next job on its machine.
                 while more and len(under_way) < min(workers, last_room[1] + 2):
                     job = next(waiting, _NOTHING)
                     if job is _NOTHING:
@@ -191,6 +196,8 @@ class RayRuns(FanOut):
                     run = under_way[key]
                     if kind == "files":
                         self._add_sent(home=sum(map(len, value.files.values())))
+                        # Files that come back are on disk before a later message of the run is
+                        # handled.
                         if run.folder is not None:
                             folders.apply_update(value, run.folder)
                     elif kind == "progress":
@@ -201,6 +208,8 @@ class RayRuns(FanOut):
                         del under_way[key]
                         run.claim.close()
                         yield run.job, value
+                    # Out of memory is treated as a death: on another machine, or later, there may
+                    # be room.
                     elif kind == "lost" or (kind == "failed" and isinstance(value, MemoryError)):
                         self._add_sent(lost=1)
                         if run.tries > self.retries:
@@ -210,10 +219,13 @@ class RayRuns(FanOut):
                         warnings.warn(
                             f"{run.job}: {why}; try {run.tries} goes on where it was", stacklevel=2
                         )
+                        # A new number: late messages of the lost task must not count for the new
+                        # one.
                         del under_way[key]
                         under_way[(number := number + 1)] = run
                         self._start_run(tasks, number, run, common)
                     else:
+                        # The error of a job would come again, so it is not tried again.
                         if run.folder is not None:
                             write_failure(run.folder, value)
                         raise value
@@ -222,6 +234,8 @@ class RayRuns(FanOut):
                 f"the connection to Ray is lost: {_shorten_error(error)}; resume goes on"
             ) from None
         finally:
+            # Tasks end before the claims: no other process may take a folder that a task still
+            # reports to.
             tasks.stop()
             for run in under_way.values():
                 run.claim.close()
@@ -244,6 +258,7 @@ class RayRuns(FanOut):
             claim.enter_context(claim_folder(folder))
         except FolderInUse:
             return None
+        # The failure of an earlier try does not describe this one.
         (folder / FAILURE_FILE).unlink(missing_ok=True)
         return _ActiveRun(job, None, claim, folder)
 
@@ -262,8 +277,11 @@ class RayRuns(FanOut):
         if self.gpus:
             cards = have.get("GPU", 0.0)
             room = min(
-                room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus
+                # A share below 1 must lie on one card, so each card holds a whole number of runs.
+                room,
+                cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus,
             )
+        # At least 1, so that a job is submitted even where there is no room now: Ray lets it wait.
         return max(1, int(room))
 
     def _add_sent(self, *, data: int = 0, home: int = 0, lost: int = 0) -> None:
@@ -304,6 +322,7 @@ class _FederationStore:
                 released.
         """
         data = getattr(job, "federation", None)
+        # By identity: the payloads hold the very references of `_held`.
         used = {id(ref) for _, refs in others for ref in refs}
         self._held = {
             key: (value, ref)
@@ -312,6 +331,7 @@ class _FederationStore:
         }
         if not isinstance(data, Federation):
             return packing.pack(job), []
+        # The id is that of a living object, since `_held` keeps the federation itself.
         if id(data) not in self._held:
             packed = packing.pack(data)
             self._owner._add_sent(data=packed.nbytes)
@@ -363,6 +383,7 @@ class Tasks:
         import ray
 
         self._ray: Any = ray
+        # No retries by Ray: they would begin at the start of the run, not at its last checkpoint.
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": 0, "num_returns": "streaming"}
         self._task = ray.remote(**options)(_run_task)
         self._numbers: dict[Any, int] = {}
@@ -377,6 +398,7 @@ class Tasks:
         Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died,
         with the reason. After the last three, nothing comes from that task.
         """
+        # Only which streams are ready: the values are fetched one by one below.
         ready, _ = self._ray.wait(
             [*self._numbers], num_returns=1, timeout=seconds, fetch_local=False
         )
@@ -385,6 +407,8 @@ class Tasks:
             number = self._numbers[stream]
             try:
                 batch = self._ray.get(next(stream))
+            # A stream that ends without "done" or "failed" belongs to a worker that did not
+            # finish.
             except StopIteration:
                 batch = [("lost", "its worker ended without a result")]
             except self._ray.exceptions.RayTaskError as error:
@@ -410,6 +434,7 @@ class _Relay:
     """`Tasks` in an actor of the cluster: only there a task's yielded values can be received."""
 
     def __init__(self, ray: Any, cpus: float, gpus: float) -> None:
+        # It only passes messages on, so it takes no processor from a run.
         self._ray = ray
         self._actor = ray.remote(num_cpus=0)(Tasks).remote(cpus, gpus)
 
@@ -426,11 +451,13 @@ class _Relay:
 
     def stop(self) -> None:
         with suppress(Exception):
+            # A bound, since the connection may be gone; Ray ends the actor with it anyway.
             self._ray.get(self._actor.stop.remote(), timeout=10)
             self._ray.kill(self._actor)
 
 
 def _is_reference(value: Any) -> bool:
+    # By name: a client of Ray has another class for it.
     return type(value).__name__ in ("ObjectRef", "ClientObjectRef")
 
 
@@ -467,6 +494,7 @@ def run_job(
     packed, carried, argv, cpus = ray.get(common[0]) if isinstance(common, list) else common
     messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     with folders.temporary_folder() as root:
+        # In a thread, because the generator has to yield messages while the job computes.
         arguments = (packed, carried, argv, cpus, payload, there, home, root, messages)
         threading.Thread(
             target=_run_in_thread, args=arguments, name="coterie-run", daemon=True
@@ -476,6 +504,8 @@ def run_job(
             batch = [messages.get()]
             until = time.monotonic() + _TOGETHER
             while (
+                # Files go at once, since they are what survives the death of the worker. Progress
+                # can wait.
                 batch[-1][0] not in ("done", "failed", "files")
                 and (left := until - time.monotonic()) > 0
             ):
@@ -500,6 +530,7 @@ def _run_in_thread(
 
     def localize_error(error: Any) -> Any:
         """Return an error that names the folder as on the sending machine."""
+        # An error with other arguments than text stays as it is: its class may need them.
         if not abroad or not all(isinstance(part, str) for part in error.args):
             return error
         return type(error)(*(part.replace(abroad, home) for part in error.args))
@@ -513,6 +544,7 @@ def _run_in_thread(
         sys.argv = argv  # provenance records it as the command that was given
         torch.set_num_threads(1)
         use_threads(max(1, int(cpus)))
+        # `warnings.showwarning` belongs to the process, which does one job at a time.
         warnings.showwarning = report_warning
         _import_carried(carried)
         work, job = packing.unpack(packed), packing.unpack(payload[0])
@@ -538,6 +570,7 @@ def _run_in_thread(
         messages.put(("done", work(job, report_message)))
     except (CoterieError, OSError, MemoryError) as error:
         messages.put(("failed", localize_error(error)))
+    # Also SystemExit: without a last message, the generator would wait forever.
     except BaseException as error:
         traceback.print_exc()
         messages.put(
@@ -552,6 +585,7 @@ _imported: set[str] = set()
 def _import_carried(carried: Mapping[str, bytes]) -> None:
     """Make custom modules importable, once in a process: those of one command do not change."""
     if carried and not _imported:
+        # The folder lives as long as the process: a module may be imported late.
         packing.install_modules(carried, _carried_folder.enter_context(folders.temporary_folder()))
         _imported.update(carried)
         atexit.register(_carried_folder.close)

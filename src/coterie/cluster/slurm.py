@@ -37,6 +37,8 @@ MINUTES = 24 * 60
 MAX_RESUBMISSIONS = 20
 """How often a job that runs out of its time is submitted again."""
 _TURN = 5.0  # seconds between two looks at the jobs
+# The states of a job that will not run any more; Slurm writes some with more words, such as
+# "CANCELLED by 1000".
 _ENDED = re.compile(
     r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED"
     r"|.*NO .*"
@@ -88,7 +90,10 @@ class SlurmRuns(FanOut):
                 f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on "
                 "Ray"
             )
+        # All jobs at once: an array of jobs has one entry in Slurm's queue.
         asked, failed = list(jobs), list[BaseException]()
+        # A random number identifies this submission. Jobs of an earlier one see another, and do
+        # nothing.
         batch, place = uuid.uuid4().hex, work.folder / FOLDER
         with _make_executor(
             self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder
@@ -96,10 +101,13 @@ class SlurmRuns(FanOut):
             turns_of = [
                 _SlurmTask(work, job, batch, list(sys.argv), self._own_software(), self.cpus)
                 for job in asked
+                # Before the first submission: a job that starts at once must find its own batch.
             ]
             _write_request(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
             waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
+            # Processes of this machine have no queue of their own, so no more start than there are
+            # cores.
             while waiting or handed_in:
                 room = min(workers, count_cores()) - len(handed_in) if local else len(waiting)
                 now, waiting = waiting[: max(0, room)], waiting[max(0, room) :]
@@ -109,12 +117,16 @@ class SlurmRuns(FanOut):
                             new = [executor.submit(one) for _, one in now]
                         else:
                             with executor.batch():
+                                # Inside `batch`, submitit collects the calls and submits one
+                                # array.
                                 new = [executor.submit(one) for _, one in now]
                     handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
                     ids = {
                         _run_key(work, asked[number]): job.job_id
                         for number, job in handed_in.items()
                     }
+                    # The ids are written after each submission, so that `coterie status` finds
+                    # every job.
                     _write_request(
                         place, batch, self.place, _load_request(place).get("jobs", {}) | ids
                     )
@@ -128,6 +140,8 @@ class SlurmRuns(FanOut):
                     try:
                         yield asked[number], _job_result(job)
                     except (CoterieError, OSError, MemoryError) as error:
+                        # One failure does not end the others, which hold their own places in the
+                        # queue.
                         failed.append(error)
                         if waiting or handed_in:
                             warnings.warn(
@@ -159,9 +173,12 @@ class _SlurmTask:
         sys.argv = self.argv  # what provenance says is the command that the user gave
         folder = self.work.job_folder(self.job)
         try:
+            # First: other software must not write into the folder.
             doctor.check_same_software(self.wanted)
             if _load_request(self.work.folder / FOLDER).get("batch") != self.batch:
                 return "done", False  # the study was submitted again since then
+            # The hard link for file systems without locks, then the lock that all local processes
+            # use.
             with (
                 turns.claim_turn(folder, _own_job_id(), is_over),
                 claim_folder(folder),
@@ -169,6 +186,7 @@ class _SlurmTask:
             ):
                 use_threads(self.cpus)
                 return "done", self.work(self.job, _ignore_message)
+        # Another job or process does this run; that is no failure.
         except FolderInUse:
             return "done", False
         except (CoterieError, OSError, MemoryError) as error:
@@ -195,6 +213,7 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
             _suppress_warnings(),
         ):
             return executor.submit(question).result()
+    # Before the general case: it describes itself already.
     except CoterieError:
         raise
     except Exception as error:  # of submitit, or of the job
@@ -219,6 +238,7 @@ def load_job_states(study: Path) -> dict[str, tuple[str, str]]:
         return {}
     out = {}
     for run, job_id in found["jobs"].items():
+        # The id of a local job is its process, and the process table knows whether it runs.
         if found["place"] == "slurm:local":
             job: Any = submitit.LocalJob(study / FOLDER, job_id)
             state = "RUNNING" if not is_over(f"local:{job_id}") else job.state
@@ -239,10 +259,14 @@ def is_over(job: str) -> bool:
     if kind == "local":
         try:
             os.kill(int(process), 0)
+        # Signal 0 only asks whether the process exists.
         except ProcessLookupError:
             return True
+        # The process exists and belongs to another user, or the id is not a number.
         except (PermissionError, ValueError):
             return False
+        # A zombie has ended, and waits for its parent. The state follows the last bracket, because
+        # the name of a program may contain brackets and spaces.
         state = Path(f"/proc/{process}/stat")
         return state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
     try:
@@ -250,6 +274,7 @@ def is_over(job: str) -> bool:
 
         return bool(
             _ENDED.fullmatch(
+                # "force" asks Slurm at once; otherwise submitit may answer from its cache.
                 submitit.SlurmJob(Path.cwd(), job).watcher.get_state(job, mode="force").upper()
             )
         )
@@ -283,6 +308,7 @@ def _make_executor(
         executor = submitit.AutoExecutor(
             folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": MAX_RESUBMISSIONS}
         )
+        # In minutes, as submitit's `timeout_min`.
         time_ = int(settings.pop("time", MINUTES))
         executor.update_parameters(
             name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus
@@ -291,10 +317,12 @@ def _make_executor(
             more = {f"slurm_{key}": value for key, value in settings.items()}
             executor.update_parameters(
                 slurm_partition=partition,
+                # At least 1, also where there is no job to submit.
                 slurm_array_parallelism=max(1, at_once),
                 gpus_per_node=gpus,
                 **more,
             )
+    # submitit raises NameError for a parameter that it does not know.
     except (RuntimeError, ValueError, NameError) as error:
         raise ConfigError(f"--on {place}: {' '.join(str(error).split())[:300]}") from error
     yield executor
@@ -335,11 +363,14 @@ def _job_result(job: Any) -> Any:
 def _failure_reason(job: Any) -> str:
     """Return why a job failed: its error, else the last line of its log; "" if it did not."""
     try:
+        # Here an error of submitit and one that the task returned are both values; nothing is
+        # raised for a job that ended with a result.
         outcome = job._get_outcome_and_result()
     except Exception:  # of submitit: there is no result
         log = job.stderr() or ""
         lines = [line.strip() for line in log.splitlines() if line.strip()]
         return lines[-1][:200] if lines else f"Slurm says {job.state}"
+    # ("error", text) of submitit, or ("success", (kind, value)) with what `_SlurmTask` returned.
     kind, value = outcome if outcome[0] == "error" else outcome[1]
     return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
 
@@ -370,6 +401,7 @@ def _report_progress(
     folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit
 ) -> None:
     """Report a run's round when its checkpoint has a later one than before."""
+    # Jobs send no messages; the checkpoint is the only file that grows with the rounds.
     now = checkpoint.count_stored_rounds(folder) or 0
     if now <= rounds.get(number, 0):
         return

@@ -50,6 +50,7 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
     """
     study, out = load_stored_study(folder)
     place = out / study.name
+    # The folder of a sweep has a study in each subfolder, and no federation of its own.
     if study.sweep and not (place / "federation.json").exists():
         inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
         raise ConfigError(
@@ -66,20 +67,24 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
             handed_in.get(run.relative_to(place).as_posix(), ("", "")),
         )
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
+        # A claim by a job counts only while the batch system knows the job.
         number, owner = turns.find_holder(run)
         by_job = ""
         if number and owner and not slurm.is_over(owner["job"]):
             by_job = turns.describe_owner(owner)
+        # The first that applies: a finished run is done, whatever claim or job is left over.
         if state == "finished":
             found.append(JobStatus(job, "done"))
         elif who := by_job or find_owner(run):
             found.append(JobStatus(job, "running", ", ".join(filter(None, (reason, who)))))
+        # Slurm's states of a job that waits, then of one that runs.
         elif word in ("PENDING", "REQUEUED", "CONFIGURING"):
             found.append(JobStatus(job, "queued", reason))
         elif word in ("RUNNING", "COMPLETING"):
             found.append(JobStatus(job, "running", ", ".join(filter(None, (reason, "it begins")))))
         elif state == "damaged":
             found.append(JobStatus(job, "damaged", reason))
+        # A failure of an earlier try counts only when no process works on the run now.
         elif text := why or load_failure(run):
             found.append(JobStatus(job, "failed", ", ".join(filter(None, (reason, text)))))
         elif state == "unfinished":
@@ -119,6 +124,7 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
             text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" + (
                 f" ({reason})" if reason else ""
             )
+            # 9: the width of the state's column.
             first, *rest = wrap(text, width - 9, break_on_hyphens=False)
             out += [f"{state:<9}{first}", *(f"{'':<9}{line}" for line in rest)]
     return out

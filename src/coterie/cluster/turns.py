@@ -36,10 +36,12 @@ def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[
     """
     folder.mkdir(parents=True, exist_ok=True)
     number, owner = find_holder(folder)
+    # A requeued job has the same id and may go on. The turn of a job that is over does not count.
     if owner and owner["job"] != job and not over(owner["job"]):
         raise FolderInUse(
             f"{folder} is in use by {describe_owner(owner)}; wait for it, or cancel it first"
         )
+    # A number that nobody has: `os.link` fails if another job takes it first.
     mine = folder / f".turn-{number + 1}.json"
     what = {"job": job, "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     handle, name = tempfile.mkstemp(dir=folder, prefix=".turn-", suffix=".tmp")
@@ -47,6 +49,7 @@ def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(what, file)
             file.flush()
+            # The content is on disk before the name exists, so no reader sees an empty claim.
             os.fsync(file.fileno())
         os.link(name, mine)
     except FileExistsError:
@@ -76,6 +79,7 @@ def find_holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
         except FileNotFoundError:  # removed since it was listed
             continue
         except (ValueError, KeyError, TypeError):  # not written by a job
+            # Valid as a claim, but of an unknown owner: it is safer to respect it.
             return number, {}
     return 0, {}
 
