@@ -22,7 +22,7 @@ from coterie._util.names import format_client, format_clients, shorten_text
 from coterie._util.settings import format_brief
 from coterie.data.federation import Federation
 from coterie.engine.device import check_device
-from coterie.engine.native.compiler import heard
+from coterie.engine.native.compiler import report_compiling
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
@@ -280,7 +280,7 @@ def simulate(
         with (
             nullcontext()
             if notes is None
-            else heard(lambda text: notes(Note(label or method.kind, seed, text)))
+            else report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
         ):
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         if host is None:

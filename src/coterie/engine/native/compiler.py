@@ -27,7 +27,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def heard(listener: Callable[[str], None]) -> Iterator[None]:
+def report_compiling(listener: Callable[[str], None]) -> Iterator[None]:
     """Tell a listener, in words for a person, whenever this process compiles a program during the block."""
     _LISTENERS.append(listener)
     try:
@@ -37,7 +37,7 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def compiler() -> str:
+def find_compiler() -> str:
     """Return the path of the C++ compiler: CXX, or the first of c++, g++ and clang++.
 
     Raises:
@@ -58,23 +58,23 @@ def _native() -> str:
 
 
 @lru_cache(maxsize=1)
-def machine() -> tuple[str, ...]:
+def describe_machine() -> tuple[str, ...]:
     """Return what compiled code depends on: the compiler and its flag for this processor, and what it defines for both.
 
     Among what it defines are its version, and the features of the processor that it uses.
     """
     native = _native()
-    command = [compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
+    command = [find_compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
     defined = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=_SECONDS
     ).stdout
-    return (compiler(), native, platform.machine(), platform.processor(), defined)
+    return (find_compiler(), native, platform.machine(), platform.processor(), defined)
 
 
 @lru_cache(maxsize=1)
 def vector_bytes() -> int:
     """Return the bytes of the widest vector registers that programs for this processor use: 64, 32 or 16."""
-    defined = set(machine()[-1].split())
+    defined = set(describe_machine()[-1].split())
     return 64 if "__AVX512F__" in defined else 32 if "__AVX__" in defined else 16
 
 
@@ -88,7 +88,7 @@ def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
     Raises:
         CompilerError: when there is no compiler, or it fails.
     """
-    here = machine()
+    here = describe_machine()
     key = hashlib.sha256("\n".join((text, *_FLAGS, *flags, *here)).encode()).hexdigest()[:24]
     library = cache_folder() / "compiled" / f"{key}.so"
     seconds = 0.0
@@ -142,7 +142,7 @@ def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
         source.write_text(text)
         try:
             done = subprocess.run(
-                [compiler(), *flags, str(source), "-o", str(built)],
+                [find_compiler(), *flags, str(source), "-o", str(built)],
                 capture_output=True, text=True, check=False, timeout=_SECONDS,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 
 from coterie.engine.native import compiler
-from coterie.engine.native.loops import MANY, Value, dense, expanded, in_memory, order_of, product
+from coterie.engine.native.loops import (
+    MANY,
+    Value,
+    dense_strides,
+    expand,
+    in_memory,
+    order_of,
+    product,
+)
 from coterie.engine.native.lower import Lowering
-from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Ref, Size, at
+from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Ref, Size, evaluate_size
 
 LAST, PLANES, SAMPLES = (0, 2, 3, 1), (0, 1, 2, 3), (1, 2, 3, 0)
 
@@ -70,7 +78,7 @@ class ImageLowering(Lowering):
         key = ("padded", x, order, channels, before, after)
         if key not in self._made:
             if (before, after, channels) == ((0, 0), (0, 0), c):
-                self._made[key] = self.program.contiguous(x, order).memory.pointer
+                self._made[key] = self.program.make_contiguous(x, order).memory.pointer
             else:
                 inside = self._in_frame(x.shape, x.dtype, order, channels, before, after)
                 self.program.assign(inside.memory, x)
@@ -109,11 +117,11 @@ class ImageLowering(Lowering):
             return c, n
         return (n, c) if tuple(order) == LAST else (n * c, 1)
 
-    def _kept(self, ref: Ref, value: Value) -> Value:
+    def _store_if_needed(self, ref: Ref, value: Value) -> Value:
         """See `Lowering`; what a convolution reads with zeros around it is computed into them."""
         frame = self._frames.get(ref)
         if frame is None or not value.cost or self.uses.get(ref, 0) < 2:
-            return super()._kept(ref, value)
+            return super()._store_if_needed(ref, value)
         inside = self._in_frame(value.shape, value.dtype, *frame)
         self.program.assign(inside.memory, value)
         self._made["padded", inside, *frame] = f"{inside.memory.buffer} + 0"
@@ -152,7 +160,7 @@ class ImageLowering(Lowering):
 
     def _plain(self, x: Value) -> str:
         """Return the C++ of an array without gaps, as PyTorch orders it."""
-        return self.program.contiguous(x).memory.pointer
+        return self.program.make_contiguous(x).memory.pointer
 
     def _packed_weights(self, call: str, w: str, size: int) -> str:
         """Return the buffer of weights in the order that a kernel reads them in; copies are shared.
@@ -177,7 +185,7 @@ class ImageLowering(Lowering):
         """Return images as a matrix of pixels x channels."""
         n, c, h, w = x.shape
         return self._shaped(
-            self._op_permute(self.program.contiguous(x, LAST), LAST), [n * (h * w), c]
+            self._op_permute(self.program.make_contiguous(x, LAST), LAST), [n * (h * w), c]
         )
 
     def _from_pixels(self, rows: Value, n: Size, h: int, w: int, c: int) -> Value:
@@ -286,9 +294,9 @@ class ImageLowering(Lowering):
         w = conv.useful(w)
         if g.leaf is None:
             in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
-            g = self.program.stored(g, PLANES if in_planes else LAST)
+            g = self.program.store(g, PLANES if in_planes else LAST)
         gb = (
-            self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o])
+            self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
             if mask[2]
             else None
         )
@@ -391,7 +399,7 @@ class ImageLowering(Lowering):
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
         order = self._order_to_pool(x)
-        return self.program.contiguous(x, order).memory.pointer, order
+        return self.program.make_contiguous(x, order).memory.pointer, order
 
     def _order_to_pool(self, x: Value) -> tuple[int, ...]:
         """Return the order in memory in which images are pooled: that in which they lie."""
@@ -439,7 +447,12 @@ class ImageLowering(Lowering):
             [_buffer(source)],
             [_name(y), places],
         )
-        return [y, in_memory(places, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
+        return [
+            y,
+            in_memory(
+                places, self._kind.shape, dense_strides(self._kind.shape, order), torch.int64
+            ),
+        ]
 
     def _op_max_pool2d_with_indices_backward(
         self,
@@ -453,7 +466,7 @@ class ImageLowering(Lowering):
         places: Value,
     ) -> Value:
         order = self._order_to_pool(places)
-        source = self.program.contiguous(g, order)
+        source = self.program.make_contiguous(g, order)
         gx = self._target(x.shape, self.dtype, order)
         windows, many = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
@@ -534,7 +547,7 @@ class ImageLowering(Lowering):
         n, c, h, w = x.shape
         down, right = _copies(x.shape, size, scales)
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
-        return self._shaped(expanded(parts, [n, c, h, down, w, right]), self._kind.shape)
+        return self._shaped(expand(parts, [n, c, h, down, w, right]), self._kind.shape)
 
     def _op_upsample_nearest2d_backward(
         self, g: Value, size: Sequence[Size], shape: Sequence[Size], *scales: float | None
@@ -542,7 +555,7 @@ class ImageLowering(Lowering):
         n, c, h, w = shape
         down, right = _copies(shape, size, scales)
         parts = self._shaped(g, [n, c, h, down, w, right])
-        return self._op_squeeze(self.program.reduced([parts], [3, 5], "sum")[0], [3, 5])
+        return self._op_squeeze(self.program.reduce([parts], [3, 5], "sum")[0], [3, 5])
 
 
 def _copies(
@@ -578,8 +591,8 @@ class _Convolution:
 
     def __init__(
         self,
-        x: Value | Kind,
-        w: Value | Kind,
+        x: Value | ArrayKind,
+        w: Value | ArrayKind,
         stride: Any,
         padding: Any,
         dilation: Any,
@@ -673,4 +686,4 @@ def _name(value: Value) -> str:
 def _innermost(x: Value) -> int:
     """Return the axis of an array in memory whose neighbors lie side by side."""
     wide = [axis for axis, size in enumerate(x.shape) if size != 1]
-    return min(wide, key=lambda axis: abs(at(x.memory.strides[axis], MANY)), default=3)
+    return min(wide, key=lambda axis: abs(evaluate_size(x.memory.strides[axis], MANY)), default=3)

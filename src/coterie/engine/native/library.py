@@ -36,7 +36,7 @@ class Store(ctypes.Structure):
     )  # fmt: skip
 
 
-class CropFlip(ctypes.Structure):
+class CropFlipJob(ctypes.Structure):
     """Random crops and flips of a training; see `engine._augment`."""
 
     _fields_ = (("keys", _POINTER), ("fill", _POINTER), ("padding", _LONG))
@@ -59,43 +59,43 @@ class Rule(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredSamples:
     """Samples in the form that the program reads, with the tensors that own the memory."""
 
     store: Store
     owners: tuple[Tensor | None, ...]
 
 
-def at(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     """Return the address of a tensor's memory."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def to_int64(tensor: Tensor) -> Tensor:
     """Return a tensor as contiguous 64-bit integers."""
     return tensor.to(torch.int64).contiguous()
 
 
-def rows_of(tensor: Tensor) -> Tensor:
+def make_rows_contiguous(tensor: Tensor) -> Tensor:
     """Return a matrix whose rows are contiguous; rows may be shared."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def noise_of(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
+def convert_noise(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
     """Return noise in the form the program reads, and the tensors that own the memory."""
     if noise is None:
         return NoiseJob(None, None, 1), ()
-    owners = (whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
-    return NoiseJob(at(owners[0]), at(owners[1]), noise.samples_per_row), owners
+    owners = (to_int64(noise.keys), noise.sigma.to(torch.float64).contiguous())
+    return NoiseJob(address_of(owners[0]), address_of(owners[1]), noise.samples_per_row), owners
 
 
-def rule_of(work: TrainingWork) -> tuple[Rule, Tensor | None]:
+def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     """Return the optimizer in the form the program reads, and the tensor that owns the memory of its rates."""
     local, given = work.local, work.local.optimizer_arguments
     rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
     beta1, beta2 = given.get("betas", (0.0, 0.0))
     rule = Rule(
-        at(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments, given.get("nesterov", False),
+        address_of(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments, given.get("nesterov", False),
         given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
         given.get("dampening", 0.0), beta1, beta2, given.get("eps", 0.0), given.get("alpha", 0.0),
         given.get("lr_decay", 0.0), local.initial_accumulator_value,
@@ -103,7 +103,7 @@ def rule_of(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     return rule, rates
 
 
-def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
+def store_samples(samples: RawSamples, dtype: torch.dtype) -> StoredSamples:
     """Return samples in the form that programs read."""
     values = None
     if samples.is_images:
@@ -117,14 +117,20 @@ def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
         x = samples.x.to(dtype).contiguous()
     numbers = samples.y.is_floating_point()
     classes, targets = (
-        None if numbers else whole(samples.y),
+        None if numbers else to_int64(samples.y),
         samples.y.to(dtype).contiguous() if numbers else None,
     )
-    store = Store(at(x), at(values), at(classes), at(targets), int(values is not None))
-    return Kept(store, (None if x is samples.x else x, values, classes, targets))
+    store = Store(
+        address_of(x),
+        address_of(values),
+        address_of(classes),
+        address_of(targets),
+        int(values is not None),
+    )
+    return StoredSamples(store, (None if x is samples.x else x, values, classes, targets))
 
 
-def on_threads(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:
+def run_on_threads(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:
     """Run a function of the program over ranges of clients or pairs."""
     threads = min(_threads or torch.get_num_threads(), number)
     if threads <= 1:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
+from coterie.engine.native.trace import Dim, NotTraceableError, Size, evaluate_size
 
 # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
 MANY = 1009
@@ -96,7 +96,7 @@ class Value:
         """Return whether a value lies in memory without gaps, its axes in an order from outermost to innermost."""
         if self.leaf is None:
             return False
-        places = zip(self.leaf.strides, dense(self.shape, order), self.shape, strict=True)
+        places = zip(self.leaf.strides, dense_strides(self.shape, order), self.shape, strict=True)
         return all(stride == wanted or size == 1 for stride, wanted, size in places)
 
     def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
@@ -119,7 +119,7 @@ def in_memory(
     return Value(tuple(shape), (Leaf(buffer, offset, tuple(strides)),), _first, dtype)
 
 
-def dense(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Size]:
+def dense_strides(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Size]:
     """Return the strides of an array without gaps; `order` names its axes from the outermost to the innermost."""
     strides: list[Size] = [0] * len(shape)
     step: Size = 1
@@ -129,7 +129,7 @@ def dense(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Siz
     return strides
 
 
-def combined(
+def combine(
     make: Callable[..., str],
     values: Sequence[Value],
     dtype: torch.dtype,
@@ -139,7 +139,7 @@ def combined(
     """Return an elementwise function of values, broadcast to a shape."""
     leaves, counts = [], []
     for value in values:
-        value = expanded(value, shape)
+        value = expand(value, shape)
         leaves += value.leaves
         counts.append(len(value.leaves))
 
@@ -153,7 +153,7 @@ def combined(
     return Value(tuple(shape), tuple(leaves), text, dtype, cost + sum(v.cost for v in values))
 
 
-def expanded(value: Value, shape: Sequence[Size]) -> Value:
+def expand(value: Value, shape: Sequence[Size]) -> Value:
     """Return a value broadcast to a shape."""
     if tuple(shape) == value.shape:
         return value
@@ -167,7 +167,7 @@ def expanded(value: Value, shape: Sequence[Size]) -> Value:
     return value.moved(shape, move)
 
 
-def reshaped(value: Value, shape: Sequence[Size]) -> Value | None:
+def reshape(value: Value, shape: Sequence[Size]) -> Value | None:
     """Return a value in another shape, or None where that takes a copy."""
     groups = _groups(value.shape, shape)
     leaves = []
@@ -188,7 +188,7 @@ def reshaped(value: Value, shape: Sequence[Size]) -> Value | None:
 
 def in_shape(value: Value, shape: Sequence[Size]) -> Value:
     """Return a value without gaps in another shape."""
-    found = reshaped(value, shape)
+    found = reshape(value, shape)
     assert found is not None
     return found
 
@@ -202,11 +202,11 @@ def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], l
         sizes = [1, 1]
         while sizes[0] != sizes[1] or not (left or right):
             if i < len(old) and (sizes[0] < sizes[1] or not left):
-                sizes[0] *= at(old[i], MANY)
+                sizes[0] *= evaluate_size(old[i], MANY)
                 left.append(i)
                 i += 1
             if j < len(new) and (sizes[1] < sizes[0] or not right):
-                sizes[1] *= at(new[j], MANY)
+                sizes[1] *= evaluate_size(new[j], MANY)
                 right.append(j)
                 j += 1
             if sizes[0] != sizes[1] and (i == len(old) if sizes[0] < sizes[1] else j == len(new)):
@@ -282,7 +282,7 @@ class Program:
         )
         self.emit(nest.around(line), [leaf.buffer for leaf in value.leaves], [target.buffer])
 
-    def stored(self, value: Value, order: Sequence[int] | None = None) -> Value:
+    def store(self, value: Value, order: Sequence[int] | None = None) -> Value:
         """Return a value in memory: itself, or computed into a new buffer.
 
         Args:
@@ -292,25 +292,25 @@ class Program:
         if order is None and value.leaf is not None:
             return value
         order = list(order) if order is not None else order_of(value)
-        strides = dense(value.shape, order)
+        strides = dense_strides(value.shape, order)
         name = self.buffer(product(value.shape), value.dtype)
         result = in_memory(name, value.shape, strides, value.dtype)
         self.assign(result.memory, value)
         return result
 
-    def contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
+    def make_contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
         """Return a value in memory without gaps, in an order of its axes."""
         order = list(order) if order is not None else list(range(len(value.shape)))
         if not value.is_dense(order):
-            return self.stored(value, order)
+            return self.store(value, order)
         leaf = value.memory
         return in_memory(
-            leaf.buffer, value.shape, dense(value.shape, order), value.dtype, leaf.offset
+            leaf.buffer, value.shape, dense_strides(value.shape, order), value.dtype, leaf.offset
         )
 
     # ------------------------------------------------------------------ reductions
 
-    def reduced(self, values: Sequence[Value], axes: Sequence[int], kind: str) -> list[Value]:
+    def reduce(self, values: Sequence[Value], axes: Sequence[int], kind: str) -> list[Value]:
         """Reduce values of one shape over axes, which stay with size 1.
 
         Args:
@@ -322,12 +322,12 @@ class Program:
         joined = self._joined(values, axes)
         if joined is not None:
             parts, joined_axes, kept_now = joined
-            return [in_shape(result, kept_now) for result in self.reduced(parts, joined_axes, kind)]
+            return [in_shape(result, kept_now) for result in self.reduce(parts, joined_axes, kind)]
         shape = values[0].shape
         axes = [axis for axis in axes if shape[axis] != 1]
         kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
         if not axes and not kind.startswith("arg"):
-            return [self.stored(value) for value in values]
+            return [self.store(value) for value in values]
         order = [
             axis
             for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0))
@@ -339,19 +339,21 @@ class Program:
             kind == "sum"
             and inner
             and order.index(gone[0]) < order.index(kept[-1])
-            and at(shape[order[-1]], MANY) < 64
+            and evaluate_size(shape[order[-1]], MANY) < 64
         ):
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
-            half = self.reduced(values, first, kind)
-            return self.reduced(half, [a for a in gone if a not in first], kind)
+            half = self.reduce(values, first, kind)
+            return self.reduce(half, [a for a in gone if a not in first], kind)
         dtype = torch.int64 if kind.startswith("arg") else values[0].dtype
         if kind in ("any", "all"):
             dtype = torch.bool
         names = [self.buffer(product(kept_shape), dtype) for _ in values]
-        strides = dense(kept_shape, [*[a for a in range(len(shape)) if a not in kept], *kept])
+        strides = dense_strides(
+            kept_shape, [*[a for a in range(len(shape)) if a not in kept], *kept]
+        )
         results = [in_memory(name, kept_shape, strides, dtype) for name in names]
         leaves = [leaf for value in values for leaf in value.leaves]
-        targets = [expanded(result, shape).leaves[0] for result in results]
+        targets = [expand(result, shape).leaves[0] for result in results]
         reads = [leaf.buffer for leaf in leaves]
         columns = shape[kept[-1]] if kept and order[-1] in kept else None
         if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
@@ -380,7 +382,7 @@ class Program:
             if (axis in gone) != (axis + 1 in gone) or (shape[axis] == 1 and shape[axis + 1] == 1):
                 continue
             parts = [
-                reshaped(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]])
+                reshape(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]])
                 for v in values
             ]
             if all(part is not None for part in parts):
@@ -533,7 +535,7 @@ class Program:
         width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[
             buffer.type
         ]
-        return at(buffer.size, samples) * width
+        return evaluate_size(buffer.size, samples) * width
 
 
 def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -548,7 +550,9 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def by_strides(strides: Sequence[Size]) -> list[int]:
     """Return axes from the largest stride to the smallest."""
-    return sorted(range(len(strides)), key=lambda axis: (-abs(at(strides[axis], MANY)), axis))
+    return sorted(
+        range(len(strides)), key=lambda axis: (-abs(evaluate_size(strides[axis], MANY)), axis)
+    )
 
 
 def order_of(value: Value) -> list[int]:

@@ -17,25 +17,25 @@ from coterie.engine.native.loops import (
     Program,
     Value,
     by_strides,
-    combined,
-    dense,
-    expanded,
+    combine,
+    dense_strides,
+    expand,
     in_memory,
     number,
     order_of,
     product,
-    reshaped,
+    reshape,
 )
 from coterie.engine.native.trace import (
+    ArrayKind,
     Dim,
-    Kind,
-    Node,
     NotTraceableError,
+    Operation,
     Ratio,
     Ref,
     Size,
     Trace,
-    at,
+    evaluate_size,
 )
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
@@ -104,7 +104,7 @@ class Lowering:
                 self.uses[ref] = self.uses.get(ref, 0) + 1
 
         self._again = self._used_again()
-        self._node_now: Node | None = None
+        self._node_now: Operation | None = None
 
     def _used_again(self) -> set[Ref]:
         """Return the right factors of products of which several are views of one matrix, as in steps of time."""
@@ -137,7 +137,7 @@ class Lowering:
         """Return whether an operation can be lowered as it is."""
         return hasattr(cls, f"_op_{name}") or name in ELEMENTWISE
 
-    def _node(self, node: Node) -> None:
+    def _node(self, node: Operation) -> None:
         self._kinds = [self.trace.kinds[ref.number] for ref in node.outs if ref is not None]
         self._node_now = node
         try:
@@ -158,16 +158,18 @@ class Lowering:
                 self.values[ref] = None
                 continue
             shape = self.trace.kinds[ref.number].shape
-            if [at(size, MANY) for size in value.shape] != [at(size, MANY) for size in shape]:
+            if [evaluate_size(size, MANY) for size in value.shape] != [
+                evaluate_size(size, MANY) for size in shape
+            ]:
                 raise NotTraceableError(f"the operation {node.name} made {value.shape} for {shape}")
-            self.values[ref] = self._kept(ref, value)
+            self.values[ref] = self._store_if_needed(ref, value)
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> ArrayKind:
         """Shape and type of the first tensor that the node makes."""
         return self._kinds[0]
 
-    def _result(self, node: Node) -> Any:
+    def _result(self, node: Operation) -> Any:
         """Return what a node makes: a value, or a list of them with None for what is never read."""
         name = node.name
         args = [self.operand(value) for value in node.args]
@@ -197,11 +199,11 @@ class Lowering:
             return self._map(f"({{0}} {_BITS[name]} {{1}})".format, args[0], args[1])
         raise NotTraceableError(f"the operation {name} is not known")
 
-    def _kept(self, ref: Ref, value: Value) -> Value:
+    def _store_if_needed(self, ref: Ref, value: Value) -> Value:
         """Return a value, in memory where several need it or it is a long expression."""
         used = self.uses.get(ref, 0)
         if value.dtype != torch.bool and ((used > 1 and value.cost) or value.cost > _LARGE):
-            return self.program.stored(value)
+            return self.program.store(value)
         return value
 
     def operand(self, value: Any) -> Any:
@@ -232,7 +234,7 @@ class Lowering:
         self.program.buffers[
             name
         ].place = f"static const {self.program.buffers[name].type} {name}_[] = {{{entries}}};"
-        return in_memory(name, tensor.shape, dense(tensor.shape), tensor.dtype)
+        return in_memory(name, tensor.shape, dense_strides(tensor.shape), tensor.dtype)
 
     # ------------------------------------------------------------------ elementwise
 
@@ -282,7 +284,7 @@ class Lowering:
             return make(*pieces)
 
         shape = _broadcast([v.shape for v in values])
-        return combined(entry, values, dtype, cost, shape)
+        return combine(entry, values, dtype, cost, shape)
 
     def _arithmetic(
         self,
@@ -527,7 +529,7 @@ class Lowering:
             if source.is_floating_point or source == torch.bool
             else (lambda a: a)
         )
-        return combined(make, [x], self._kind.dtype, 1, x.shape)
+        return combine(make, [x], self._kind.dtype, 1, x.shape)
 
     def _op_clone(self, x: Value, **_options: Any) -> Value:
         return x
@@ -535,14 +537,14 @@ class Lowering:
     _op_detach = _op_alias = _op_lift_fresh = _op_lift_fresh_copy = _op_clone
 
     def _op_copy(self, x: Value, source: Value, *_rest: Any) -> Value:
-        return expanded(self._op__to_copy(source), x.shape)
+        return expand(self._op__to_copy(source), x.shape)
 
     def _op_zero(self, x: Value) -> Value:
         return self._filled(x.shape, 0, x.dtype)
 
     def _op_fill(self, x: Value, value: Operand) -> Value:
         return (
-            expanded(value, x.shape)
+            expand(value, x.shape)
             if isinstance(value, Value)
             else self._filled(x.shape, value, x.dtype)
         )
@@ -636,7 +638,7 @@ class Lowering:
         )
 
     def _op_expand(self, x: Value, _shape: Any, **_options: Any) -> Value:
-        return expanded(x, self._kind.shape)
+        return expand(x, self._kind.shape)
 
     def _op_select(self, x: Value, axis: int, place: Size) -> Value:
         axis %= len(x.shape)
@@ -696,14 +698,17 @@ class Lowering:
         return self._op_view(x, shape)
 
     def _shaped(self, x: Value, shape: Sequence[Size]) -> Value:
-        found = reshaped(x, shape)
+        found = reshape(x, shape)
         # perhaps as it lies best, where the axes of some leaf cannot be joined
         if found is None and x.leaf is None:
             order = order_of(x)
-            if reshaped(in_memory("", x.shape, dense(x.shape, order), x.dtype), shape) is not None:
-                found = reshaped(self.program.stored(x, order), shape)
+            if (
+                reshape(in_memory("", x.shape, dense_strides(x.shape, order), x.dtype), shape)
+                is not None
+            ):
+                found = reshape(self.program.store(x, order), shape)
         if found is None:
-            found = reshaped(self.program.contiguous(x), shape)
+            found = reshape(self.program.make_contiguous(x), shape)
         assert found is not None
         return found
 
@@ -738,11 +743,13 @@ class Lowering:
 
     def _storage(self, x: Value, strides: Sequence[Size]) -> tuple[Value, list[int]]:
         """Return a value as it lies in PyTorch's memory."""
-        axes = sorted((a for a, s in enumerate(x.shape)), key=lambda a: (-at(strides[a], MANY), a))
-        wanted = dense(x.shape, axes)
+        axes = sorted(
+            (a for a, s in enumerate(x.shape)), key=lambda a: (-evaluate_size(strides[a], MANY), a)
+        )
+        wanted = dense_strides(x.shape, axes)
         if any(a != b and size != 1 for a, b, size in zip(wanted, strides, x.shape, strict=True)):
             raise NotTraceableError("it writes into a part of a tensor that has gaps")
-        return self.program.contiguous(x, axes), axes
+        return self.program.make_contiguous(x, axes), axes
 
     def _op_write(
         self,
@@ -754,7 +761,7 @@ class Lowering:
         base: Sequence[Size],
     ) -> Value:
         _flat, axes = self._storage(x, base)
-        copy = self.program.stored(x, axes)
+        copy = self.program.store(x, axes)
         target = Leaf(copy.memory.buffer, copy.memory.offset + offset, tuple(strides))
         self.program.assign(target, value)
         return copy
@@ -775,7 +782,7 @@ class Lowering:
         self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None
     ) -> Value:
         name = self.program.buffer(product(shape), dtype)
-        return in_memory(name, shape, dense(shape, order), dtype)
+        return in_memory(name, shape, dense_strides(shape, order), dtype)
 
     def _place(self, target: Value, axis: int, start: Size, value: Value, step: int = 1) -> None:
         part = self._sliced(target, axis, start, value.shape[axis], step)
@@ -842,7 +849,7 @@ class Lowering:
         if value == 0:
             target = self._zeros(shape, x.dtype)
         else:
-            target = self.program.stored(self._filled(shape, value, x.dtype), range(len(shape)))
+            target = self.program.store(self._filled(shape, value, x.dtype), range(len(shape)))
         part = target
         for axis, start in enumerate(starts):
             part = self._sliced(part, axis, start, x.shape[axis])
@@ -859,7 +866,7 @@ class Lowering:
         wide = x
         for axis in range(len(x.shape)):
             wide = self._op_unsqueeze(wide, 2 * axis)
-        wide = expanded(wide, mixed)
+        wide = expand(wide, mixed)
         return self._shaped(wide, [c * s for c, s in zip(counts, x.shape, strict=True)])
 
     def _picked(self, x: Value, axis: int, index: Value, shape: Sequence[Size]) -> Value:
@@ -877,23 +884,23 @@ class Lowering:
             return f"(&{parts[0]})[inside({place}, {size}) * {stride}]"
 
         return Value(
-            tuple(shape), (fixed, *expanded(index, shape).leaves), make, x.dtype, 2 + index.cost
+            tuple(shape), (fixed, *expand(index, shape).leaves), make, x.dtype, 2 + index.cost
         )
 
     def _op_gather(self, x: Value, axis: int, index: Value, **_options: Any) -> Value:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         axis %= len(x.shape)
         return self._picked(x, axis, index, index.shape)
 
     def _op_embedding(self, weight: Value, index: Value, *_options: Any) -> Value:
-        return self._rows_at(self.program.stored(weight), 0, index)
+        return self._rows_at(self.program.store(weight), 0, index)
 
     def _op_index_select(self, x: Value, axis: int, index: Value) -> Value:
-        return self._rows_at(self.program.stored(x), axis % len(x.shape), index)
+        return self._rows_at(self.program.store(x), axis % len(x.shape), index)
 
     def _op_index(self, x: Value, indices: Sequence[Value | None]) -> Value:
         axis, index = self._only_index(x, indices)
-        return self._rows_at(self.program.stored(x), axis, index)
+        return self._rows_at(self.program.store(x), axis, index)
 
     @staticmethod
     def _only_index(x: Value, indices: Sequence[Value | None]) -> tuple[int, Value]:
@@ -903,7 +910,7 @@ class Lowering:
             raise NotTraceableError("indexing with several tensors, or with a mask")
         axis, index = given[0]
         size = x.shape[axis]
-        return axis, combined(
+        return axis, combine(
             lambda i: f"({i} < 0 ? {i} + {size} : {i})", [index], torch.int64, 1, index.shape
         )
 
@@ -936,7 +943,7 @@ class Lowering:
 
     def _write_rows(self, target: Value, axis: int, index: Value, g: Value, operator: str) -> None:
         """Write the entries of `g` to places along an axis; the axes of the index are there in the shape of `g`."""
-        g = expanded(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
+        g = expand(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
         many = len(index.shape)
         leaf = target.memory
         fixed = replace(
@@ -947,7 +954,7 @@ class Lowering:
 
     def _write_entries(self, x: Value, axis: int, index: Value, g: Value, operator: str) -> Value:
         """Return a copy of `x` with the entries of `g` at places along an axis; index and `g` have the axes of `x`."""
-        target = self.program.stored(x, range(len(x.shape)))
+        target = self.program.store(x, range(len(x.shape)))
         leaf = target.memory
         fixed = replace(
             leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides))
@@ -1000,14 +1007,14 @@ class Lowering:
         return self._added((rows, g.shape[-1]), 0, index, g)
 
     def _condition(self, make: Callable[..., str], *values: Value) -> Value:
-        return combined(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
+        return combine(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
 
     def _op_index_put(
         self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False
     ) -> Value:
         axis, index = self._only_index(x, indices)
         if not accumulate:
-            target = self.program.stored(x, range(len(x.shape)))
+            target = self.program.store(x, range(len(x.shape)))
             self._write_rows(target, axis, index, g, "=")
             return target
         added = self._added(x.shape, axis, index, g)
@@ -1027,9 +1034,7 @@ class Lowering:
         # an elementwise choice
         if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):
             text = "chosen({1} == {0}, {3}, {2})"
-            return self._map(
-                text.format, _places(x.shape, axis), expanded(index, x.shape), x, source
-            )
+            return self._map(text.format, _places(x.shape, axis), expand(index, x.shape), x, source)
         values = source if isinstance(source, Value) else self._filled(index.shape, source, x.dtype)
         return self._write_entries(x, axis, index, values, "=")
 
@@ -1048,15 +1053,15 @@ class Lowering:
         if kind.startswith("arg") and len(gone) == 1 and x.shape[gone[0]] == 1:
             result = self._filled(x.shape, 0, torch.int64)
         else:
-            (result,) = self.program.reduced([x], gone, kind)
+            (result,) = self.program.reduce([x], gone, kind)
         return result if keep else self._op_squeeze(result, gone)
 
     def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
         if x.dtype.is_floating_point:
             return self._reduce(x, axes, keepdim, "sum")
         # small integers, so without rounding
-        numbers = combined(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)
-        return combined(
+        numbers = combine(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)
+        return combine(
             lambda a: f"int64_t({a})",
             [self._reduce(numbers, axes, keepdim, "sum")],
             torch.int64,
@@ -1107,39 +1112,39 @@ class Lowering:
     def _op_max(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
         if axis is None:
             return self._reduce(x, None, False, "max")
-        x = self.program.stored(x)
+        x = self.program.store(x)
         return [self._reduce(x, axis, keepdim, "max"), self._reduce(x, axis, keepdim, "argmax")]
 
     def _op_min(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
         if axis is None:
             return self._reduce(x, None, False, "min")
-        x = self.program.stored(x)
+        x = self.program.store(x)
         return [self._reduce(x, axis, keepdim, "min"), self._reduce(x, axis, keepdim, "argmin")]
 
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
         count = product([x.shape[a] for a in axes])
         mean = self._computed(
-            lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0]
+            lambda a: f"({a} / T({count}))", self.program.reduce([x], axes, "sum")[0]
         )
         distance = self._pointwise(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
         variance = self._computed(
-            lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0]
+            lambda a: f"({a} / T({count}))", self.program.reduce([distance], axes, "sum")[0]
         )
         return mean, variance
 
     def _computed(self, make: Callable[[str], str], x: Value) -> Value:
-        return self.program.stored(combined(make, [x], self.dtype, 1, x.shape))
+        return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
 
     def _pointwise(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
-        return combined(make, list(values), self.dtype, cost, _broadcast([v.shape for v in values]))
+        return combine(make, list(values), self.dtype, cost, _broadcast([v.shape for v in values]))
 
     def _scale(self, variance: Value, eps: float) -> Value:
         """Return 1 / standard deviation."""
         return self._computed(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
 
     def _variance(self, x: Value, axes: Any, correction: Any, keep: bool) -> tuple[Value, Value]:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         gone = self._axes(x, axes)
         mean, variance = self._moments(x, gone)
         count = product([x.shape[a] for a in gone])
@@ -1173,59 +1178,55 @@ class Lowering:
 
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
-        x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "peak")[0]
-        powers = self.program.stored(
-            self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
-        )
+        x = self.program.store(x)
+        top = self.program.reduce([x], [axis], "peak")[0]
+        powers = self.program.store(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
         total = self._computed(
-            lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0]
+            lambda a: f"(1 / {a})", self.program.reduce([powers], [axis], "sum")[0]
         )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
         axis %= len(x.shape)
-        x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "peak")[0]
+        x = self.program.store(x)
+        top = self.program.reduce([x], [axis], "peak")[0]
         powers = self._pointwise(
             lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top
         )
-        powers = self.program.stored(powers)
+        powers = self.program.store(powers)
         total = self._computed(
             lambda a: f"chosen({a} == 0, 0, 1 / {a})",
-            self.program.reduced([powers], [axis], "sum")[0],
+            self.program.reduce([powers], [axis], "sum")[0],
         )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
-        g, y = self.program.stored(g), self.program.stored(y)
-        total = self.program.reduced(
+        g, y = self.program.store(g), self.program.store(y)
+        total = self.program.reduce(
             [self._pointwise(lambda a, b: f"({a} * {b})", g, y)], [axis % len(y.shape)], "sum"
         )[0]
         return self._map(lambda a, b, s: f"(({a} - {s}) * {b})", g, y, total)
 
     def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
-        x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "peak")[0]
+        x = self.program.store(x)
+        top = self.program.reduce([x], [axis], "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
-        total = self.program.reduced([powers], [axis], "sum")[0]
-        log = self.program.stored(
-            self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top)
-        )
+        total = self.program.reduce([powers], [axis], "sum")[0]
+        log = self.program.store(self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top))
         return self._map(lambda a, s: f"({a} - {s})", x, log)
 
     def _op__log_softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
-        g = self.program.stored(g)
-        total = self.program.reduced([g], [axis % len(y.shape)], "sum")[0]
+        g = self.program.store(g)
+        total = self.program.reduce([g], [axis % len(y.shape)], "sum")[0]
         return self._map(lambda a, b, s: f"({a} - exponential({b}) * {s})", g, y, total, cost=10)
 
     def _op_logsumexp(self, x: Value, axes: Any, keepdim: bool = False) -> Value:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         gone = self._axes(x, axes)
-        top = self.program.reduced([x], gone, "peak")[0]
+        top = self.program.reduce([x], gone, "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
-        total = self.program.reduced([powers], gone, "sum")[0]
+        total = self.program.reduce([powers], gone, "sum")[0]
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
         return result if keepdim else self._op_squeeze(result, gone)
 
@@ -1234,9 +1235,9 @@ class Lowering:
     ) -> list[Any]:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
-        x = self.program.stored(x)
+        x = self.program.store(x)
         known = self._condition(lambda t: f"({t} == {ignore})", y)
-        safe = combined(
+        safe = combine(
             lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape
         )
         picked = self._op_squeeze(
@@ -1247,7 +1248,7 @@ class Lowering:
         )
         if weight is None:
             return [self._map(lambda k, p: f"chosen({k} != 0, 0, -{p})", known, picked), None]
-        scale = self._rows_at(self.program.stored(weight), 0, safe)
+        scale = self._rows_at(self.program.store(weight), 0, safe)
         return [
             self._map(lambda k, p, w: f"chosen({k} != 0, 0, -{p} * {w})", known, picked, scale),
             None,
@@ -1266,23 +1267,23 @@ class Lowering:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
         iota = _places(x.shape, axis)
-        y = self.program.stored(y)
+        y = self.program.store(y)
         g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
         if weight is not None:
-            w = self.program.stored(weight)
+            w = self.program.store(weight)
             w = self._shaped(w, [w.shape[0] if a == axis else 1 for a in range(len(x.shape))])
             return self._map(
                 lambda k, t, a, v: f"chosen({k} == {t} && {t} != {ignore}, -{a} * {v}, 0)",
                 iota,
-                expanded(y, x.shape),
-                expanded(g, x.shape),
+                expand(y, x.shape),
+                expand(g, x.shape),
                 w,
             )
         return self._map(
             lambda k, t, a: f"chosen({k} == {t} && {t} != {ignore}, -{a}, 0)",
             iota,
-            expanded(y, x.shape),
-            expanded(g, x.shape),
+            expand(y, x.shape),
+            expand(g, x.shape),
         )
 
     _op_nll_loss2d_forward, _op_nll_loss2d_backward = _op_nll_loss_forward, _op_nll_loss_backward
@@ -1295,7 +1296,7 @@ class Lowering:
         eps = rest[-1]
         if len(rest) != 3:
             raise NotTraceableError("batch normalization of a form that is not known")
-        x = self.program.stored(x)
+        x = self.program.store(x)
         axes = [a for a in range(len(x.shape)) if a != 1]
         mean, variance = self._moments(x, axes)
         scale = self._scale(variance, eps)
@@ -1335,7 +1336,7 @@ class Lowering:
     ) -> Value:
         if weight is not None and weight.shape == scale.shape:
             scale, weight = (
-                self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)),
+                self.program.store(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)),
                 None,
             )
         values = [x, mean, scale, *(v for v in (weight, bias) if v is not None)]
@@ -1385,30 +1386,28 @@ class Lowering:
             weight: of the shape of the mean.
             inner: weight of another shape, that is part of the sums.
         """
-        x = self.program.stored(x)
+        x = self.program.store(x)
         order = by_strides(x.memory.strides)
-        g = self.program.stored(g, order) if g.leaf is None else g
+        g = self.program.store(g, order) if g.leaf is None else g
         count = product([x.shape[a] for a in axes])
         if inner is None:
             away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
-            plain, moved = self.program.reduced([g, away], axes, "sum")
+            plain, moved = self.program.reduce([g, away], axes, "sum")
         else:
             away = self._pointwise(
                 lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean
             )
-            plain, moved = self.program.reduced(
+            plain, moved = self.program.reduce(
                 [self._pointwise(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
             )
-        along = self.program.stored(self._pointwise(lambda s, q: f"({s} * {q})", scale, moved))
-        slope = self.program.stored(
+        along = self.program.store(self._pointwise(lambda s, q: f"({s} * {q})", scale, moved))
+        slope = self.program.store(
             self._pointwise(lambda s, q: f"({s} * {q} / T({count}))", scale, along)
         )
         level = self._computed(lambda p: f"({p} / T({count}))", plain)
         factor = scale
         if weight is not None:
-            factor = self.program.stored(
-                self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)
-            )
+            factor = self.program.store(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight))
         if inner is None:
             text = "(({0} - {1} - ({2} - {3}) * {4}) * {5})"
             return self._map(text.format, g, level, x, mean, slope, factor, cost=6), along, plain
@@ -1418,7 +1417,7 @@ class Lowering:
     def _op_native_layer_norm(
         self, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
     ) -> list[Value]:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
         mean, variance = self._moments(x, axes)
         scale = self._scale(variance, eps)
@@ -1435,14 +1434,14 @@ class Lowering:
         _bias: Value | None,
         _mask: Sequence[bool],
     ) -> list[Value | None]:
-        x, g = self.program.stored(x), self.program.stored(g)
+        x, g = self.program.store(x), self.program.store(g)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
         outer = list(range(len(x.shape) - len(shape)))
         back, _along, _plain = self._normal_back(g, x, mean, scale, axes, None, weight)
         if weight is None:
             return [back, None, None]
         along = self._pointwise(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", g, x, mean, scale)
-        sums = self.program.reduced([along, g], outer, "sum")
+        sums = self.program.reduce([along, g], outer, "sum")
         return [back, self._shaped(sums[0], shape), self._shaped(sums[1], shape)]
 
     def _grouped(self, x: Value, groups: int) -> Value:
@@ -1452,7 +1451,7 @@ class Lowering:
 
     def _of_channels(self, value: Value, parts: Value) -> Value:
         """Return a value of each group for each of its channels, so that loops over channels do not stop at groups."""
-        return self.program.stored(expanded(value, [*value.shape[:2], parts.shape[2], 1]), range(4))
+        return self.program.store(expand(value, [*value.shape[:2], parts.shape[2], 1]), range(4))
 
     def _op_native_group_norm(
         self,
@@ -1465,7 +1464,7 @@ class Lowering:
         groups: int,
         eps: float,
     ) -> list[Value]:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         parts = self._grouped(x, groups)
         mean, variance = self._moments(parts, [2, 3])
         scale = self._scale(variance, eps)
@@ -1492,19 +1491,19 @@ class Lowering:
         groups: int,
         _mask: Sequence[bool],
     ) -> list[Value | None]:
-        x = self.program.stored(x)
+        x = self.program.store(x)
         if g.leaf is None:
-            g = self.program.stored(g, by_strides(x.memory.strides))
+            g = self.program.store(g, by_strides(x.memory.strides))
         gp, xp = self._grouped(g, groups), self._grouped(x, groups)
         mean, scale = (self._shaped(v, [x.shape[0], groups, 1, 1]) for v in (mean, scale))
         means, scales = self._of_channels(mean, xp), self._of_channels(scale, xp)
         away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", gp, xp, means)
-        plain, moved = self.program.reduced([gp, away], [3], "sum")  # of each channel
+        plain, moved = self.program.reduce([gp, away], [3], "sum")  # of each channel
         weights = self._filled([1, groups, c // groups, 1], 1, self.dtype)
         if weight is not None:
             weights = self._shaped(weight, weights.shape)
         own = [self._pointwise(lambda s, w: f"({s} * {w})", v, weights) for v in (plain, moved)]
-        level, slope = self.program.reduced(own, [2], "sum")  # of each group
+        level, slope = self.program.reduce(own, [2], "sum")  # of each group
         count = xp.shape[2] * xp.shape[3]
         level = self._of_channels(self._pointwise(lambda s: f"({s} / T({count}))", level), xp)
         slope = self._pointwise(lambda s, r: f"({s} * {r} * {r} / T({count}))", slope, scale)
@@ -1513,7 +1512,7 @@ class Lowering:
         if weight is None:
             return [self._shaped(back, x.shape), None, None]
         along = self._pointwise(lambda s, r: f"({s} * {r})", moved, scale)
-        sums = self.program.reduced([along, plain], [0], "sum")
+        sums = self.program.reduce([along, plain], [0], "sum")
         return [self._shaped(back, x.shape), self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
 
     # ------------------------------------------------------------------ products
@@ -1558,7 +1557,7 @@ class Lowering:
         axes = list(range(len(x.shape)))
         if static == len(x.shape) - 2:
             axes[last], axes[last - 1] = last - 1, last
-        return self.program.contiguous(x, axes)
+        return self.program.make_contiguous(x, axes)
 
     def _product(self, a: Value, b: Value) -> Value:
         """Return a product of matrices, M x K times K x N, or of as many pairs of them."""
@@ -1568,19 +1567,22 @@ class Lowering:
                 raise NotTraceableError("it compares every sample of a batch with every other")
             turned = self._product(self._turned(b), self._turned(a))
             return self._turned(turned)
-        rows = at(m, self.samples)
+        rows = evaluate_size(m, self.samples)
         last = len(a.shape) - 1
         a = self._matrix(a, last if isinstance(k, int) else last - 1)
         sm, sk = a.memory.strides[-2:]
         sm, sk = (0 if m == 1 else sm), (0 if k == 1 else sk)
         if b.leaf is None:
-            b = self.program.contiguous(b)
+            b = self.program.make_contiguous(b)
         bk, bn = b.memory.strides[-2:]
         c = self._target((*a.shape[:-1], n), self.dtype)
         self.program.buffers[c.memory.buffer].size = product(c.shape)
         direct = bn == 1 or n == 1
         along = (
-            (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
+            (bk == 1 or k == 1)
+            and (sk in (0, 1))
+            and rows < _ROWS
+            and evaluate_size(k, self.samples) >= _LONG
         )
         again = self._node_now is not None and any(
             ref in self._again for ref in self._node_now.refs()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from coterie.engine.native.simple import separate_windows
-from coterie.engine.native.trace import Kind, Node, Ref, Trace
+from coterie.engine.native.trace import ArrayKind, Operation, Ref, Trace
 
 _ALIASES = {"detach", "alias"}
 _POOL, _POOL_BACK = "max_pool2d_with_indices", "max_pool2d_with_indices_backward"
@@ -15,9 +15,9 @@ class _Graph:
 
     def __init__(self, trace: Trace) -> None:
         self._roots: dict[Ref, Ref] = {}
-        self.makers: dict[Ref, Node] = {}
-        self.aliases: dict[Ref, list[Node]] = {}
-        self._readers: dict[Ref, list[Node]] = {}
+        self.makers: dict[Ref, Operation] = {}
+        self.aliases: dict[Ref, list[Operation]] = {}
+        self._readers: dict[Ref, list[Operation]] = {}
         for node in trace.nodes:
             out = node.outs[0]
             if node.name in _ALIASES and out is not None:
@@ -34,17 +34,19 @@ class _Graph:
         """Return the value that a reference is an alias of."""
         return self._roots.get(ref, ref)
 
-    def readers(self, ref: Ref | None) -> list[Node] | None:
+    def readers(self, ref: Ref | None) -> list[Operation] | None:
         """Return the nodes that read a value; None when the trace returns it."""
         if ref is None or ref in self._results:
             return None
         return self._readers.get(ref, [])
 
-    def maker(self, ref: Ref) -> Node | None:
+    def maker(self, ref: Ref) -> Operation | None:
         """Return the node that makes a value."""
         return self.makers.get(self.root(ref))
 
-    def pooling_backward(self, pool: Node, source: Ref) -> tuple[Node | None, list[Node]] | None:
+    def pooling_backward(
+        self, pool: Operation, source: Ref
+    ) -> tuple[Operation | None, list[Operation]] | None:
         """Return the backward node of a max-pooling, and what else reads the pooling's input.
 
         Args:
@@ -74,9 +76,9 @@ def pool_before_activations(trace: Trace) -> Trace:
     number that the pooling picks otherwise has no gradient, or that of equal numbers.
     """
     graph, kinds = _Graph(trace), dict(trace.kinds)
-    replaced: dict[int, list[Node]] = {}
+    replaced: dict[int, list[Operation]] = {}
 
-    def new_ref(kind: Kind) -> Ref:
+    def new_ref(kind: ArrayKind) -> Ref:
         ref = Ref(max(kinds) + 1)
         kinds[ref.number] = kind
         return ref
@@ -127,7 +129,7 @@ def pool_before_activations(trace: Trace) -> Trace:
     return replace(trace, nodes=nodes, kinds=kinds)
 
 
-def _never_falls(node: Node) -> bool:
+def _never_falls(node: Operation) -> bool:
     if node.name == "leaky_relu":
         return len(node.args) < 2 or node.args[1] > 0
     return node.name == "relu"
@@ -141,7 +143,7 @@ def join_convolutions_with_pooling(trace: Trace) -> Trace:
     largest numbers after the weights, and the size.
     """
     graph = _Graph(trace)
-    replaced: dict[int, list[Node]] = {}
+    replaced: dict[int, list[Operation]] = {}
     for pool in trace.nodes:
         size = separate_windows(pool.args[1:]) if pool.name == _POOL else None
         if size is None:
@@ -162,7 +164,7 @@ def join_convolutions_with_pooling(trace: Trace) -> Trace:
         replaced[id(conv)] = []
         replaced.update((id(alias), []) for alias in graph.aliases.get(source, []))
         replaced[id(pool)] = [
-            Node("convolution_pool", (*conv.args, size), {}, pool.outs, conv.layer)
+            Operation("convolution_pool", (*conv.args, size), {}, pool.outs, conv.layer)
         ]
     nodes = [new for node in trace.nodes for new in replaced.get(id(node), [node])]
     return replace(trace, nodes=nodes)

@@ -19,7 +19,7 @@ from coterie.engine.native.images import (
 from coterie.engine.native.loops import Value, in_memory, product
 from coterie.engine.native.lower import ELEMENTWISE
 from coterie.engine.native.simple import LARGE
-from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Trace
+from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Trace
 
 LANES = 8
 """Samples of a call."""
@@ -62,7 +62,9 @@ def _has_kernel(trace: Trace, args: Sequence[Any]) -> bool:
     return plain and inside and conv.cut == (0, 0)
 
 
-def _convolution(x: Value | Kind, w: Value | Kind, options: Sequence[Any]) -> _Convolution:
+def _convolution(
+    x: Value | ArrayKind, w: Value | ArrayKind, options: Sequence[Any]
+) -> _Convolution:
     """Return the numbers of a convolution from the arguments of the operation behind the bias."""
     stride, padding, dilation, transposed, _output_padding, groups = options[:6]
     return _Convolution(x, w, stride, padding, dilation, transposed, groups)
@@ -133,7 +135,7 @@ class SampleLowering(ImageLowering):
             self.program.assign(framed.memory, g)
             g = framed
         else:
-            g = self.program.contiguous(g, SAMPLES)
+            g = self.program.make_contiguous(g, SAMPLES)
         row, grads = conv.wo + 2 * left, g.memory.pointer
         gb = self._bias_gradient(g, conv) if mask[2] else None
         gx = self._input_gradient(grads, row, x, w, conv) if mask[0] else None
@@ -145,7 +147,7 @@ class SampleLowering(ImageLowering):
     ) -> list[Value | None]:
         conv = _convolution(x, w, options)
         mask, (high, wide) = options[6:]
-        g = self.program.contiguous(g, SAMPLES)
+        g = self.program.make_contiguous(g, SAMPLES)
         height, width = conv.ho // high, conv.wo // wide
         pooled = _grid(conv.o, height, width, width)
         gb = self._bias_gradient(g, conv) if mask[2] else None
@@ -178,7 +180,7 @@ class SampleLowering(ImageLowering):
         return [gx, gw, gb]
 
     def _bias_gradient(self, g: Value, conv: _Convolution) -> Value:
-        return self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o])
+        return self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
 
     def _input_gradient(
         self, grads: str, row: int, x: Value, w: Value, conv: _Convolution
@@ -234,7 +236,7 @@ class SampleLowering(ImageLowering):
         """Return a matrix with a row for each sample as it is, or one with samples side by side turned over."""
         if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
             return x
-        x = x if x.leaf is not None else self.program.stored(x)
+        x = x if x.leaf is not None else self.program.store(x)
         if x.memory.strides != (1, x.shape[0]):
             return x
         key = ("rows", x)

@@ -5,12 +5,12 @@ A sum of a1 b1, a2 b2, ... is the product of [a1 a2 ...] and the b1, b2, ... bel
 
 from dataclasses import replace
 
-from coterie.engine.native.trace import Kind, Node, Ref, Size, Trace
+from coterie.engine.native.trace import ArrayKind, Operation, Ref, Size, Trace
 
 _FEWEST = 3  # products of a sum for which joining them pays
 
 
-def with_joined_products(trace: Trace) -> Trace:
+def join_products(trace: Trace) -> Trace:
     """Return a trace in which each sum of several products is one product."""
     makers = {out: node for node in trace.nodes for out in node.outs if out is not None}
     uses: dict[Ref, int] = {}
@@ -22,7 +22,7 @@ def with_joined_products(trace: Trace) -> Trace:
             uses[ref] = uses.get(ref, 0) + 1
     kinds = dict(trace.kinds)
     gone: set[int] = set()
-    made: dict[int, list[Node]] = {}
+    made: dict[int, list[Operation]] = {}
 
     def factors(ref: Ref, turned: bool) -> list[tuple[Ref, Ref, bool]] | None:
         """Return the factors of a sum that is used once, each with whether their product is turned; None for others."""
@@ -43,20 +43,20 @@ def with_joined_products(trace: Trace) -> Trace:
 
     def new(shape: tuple[Size, ...], like: Ref) -> Ref:
         ref = Ref(max(kinds) + 1)
-        kinds[ref.number] = Kind(shape, kinds[like.number].dtype)
+        kinds[ref.number] = ArrayKind(shape, kinds[like.number].dtype)
         return ref
 
     for node in reversed(trace.nodes):
         if id(node) in gone or not _plain_sum(node):
             continue
-        gone_now: list[Node] = []
+        gone_now: list[Operation] = []
         parts = [factors(part, False) for part in node.args[:2]]
         if None in parts:
             continue
         pairs = [*(parts[0] or []), *(parts[1] or [])]
         if len(pairs) < _FEWEST:
             continue
-        nodes: list[Node] = []
+        nodes: list[Operation] = []
         columns, rows = [], []
         for a, b, turned in pairs:
             left, right = (b, a) if turned else (a, b)
@@ -66,7 +66,7 @@ def with_joined_products(trace: Trace) -> Trace:
                 if flip:
                     shape = kinds[ref.number].shape
                     other = new((shape[1], shape[0]), ref)
-                    nodes.append(Node("t", (ref,), {}, (other,), node.layer))
+                    nodes.append(Operation("t", (ref,), {}, (other,), node.layer))
                     into.append(other)
                 else:
                     into.append(ref)
@@ -76,18 +76,18 @@ def with_joined_products(trace: Trace) -> Trace:
             for ref in refs:
                 total = total + kinds[ref.number].shape[0]
             joined.append(new((total, kinds[refs[0].number].shape[1]), refs[0]))
-            nodes.append(Node("cat", (refs, 0), {}, (joined[-1],), node.layer))
+            nodes.append(Operation("cat", (refs, 0), {}, (joined[-1],), node.layer))
         shape = kinds[joined[0].number].shape
         left = new((shape[1], shape[0]), joined[0])
-        nodes.append(Node("t", (joined[0],), {}, (left,), node.layer))
-        nodes.append(Node("mm", (left, joined[1]), {}, node.outs, node.layer))
+        nodes.append(Operation("t", (joined[0],), {}, (left,), node.layer))
+        nodes.append(Operation("mm", (left, joined[1]), {}, node.outs, node.layer))
         made[id(node)] = nodes
         gone.update(id(inner) for inner in gone_now)
     result = [n for node in trace.nodes if id(node) not in gone for n in made.get(id(node), [node])]
     return replace(trace, nodes=result, kinds=kinds)
 
 
-def _plain_sum(node: Node) -> bool:
+def _plain_sum(node: Operation) -> bool:
     return (
         node.name == "add"
         and len(node.args) == 2

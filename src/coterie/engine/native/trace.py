@@ -94,7 +94,7 @@ class Dim:
 Size = int | Dim
 
 
-def at(size: Size, samples: int) -> int:
+def evaluate_size(size: Size, samples: int) -> int:
     """Return a size for a batch."""
     return size if isinstance(size, int) else size.at(samples)
 
@@ -115,7 +115,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArrayKind:
     """Shape and type of a value."""
 
     shape: tuple[Size, ...]
@@ -123,7 +123,7 @@ class Kind:
 
 
 @dataclass
-class Node:
+class Operation:
     """One operation.
 
     Args:
@@ -142,7 +142,7 @@ class Node:
 
     def refs(self) -> list[Ref]:
         """Return the values it reads."""
-        return [*refs((self.args, *self.kwargs.values()))]
+        return [*iterate_refs((self.args, *self.kwargs.values()))]
 
 
 @dataclass
@@ -158,8 +158,8 @@ class Trace:
             or makes of it.
     """
 
-    nodes: list[Node] = field(default_factory=list)
-    kinds: dict[int, Kind] = field(default_factory=dict)
+    nodes: list[Operation] = field(default_factory=list)
+    kinds: dict[int, ArrayKind] = field(default_factory=dict)
     inputs: list[Ref] = field(default_factory=list)
     outputs: list[Ref | None] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class _Recorder(TorchDispatchMode):
     def _numbered(self, tensor: Tensor) -> Ref:
         """Return a new value of the kind of a tensor."""
         ref = Ref(len(self.trace.kinds))
-        self.trace.kinds[ref.number] = Kind(tuple(tensor.shape), tensor.dtype)
+        self.trace.kinds[ref.number] = ArrayKind(tuple(tensor.shape), tensor.dtype)
         return ref
 
     def _new(self, tensor: Tensor, group: _Group | None = None) -> Ref:
@@ -223,8 +223,10 @@ class _Recorder(TorchDispatchMode):
         outs: tuple[Ref | None, ...],
     ) -> None:
         """Add an operation with what it made; what it makes of constants is one."""
-        self.trace.nodes.append(Node(name, args, kwargs, outs, self.layer()))
-        if all(ref.number in self.trace.constants for ref in refs((args, *kwargs.values()))):
+        self.trace.nodes.append(Operation(name, args, kwargs, outs, self.layer()))
+        if all(
+            ref.number in self.trace.constants for ref in iterate_refs((args, *kwargs.values()))
+        ):
             for ref, tensor in zip(outs, made, strict=True):
                 if ref is not None and tensor.numel() <= _SMALL:
                     self.trace.constants[ref.number] = tensor.detach().clone()
@@ -554,14 +556,16 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
         raise NotTraceableError("its operations depend on the number of samples")
     joined = Trace(inputs=first.inputs, outputs=first.outputs, constants=dict(first.constants))
     for number, kind in first.kinds.items():
-        joined.kinds[number] = Kind(
+        joined.kinds[number] = ArrayKind(
             _unified(kind.shape, second.kinds[number].shape, sizes), kind.dtype
         )
     for a, b in zip(first.nodes, second.nodes, strict=True):
         if a.outs != b.outs or a.kwargs.keys() != b.kwargs.keys():
             raise NotTraceableError("its operations depend on the number of samples")
         kwargs = {key: _unified(value, b.kwargs[key], sizes) for key, value in a.kwargs.items()}
-        joined.nodes.append(Node(a.name, _unified(a.args, b.args, sizes), kwargs, a.outs, a.layer))
+        joined.nodes.append(
+            Operation(a.name, _unified(a.args, b.args, sizes), kwargs, a.outs, a.layer)
+        )
     for number in [*joined.constants]:
         same = (
             number in second.constants
@@ -579,13 +583,13 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     return joined
 
 
-def refs(value: Any) -> Iterator[Ref]:
+def iterate_refs(value: Any) -> Iterator[Ref]:
     """Give the values in an argument or a list of them."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from refs(part)
+            yield from iterate_refs(part)
 
 
 @contextmanager

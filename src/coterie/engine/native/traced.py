@@ -14,26 +14,26 @@ from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.library import (
-    CropFlip,
-    Kept,
+    CropFlipJob,
     NoiseJob,
     Rule,
     Store,
-    at,
-    noise_of,
-    on_threads,
-    rows_of,
-    rule_of,
-    stored,
-    whole,
+    StoredSamples,
+    address_of,
+    convert_noise,
+    convert_optimizer,
+    make_rows_contiguous,
+    run_on_threads,
+    store_samples,
+    to_int64,
 )
-from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
+from coterie.engine.native.loops import Leaf, Program, Value, dense_strides, in_memory
 from coterie.engine.native.pooling import join_convolutions_with_pooling, pool_before_activations
 from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pay
 from coterie.engine.native.simple import LARGE, is_simple
-from coterie.engine.native.sums import with_joined_products
+from coterie.engine.native.sums import join_products
 from coterie.engine.native.trace import NotTraceableError, Trace, record
-from coterie.engine.native.trace import at as size_at
+from coterie.engine.native.trace import evaluate_size as size_at
 from coterie.models.layout import Layout, Slot
 
 _FLAGS = (
@@ -75,7 +75,7 @@ class _Memory(ctypes.Structure):
 
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory),
+        ("store", Store), ("augment", CropFlipJob), ("noise", NoiseJob), ("memory", _Memory),
         ("rows", _POINTER), ("frozen", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
         ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
         ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG),
@@ -114,22 +114,24 @@ class _Function:
         kinds = trace.kinds
         values: list[Value] = []
         for slot in layout.slots:
-            values.append(in_memory("row", slot.shape, dense(slot.shape), layout.dtype, slot.start))
+            values.append(
+                in_memory("row", slot.shape, dense_strides(slot.shape), layout.dtype, slot.start)
+            )
         place = 0
         for tensor in layout.frozen.values():
             values.append(
-                in_memory("frozen", tensor.shape, dense(tensor.shape), layout.dtype, place)
+                in_memory("frozen", tensor.shape, dense_strides(tensor.shape), layout.dtype, place)
             )
             place += tensor.numel()
         for name, ref in zip(layout.inputs, trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
             buffer = "key" if name in layout.keys else f"input{self.inputs.index(name)}"
-            values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
+            values.append(in_memory(buffer, kind.shape, dense_strides(kind.shape), kind.dtype))
         for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
             axes = range(len(kind.shape))
             order = [*axes[1:], 0] if across and buffer == "x" else axes
-            strides = [0] if buffer == "weight" and not across else dense(kind.shape, order)
+            strides = [0] if buffer == "weight" and not across else dense_strides(kind.shape, order)
             values.append(in_memory(buffer, kind.shape, strides, kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
@@ -173,7 +175,9 @@ class _Function:
                 self.program.buffers[buffer].place = f"T* const {buffer} = g + {slot.start};"
                 self.lowering.more[buffer] = "more"
                 continue
-            self.program.assign(Leaf("g", slot.start, tuple(dense(slot.shape))), result, add="more")
+            self.program.assign(
+                Leaf("g", slot.start, tuple(dense_strides(slot.shape))), result, add="more"
+            )
 
     def _is_only_written(self, buffer: str) -> bool:
         return not any(
@@ -186,7 +190,7 @@ class _Function:
         inner, shape, start = self.lowering.inner[buffer], slot.shape, slot.start
         if len(shape) < len(inner.shape):  # over a sequence: images of one row
             shape = (*shape[:2], 1, *shape[2:])
-        strides = dense(shape)
+        strides = dense_strides(shape)
         for size, all_, stride in zip(inner.shape, shape, strides, strict=True):
             start += (all_ - size_at(size, 1)) // 2 * stride
         self.program.emit(
@@ -204,9 +208,9 @@ class _Function:
             for s, r in zip(slots, results, strict=True)
             if r is not None and not _is_there(r, s.start)
         ]
-        results = [self.program.stored(result, range(len(result.shape))) for _, result in pairs]
+        results = [self.program.store(result, range(len(result.shape))) for _, result in pairs]
         for (slot, _), result in zip(pairs, results, strict=True):
-            self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
+            self.program.assign(Leaf("row", slot.start, tuple(dense_strides(slot.shape))), result)
 
     def text(self) -> list[str]:
         """Return declarations and statements."""
@@ -274,7 +278,7 @@ class TracedProgram:
             raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
         traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
         self.layout, self.together = layout, traces.together
-        train = pool_before_activations(with_joined_products(traces.train))
+        train = pool_before_activations(join_products(traces.train))
         judge = pool_before_activations(traces.judge)
         self.simple = layout.size <= LARGE and all(
             is_simple(node.name, node.args) or node.name in _LOSSES for node in judge.nodes
@@ -303,7 +307,9 @@ class TracedProgram:
         for name in ("train", "measure"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
-        self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
+        self._stored: weakref.WeakKeyDictionary[RawSamples, StoredSamples] = (
+            weakref.WeakKeyDictionary()
+        )
         self._samples = {"train": self._fitting(self._train), "judge": self._fitting(self._judge)}
 
     def _fitting(self, function: _Function) -> int:
@@ -377,10 +383,10 @@ class TracedProgram:
         return [f"static void {signature} {{", *body, "}"]
 
     def _store(self, samples: RawSamples) -> Store:
-        kept = self._kept.get(samples)
-        if kept is None:
-            kept = self._kept[samples] = stored(samples, self.layout.dtype)
-        return kept.store
+        found = self._stored.get(samples)
+        if found is None:
+            found = self._stored[samples] = store_samples(samples, self.layout.dtype)
+        return found.store
 
     def _values(
         self, inputs: Mapping[str, Tensor], *lead: int
@@ -394,7 +400,7 @@ class TracedProgram:
             if given is None:
                 given = own[name].reshape(*(1 for _ in lead), *shape).expand(*lead, *shape)
             values.append(given.to(self.layout.dtype).contiguous())
-        return (_POINTER * max(1, len(values)))(*[at(v) for v in values]), values
+        return (_POINTER * max(1, len(values)))(*[address_of(v) for v in values]), values
 
     def fits(self, work: TrainingWork) -> bool:
         """Return whether the program can do a training.
@@ -415,29 +421,31 @@ class TracedProgram:
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.batch_sizes.shape, torch.nan, dtype=rows.dtype)
-        places, length = whole(work.sample_indices), whole(work.batch_sizes)
-        keys = None if work.dropout_keys is None else whole(work.dropout_keys[0])
-        taken = None if work.steps_taken is None else whole(work.steps_taken)
-        anchor = None if work.anchor is None or not work.prox else rows_of(work.anchor)
+        places, length = to_int64(work.sample_indices), to_int64(work.batch_sizes)
+        keys = None if work.dropout_keys is None else to_int64(work.dropout_keys[0])
+        taken = None if work.steps_taken is None else to_int64(work.steps_taken)
+        anchor = None if work.anchor is None or not work.prox else make_rows_contiguous(work.anchor)
         draws, fill = None, None
         if work.augment is not None:
-            draws, fill = whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+            draws, fill = to_int64(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
         inputs, _values = self._values(work.inputs, *work.batch_sizes.shape)
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
-        noise, _draws = noise_of(work.noise)
-        rule, _rates = rule_of(work)
+        noise, _draws = convert_noise(work.noise)
+        rule, _rates = convert_optimizer(work)
         samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
         where, size = self._train.memory(max(1, samples))
-        augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
+        augment = CropFlipJob(
+            address_of(draws), address_of(fill), work.augment.padding if work.augment else 0
+        )
         job = _Training(
-            self._store(work.samples), augment, noise, _Memory(at(where), size, max(1, samples)),
-            at(rows), at(self._frozen), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
-            at(keys), at(losses), at(work.moments), at(taken), rule,
+            self._store(work.samples), augment, noise, _Memory(address_of(where), size, max(1, samples)),
+            address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER), address_of(places), address_of(length),
+            address_of(keys), address_of(losses), address_of(work.moments), address_of(taken), rule,
             rows.stride(0), 0 if anchor is None else anchor.stride(0), work.num_steps, places.shape[2],
             self.layout.trainable, work.prox,
         )  # fmt: skip
-        on_threads(self._library.train, job, len(rows))
+        run_on_threads(self._library.train, job, len(rows))
         return losses
 
     def measure(
@@ -448,18 +456,18 @@ class TracedProgram:
     ) -> Float[Tensor, "values pairs"]:
         """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
-        table = rows_of(table)
+        table = make_rows_contiguous(table)
         given, _values = self._values(inputs, len(table))
         places, count, models, sets = (
-            whole(t) for t in (pairs.sample_indices, pairs.set_sizes, pairs.models, pairs.sets)
+            to_int64(t) for t in (pairs.sample_indices, pairs.set_sizes, pairs.models, pairs.sets)
         )
-        noise, _draws = noise_of(pairs.noise)
+        noise, _draws = convert_noise(pairs.noise)
         samples = self._samples["judge"]
         where, size = self._judge.memory(samples)
         job = _Measuring(
-            self._store(pairs.samples), noise, _Memory(at(where), size, samples),
-            at(table), at(self._frozen), ctypes.cast(given, _POINTER), at(places), at(count), at(models),
-            at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
+            self._store(pairs.samples), noise, _Memory(address_of(where), size, samples),
+            address_of(table), address_of(self._frozen), ctypes.cast(given, _POINTER), address_of(places), address_of(count), address_of(models),
+            address_of(sets), address_of(values[0]), address_of(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
-        on_threads(self._library.measure, job, len(pairs.models))
+        run_on_threads(self._library.measure, job, len(pairs.models))
         return values.to(self.layout.dtype)

@@ -348,14 +348,14 @@ def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_li
     def none():
         raise compiler.CompilerError("no C++ compiler was found")
 
-    monkeypatch.setattr(compiler, "compiler", none)
-    compiler.machine.cache_clear()
+    monkeypatch.setattr(compiler, "find_compiler", none)
+    compiler.describe_machine.cache_clear()
     with pytest.warns(
         UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+"
     ) as lines:
         assert engines.make_engine("compiled", layout, cross_entropy, x, y).name == "vmap"
     assert len(lines) == 1
-    compiler.machine.cache_clear()
+    compiler.describe_machine.cache_clear()
 
 
 def test_programs_are_kept_and_a_failing_compiler_is_quoted(cache):
@@ -515,7 +515,7 @@ def test_compiling_is_told_once_for_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
     said = []
     text = 'extern "C" int answer() { return 42; }\n'
-    with compiler.heard(said.append):
+    with compiler.report_compiling(said.append):
         first, _ = compiler.load(text)
         assert said == ["compiling the model (once for this machine)"]
         again, seconds = compiler.load(text)

@@ -16,7 +16,7 @@ from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler, library, lower
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.images import ImageLowering
-from coterie.engine.native.loops import dense, in_memory, reshaped
+from coterie.engine.native.loops import dense_strides, in_memory, reshape
 from coterie.engine.native.trace import Dim, NotTraceableError, record
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.noise import InputNoise
@@ -362,13 +362,13 @@ def test_it_does_on_processors_with_smaller_registers(name, processor, register,
     if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
         pytest.skip("this processor has no registers of 32 bytes")
     monkeypatch.setattr(compiler, "_native", lambda: f"-march={processor}")
-    compiler.machine.cache_clear()
+    compiler.describe_machine.cache_clear()
     compiler.vector_bytes.cache_clear()
     try:
         assert compiler.vector_bytes() == register
         check_against_the_loop_engine(name)
     finally:
-        compiler.machine.cache_clear()
+        compiler.describe_machine.cache_clear()
         compiler.vector_bytes.cache_clear()
 
 
@@ -644,12 +644,12 @@ def test_the_number_of_samples_is_a_variable_of_a_trace():
 
 def test_views_are_taken_without_copies_where_strides_allow_it():
     images = in_memory(
-        "b", (Dim(1), 6, 4, 5), dense((Dim(1), 6, 4, 5), (0, 2, 3, 1)), torch.float32
+        "b", (Dim(1), 6, 4, 5), dense_strides((Dim(1), 6, 4, 5), (0, 2, 3, 1)), torch.float32
     )
-    rows = reshaped(images, (Dim(1), 6, 20))
+    rows = reshape(images, (Dim(1), 6, 20))
     assert rows is not None
     assert rows.leaves[0].strides == (120, 1, 6)
-    assert reshaped(images, (Dim(1), 120)) is None
-    groups = reshaped(images, (Dim(1), 2, 3, 20))
+    assert reshape(images, (Dim(1), 120)) is None
+    groups = reshape(images, (Dim(1), 2, 3, 20))
     assert groups is not None
     assert groups.leaves[0].strides == (120, 3, 1, 6)
