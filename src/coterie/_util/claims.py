@@ -21,6 +21,7 @@ from coterie._util.files import write_atomically
 from coterie.errors import FolderInUse
 
 LOCK, OWNER = ".lock", ".owner.json"
+# What file systems without locks answer, such as some network mounts.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # How often each thread of this process has claimed each folder.
 _mine: dict[tuple[str, int], int] = {}
@@ -39,7 +40,9 @@ def claim_folder(folder: Path, wait: float = 1.0) -> Iterator[None]:
         OSError: when the folder cannot be made or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # A key belongs to one thread, so its count needs no lock.
     key = str(folder.resolve()), threading.get_ident()
+    # The lock is not reentrant across objects: an inner claim counts only.
     with nullcontext() if key in _mine else _lock_folder(folder, wait):
         _mine[key] = _mine.get(key, 0) + 1
         try:
@@ -87,6 +90,7 @@ def _lock_folder(folder: Path, wait: float) -> Iterator[None]:
         write_atomically(folder / OWNER, json.dumps(what).encode())
         yield
     finally:
+        # While the lock is held: afterwards the file may be the next owner's.
         (folder / OWNER).unlink(missing_ok=True)
         lock.release()
 

@@ -19,6 +19,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     Raises:
         OSError: from the system; it names `path`.
     """
+    # In the same folder: a rename is atomic only within one file system.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
@@ -27,10 +28,13 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         # on the disk before it gets its name: a crash must not leave an empty file under `path`
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        # mkstemp makes files that only their owner reads.
         temporary.chmod(0o644)
         os.replace(temporary, path)
+    # Ctrl-C must not leave a temporary file either.
     except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # The caller knows the file by its own name.
         if isinstance(error, OSError) and error.filename in (None, name):
             error.filename = str(path)
         raise

@@ -33,6 +33,7 @@ def import_object(path: str, what: str, package: str = "") -> Any:
     except ModuleNotFoundError as error:
         advice = f"install {package or 'the package that has it'}, or add its folder to PYTHONPATH"
         raise ConfigError(f"{what}: there is no module {error.name!r}; {advice}") from error
+    # importlib raises TypeError or ValueError for relative and empty names.
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{what}: {error}; expected package.module:name, importable from here"
@@ -126,6 +127,7 @@ def find_import_path(found: Any, what: str) -> str:
     """
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
     path = f"{module}:{name}"
+    # "<locals>" and "<lambda>" are in names that no import reaches.
     reachable = module is not None and name is not None and "<" not in name
     if not reachable or import_object(path, what) is not found:
         raise ConfigError(

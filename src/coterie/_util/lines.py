@@ -20,6 +20,7 @@ class LineFile:
 
     def __init__(self, path: Path, mode: int = 0o644) -> None:
         self.path = path
+        # O_APPEND puts each write at the end; reading serves `trim_partial_line`.
         self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
 
     @property
@@ -44,10 +45,12 @@ class LineFile:
         """
         handle, data, before = self._open_handle, memoryview(line + b"\n"), self.size
         try:
+            # A write may take a part only.
             while data:
                 data = data[os.write(handle, data) :]
         except OSError as error:
             with suppress(OSError):
+                # A partial line would join the next one.
                 os.ftruncate(handle, before)
             error.filename = str(self.path)
             raise
@@ -65,6 +68,7 @@ class LineFile:
         handle, size = self._open_handle, self.size
         start = max(0, size - _TAIL)
         found = os.pread(handle, size - start, start)
+        # The last line is longer than the tail: read the whole file.
         if start and b"\n" not in found:
             start, found = 0, os.pread(handle, size, 0)
         whole = len(found[: found.rfind(b"\n") + 1])

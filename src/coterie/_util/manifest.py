@@ -19,6 +19,7 @@ FILE = "B2SUMS"
 Content = bytes | Callable[[Path], None]
 """The bytes of a file, or a function that writes them to a path."""
 
+# Two spaces, as `b2sum` writes them for a file read as text.
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 _Digests = dict[str, frozenset[str]]
 
@@ -61,6 +62,7 @@ def replace_files(
         _write_manifest(folder, both)
         for name, older in kept.items():
             os.replace(folder / name, folder / older)
+    # All files are in place: the digests of their old versions go.
     _write_manifest(folder, before | fresh)
 
 
@@ -104,6 +106,7 @@ def _compute_digest(path: Path) -> str:
 def _load_manifest(folder: Path) -> _Digests:
     """Return the digests of each file: two while it is being replaced."""
     try:
+        # A damaged manifest lists fewer files; it does not raise here.
         text = (folder / FILE).read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return {}

@@ -43,5 +43,6 @@ def shorten_text(text: str, most: int = 24) -> str:
 
 def to_one_line(text: str) -> str:
     """Return a text without line breaks and other control characters, which terminals interpret."""
+    # Cc is Unicode's category of control characters, escape and line breaks among them.
     visible = (" " if unicodedata.category(char) == "Cc" else char for char in text)
     return " ".join("".join(visible).split())

@@ -40,8 +40,10 @@ def describe_code() -> dict[str, Any]:
 
 def _run_git(*words: str) -> str | None:
     """Return the output of a reading git command in the package's folder; None when it fails."""
+    # Without optional locks a status neither writes the index nor disturbs another git command.
     command = ["git", "--no-optional-locks", "-C", str(PACKAGE), *words]
     try:
+        # Seconds; a repository on a slow network disk must not stop a run.
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -26,6 +26,8 @@ from torch import Tensor
 # Bytes from which on large pages, of 2 MiB each, pay.
 _LEAST = 1 << 22
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h, in bytes.
+# Blocks below 64 MiB are cut from the heap, which grows by 64 MiB and shrinks only when 1 GiB at
+# its end is free.
 _MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}
 
 
@@ -60,6 +62,7 @@ _STORE = _PageStore()
 
 def _map_block(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Advice: where the system has no large page left, small ones serve.
     block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
@@ -74,6 +77,7 @@ def reuse_pages() -> Iterator[None]:
     finally:
         with _STORE.lock:
             _STORE.users -= 1
+            # Runs may overlap: the last one to end releases the memory.
             if not _STORE.users:
                 _STORE.free.clear()
 

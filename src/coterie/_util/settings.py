@@ -75,6 +75,7 @@ class Configurable:
         cls = type(self)
         try:
             for name, hint in settable_fields(cls).items():
+                # The dataclass is frozen: values are stored in checked form, past it.
                 object.__setattr__(self, name, _check_value(name, getattr(self, name), hint))
             self.check()
         except ConfigError as error:
@@ -132,6 +133,7 @@ class WithPresets(Configurable):
 def settable_fields(cls: type[Any]) -> dict[str, Any]:
     """Return the fields of a dataclass that can be set, by name, with their annotations."""
     hints: dict[str, Any] = {}
+    # The annotation of a subclass replaces that of its base.
     for base in reversed(cls.__mro__):
         hints |= inspect.get_annotations(base, eval_str=True)
     return {item.name: hints[item.name] for item in fields(cls) if item.init}
@@ -225,6 +227,7 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is type(None):
         return value is None or (isinstance(value, str) and value == NONE), None
     if origin is Literal:
+        # True == 1 and 1 == 1.0 to Python.
         return any(type(value) is type(option) and value == option for option in inner), value
     if hint is float:
         # True is a number to Python, and never meant as one
@@ -240,9 +243,11 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping), value
     if origin is not None and issubclass(origin, Sequence):
+        # A text is a sequence to Python, and never meant as one.
         if not _is_list(value):
             return False, value
         items = [_fit_value(item, inner[0]) for item in value]
+        # A tuple: settings are hashed and never changed.
         return all(fits for fits, _ in items), tuple(item for _, item in items)
     return isinstance(value, hint), value
 
@@ -332,6 +337,8 @@ def to_plain(value: Any, *, decided: bool = True) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
+        # What only follows the preset is left out, so that the preset still decides when it is read
+        # again.
         left_out = value.preset_fields() if isinstance(value, WithPresets) and not decided else ()
         own = {}
         for item in fields(value):
@@ -395,6 +402,7 @@ def _format_value(value: Any) -> str:
         return "{ " + ", ".join(_format_entries(value)) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_format_value(v) for v in value) + "]"
+    # A bool is an int to Python: it comes first.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -403,4 +411,5 @@ def _format_value(value: Any) -> str:
 
 
 def _quote_text(value: str) -> str:
+    # A JSON text is a basic string of TOML, but for DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

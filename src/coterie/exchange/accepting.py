@@ -95,6 +95,7 @@ class Reputation:
 
         A step that changed nothing, or diverged, is ignored.
         """
+        # One slot a client, with its own model after training.
         rows = torch.arange(len(after))[:, None]
         moved = _shared_distances(
             part, before, after, rows, torch.ones_like(rows, dtype=torch.bool)
@@ -116,9 +117,12 @@ class Reputation:
 
         A member that was both refused and accepted in it counts as refused.
         """
+        # A refusal is a strike and an acceptance takes one back: one doubling of the pause, not all
+        # of them.
         good = accepted & ~refused
         strikes = self.strikes + refused.to(torch.int8) - good.to(torch.int8)
         strikes = strikes.clamp(0, _MOST_STRIKES)
+        # int8 holds the strikes, but not 2 ** 15 rounds.
         pause = torch.pow(2, (strikes.to(torch.int32) - 1).clamp(min=0))
         return replace(
             self,
@@ -169,6 +173,7 @@ def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Te
 
 def _splits_to_judge_by(task: Judge) -> list[str]:
     has_validation = task.count_samples("validation") > 0
+    # A split that no client judges with is not evaluated.
     splits = []
     if bool(has_validation.any()):
         splits.append("validation")
@@ -182,6 +187,7 @@ def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) 
     seen, out = task.count_samples("validation") > 0, nothing
     for split, value in found.items():
         rows = seen if split == "validation" else ~seen
+        # Values are of clients or of clients x peers.
         out = torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, out)
     return out
 
@@ -234,22 +240,29 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         arrived = inbox.mask
         if self.rules.quarantine:
             readable = self.reputation.readable_members(self.round)
+            # A method may ask for a quarantined peer all the same. The clamp makes -1 a legal
+            # index; such a slot has not arrived.
             arrived = arrived & readable.gather(1, peers.clamp(min=0))
+        # Numbers first: a model that is not finite is not worth an evaluation.
         fine = arrived & _check_numbers(inbox, arrived)
         scale = torch.ones(fine.shape, dtype=torch.float64)
+        # An exchange of extras alone has no model to judge.
         if message.params.shape[1]:
             fine = self._check_losses(replace(inbox, mask=fine), message.params)
             radius = self.rules.clip * self.reputation.step[:, None]
             far = _shared_distances(
                 self.task.sharing, message.params, inbox.table, inbox.index, fine
             )
+            # A client that has not trained yet has no radius: nothing is clipped.
             scale = torch.where(fine & (radius > 0) & (far > radius), radius / far, scale)
         self._pulled.append(_PullDecision(peers, scale, arrived & ~fine, fine))
+        # The reader's own number is trusted: liars could raise a median of claims.
         most = self.rules.samples * self.task.num_samples.double()
         return replace(inbox, mask=fine, limits=Limits(message.params, scale, most))
 
     def _check_losses(self, inbox: Inbox, own: Tensor) -> Bool[Tensor, "clients peers"]:
         """Return which models are not much worse than their reader's, on its own data."""
+        # A round may publish the same models in several exchanges: they are evaluated once.
         if self._own is None or self._own[0] is not own:
             self._own = own, own_losses(self.task, own)
         mine, first = self._own[1], self.reputation.first
@@ -259,12 +272,14 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         counts, found = torch.zeros_like(self.passes), {}
         for split in _splits_to_judge_by(self.task):
             rows = (self.task.count_samples("validation") > 0) == (split == "validation")
+            # Each client's slots are evaluated on the one split that it judges with.
             some = inbox.mask & rows[:, None]
             found[split] = self.task.score(replace(inbox, mask=some), split).double().cpu()
             counts = torch.where(rows, self.task.count_samples(split), counts)
         losses = _choose_by_split(
             self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64)
         )
+        # One forward pass for each model and sample.
         self.passes = self.passes + inbox.mask.sum(1) * counts
         blind = counts == 0  # a client without any data cannot judge, and accepts
         return inbox.mask & ((losses <= bound[:, None]) | blind[:, None])
@@ -283,6 +298,7 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         """
         refused = torch.zeros(len(self.passes), self.task.population, dtype=torch.bool)
         accepted = torch.zeros_like(refused)
+        # A member may be judged in several exchanges: any refusal counts, see `after_round`.
         for one in self._pulled:
             for found, slots in ((refused, one.refused), (accepted, one.accepted)):
                 rows, at = slots.nonzero(as_tuple=True)
@@ -301,6 +317,8 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
             )
         if "peers" in info and "weights" in info and "own_weight" in info:
             counted = info["weights"] * self._slot_scales(info["peers"]).to(info["weights"])
+            # What clipping takes from a peer's weight belongs to the reader's own model, see
+            # `Inbox.mix`.
             rest = torch.where(info["arrived"], info["weights"] - counted, 0).sum(1)
             out |= {
                 "weights": counted,
@@ -312,6 +330,7 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         out = torch.ones(peers.shape, dtype=torch.float64)
         for one in self._pulled:
             same = (peers[:, :, None] == one.peers[:, None, :]) & one.accepted[:, None, :]
+            # The peer may have been read in several exchanges: the strongest clipping counts.
             smallest = torch.where(same, one.scale[:, None, :], 1.0)
             out = torch.minimum(out, smallest.amin(2) if smallest.shape[2] else out)
         return out
@@ -321,6 +340,7 @@ def _check_numbers(
     inbox: Inbox, arrived: Bool[Tensor, "clients peers"]
 ) -> Bool[Tensor, "clients peers"]:
     """Return which messages are finite throughout and claim no negative number of samples."""
+    # The index of an empty slot is 0, also where the table has no row.
     sound = torch.ones(max(1, len(inbox.table)), dtype=torch.bool)
     parts = [inbox.table, *(value for value in inbox.fields.values() if value.is_floating_point())]
     for sender in inbox.index[arrived].unique().tolist():

@@ -22,6 +22,8 @@ from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Mes
 from coterie.rng import Rng
 
 LABEL_FLIP, COPY, LITTLE = "label-flip", "copy", "a-little-is-enough"
+# Factors: of the model (sign-flip, scale), of its root mean square (noise), of the honest models'
+# deviation (a-little-is-enough).
 STRENGTHS = {"sign-flip": 5.0, "noise": 3.0, "scale": 10.0, LITTLE: 1.5}
 """The strength of each kind that has one, where none is given."""
 KINDS = (*STRENGTHS, LABEL_FLIP, COPY)
@@ -123,6 +125,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         self._copied = {}
         for row, client in enumerate(hosted.tolist()):
             if client in copying:
+                # An attacker that has read nothing yet publishes its first model.
                 self._copied[client] = first[row].clone()
         self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
 
@@ -143,6 +146,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
             for row, client in enumerate(self._active.tolist()):
                 arrived = inbox.mask[row].nonzero().flatten()
                 if client in self._copied and len(arrived):
+                    # The copied model does not depend on the order of slots.
                     lowest = arrived[inbox.peers[row, arrived].argmin()]
                     self._copied[client] = inbox.table[inbox.index[row, lowest]].clone()
         return inbox
@@ -158,6 +162,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         """
         if not self._needs_gather:
             return self.inner.skip_round(exchanges)
+        # `gather` is collective: without this process the others would wait.
         for _ in range(exchanges):
             self._gather_published(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
             self.inner.skip_round(1)
@@ -199,6 +204,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         """
         if self.gather is None or not self._needs_gather:
             return params, ids
+        # `gather` takes floats; float64 holds every id exactly.
         return self.gather(params), self.gather(ids[:, None].double()).flatten().long()
 
     def _replace_models(
@@ -220,6 +226,8 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
             if len(rows):
                 honest = known[~self.attackers[whose].to(known.device)]
                 made = self._make_models(attack, known[rows], honest, whose[rows], number).to(out)
+                # Both sides are in the order of ids. Only the attackers that this process hosts are
+                # written.
                 out[torch.isin(ids, members)] = made[torch.isin(whose[rows], ids)]
         return out
 
@@ -227,6 +235,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int
     ) -> Tensor:
         kind, power = str(attack.kind), attack.effective_strength
+        # The attackers train on exchanged labels; what they publish is that model.
         if kind == LABEL_FLIP:
             return own
         if kind == COPY:
@@ -236,15 +245,19 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         if kind == "noise":
             draws = []
             for client in ids.tolist():
+                # Keyed by the client and the number of the exchange, not by what is hosted here.
                 stream = self._rng.generator(f"attack.noise.{number}", client)
                 draws.append(stream.standard_normal(own.shape[1]))
             noise = torch.from_numpy(np.stack(draws)).to(own.device)
             return own + power * own.double().square().mean(1, keepdim=True).sqrt() * noise
         if kind == LITTLE:
+            # Mean minus z deviations of the honest models (Baruch et al., A little is enough,
+            # 2019).
             others = honest if len(honest) else own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)
         function = import_function(kind, f"attack {kind!r}")
+        # Copies: a custom attack may write into what it gets.
         made = function(
             AttackContext(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng)
         )
@@ -265,5 +278,6 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         if (restore := getattr(self.inner, "restore", None)) is not None:
             restore(tensors)
         for name, model in tensors.items():
+            # Only the attackers that this process hosts are taken from a checkpoint.
             if name.startswith("copied.") and (client := int(name.split(".")[1])) in self._copied:
                 self._copied[client] = model

@@ -173,6 +173,7 @@ class Inbox:
         if self.limits is None:
             return models
         own, scale = self.limits.own[row], self.limits.scale[row, slots].to(models)[:, None]
+        # A model within the limits keeps its bits.
         return torch.where(scale < 1, own + scale * (models - own), models)
 
     def mix(
@@ -196,6 +197,7 @@ class Inbox:
             counted = (weights * self.limits.scale.to(weights)).to(weights.dtype)
             mixed = self._mix_models(counted, own, own_weight)
             order = torch.argsort(self.peers, dim=1, stable=True)
+            # The rests are summed in the order of sender ids, as the models are.
             rest = torch.where(self.mask, weights - counted, 0).gather(1, order).sum(1)
             short = (rest != 0).nonzero().flatten().to(mixed.device)
             if len(short):
@@ -203,6 +205,7 @@ class Inbox:
         return mixed if self.part is None else self.part.keep_local(own, mixed)
 
     def _mix_models(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
+        # Terms are added in the order of sender ids, whatever the order of the slots.
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)
@@ -215,6 +218,7 @@ class Inbox:
                     if each[slot] != 0:  # a model that weighs nothing has no influence, be it NaN
                         mixed.addcmul_(weights[row, slot], self.table[sender])
             return out
+        # Looked up before the loop: a look at a device for each slot would wait for it.
         full = (weights != 0).all(0).tolist()
         index, weights, own_weight = (each.to(own.device) for each in (index, weights, own_weight))
         out = own * own_weight[:, None]
@@ -468,12 +472,14 @@ def make_inbox(
     """
     check_peers(own, peers, population)
     assert board.ids is not None
+    # The row of each member, -1 without a message. Peer -1 reads the last entry, which no id has.
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))
     index = place[peers]
     mask = (index >= 0) & (peers >= 0)
     return Inbox(
         table=board.params,
+        # Every index is legal; the mask says which ones count.
         index=index.clamp(min=0),
         peers=peers,
         mask=mask,

@@ -58,15 +58,18 @@ class Faulty(ExchangeWrapper[InMemory]):
         column = peers.clamp(min=0)
 
         def draw_faults(kind: str, chance: float) -> Tensor:
+            # Streams are keyed: a draw that is left out changes no other.
             if chance == 0:
                 return torch.zeros_like(inbox.mask)
             draws = self._rng.uniform(f"faults.{kind}.{number}", own, self.inner.population)
             return (draws.gather(1, column) < chance) & inbox.mask
 
         late = draw_faults("delay", self.delay)
+        # A message is at most one round late: the newest one replaces it.
         before, self._old[number] = self._old.get(number), replace(message, ids=own)
         if bool(late.any()):
             inbox = _replace_late(inbox, late, before, own, self.inner.population)
+        # A late message may be lost as well.
         mask = inbox.mask & ~draw_faults("drop", self.drop)
         twice = draw_faults("duplicate", self.duplicate) & mask
         return replace(

@@ -69,9 +69,11 @@ class InMemory:
                 f"expected {len(self.active)}, one a client hosted"
             )
         here = set(self.active.tolist())
+        # Nothing is joined, so no model is copied.
         if not self._stopped:
             self.last[number] = message
             return message
+        # A stopped client repeats the extras that it published last in this exchange.
         previous = self.last.get(number, message)
         assert previous.ids is not None
         place = {client: row for row, client in enumerate(previous.ids.tolist())}
@@ -102,6 +104,8 @@ class InMemory:
     def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Apply the rule to the whole message, in the order of ids: see `Exchange.ask_server`."""
         message = replace(message, ids=self.active)
+        # The rule sees ascending ids; argsort of the order is its inverse and gives each client its
+        # row.
         order = torch.argsort(self.active)
         shared, reply = rule(shared, message.take_rows(order))
         check_reply(reply, message.expects)
@@ -110,6 +114,7 @@ class InMemory:
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on, for a checkpoint."""
         out = {f"stopped.{client}": row for client, row in self._stopped.items()}
+        # The last messages serve stopped clients only.
         return out | (messages_to_tensors("last", self.last) if self._stopped else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

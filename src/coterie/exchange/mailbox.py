@@ -40,6 +40,7 @@ class PostOffice:
         """Record that a host starts a round, and drop messages of rounds that all hosts passed."""
         with self._change:
             self._rounds[id(host)] = round
+            # A host that lags may still read the messages of its round.
             oldest = min(self._rounds.values())
             for shelf in (self._boxes, self._replies, self._cohorts):
                 for address in [a for a in shelf if a[0] < oldest]:
@@ -57,6 +58,7 @@ class PostOffice:
         """Wait for some clients' messages, and return the arrived ones in the order of ids."""
         with self._change:
             self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
+            # Other hosts go on adding to the box when the lock is released.
             box = dict(self._boxes.get(address, {}))
         came = sorted(wanted & set(box))
         if not came:
@@ -124,6 +126,7 @@ class Mailbox:
         self._own = InMemory(ids, office.population)
         self._round, self._number, self._groups = 0, 0, 0
         self._expected: Tensor | None = None  # the clients that the server role waits for
+        # Before the warm-up (-1): no message is dropped until every host has started.
         office.begin_round(self, -2)
 
     def begin_round(self, rng: Rng) -> None:
@@ -147,6 +150,7 @@ class Mailbox:
         self.office.post_message(address, self._own.publish_message(message))
         board = self.office.collect_messages(address, set(peers[peers >= 0].tolist()))
         if board is None:
+            # Nothing arrived: the own message stands in, under an id that no peer has.
             board = replace(message, ids=torch.full((len(message),), self.office.population))
         return make_inbox(board, self._own.active, peers, self.office.population)
 
@@ -164,6 +168,7 @@ class Mailbox:
                 )
             self.office.post_reply(address, *rule(shared, whole), whole.ids)
         new, reply, order = self.office.wait_for_reply(address)
+        # The place of each hosted client among the messages that the server answered.
         rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
         return (new if self.server else shared), reply.to_inbox(rows)
 
@@ -176,6 +181,7 @@ class Mailbox:
         again.
         """
         address, self._groups = (self._round, self._groups), self._groups + 1
+        # Hosts without clients in an earlier group have made fewer exchanges.
         self._number = self._groups * COHORT
         if self.server:
             self.office.announce_cohort(address, compute())
@@ -191,6 +197,7 @@ class Mailbox:
     def skip_round(self, exchanges: int) -> None:
         """Publish the messages of stopped clients."""
         empty = torch.zeros(0, dtype=torch.int64)
+        # No hosted client takes part: only the stopped ones are published.
         self._own.set_active(empty)
         for number in range(exchanges):
             address, last = self._next_address(), self._own.last.get(number)

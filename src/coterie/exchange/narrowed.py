@@ -43,6 +43,7 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
         """
 
         def narrow_rule(state: Any, cohort: Message) -> tuple[Any, Any]:
+            # The method's rule knows whole rows; columns that stay at home are 0 in them.
             state, reply = rule(state, replace(cohort, params=self._widen_rows(cohort.params)))
             return state, replace(reply, table=_narrow_rows(self.part, reply.table))
 
@@ -58,6 +59,8 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
     def _widen_inbox(self, inbox: Inbox, message: Message) -> Inbox:
         if not inbox.table.shape[1]:
             return inbox
+        # An exchange of extras has no own models: the method's current ones fill the columns at
+        # home.
         own = message.params if message.params.shape[1] else self.own
         return replace(inbox, table=self._widen_rows(inbox.table), part=self.part, own=own)
 

@@ -28,6 +28,7 @@ class OverheardExchange(InMemory):
         if not params.shape[1]:  # an exchange of extras alone
             return
         for client, row in zip(ids.tolist(), params, strict=True):
+            # A view would keep the whole matrix in memory.
             self.published_models[client] = row.clone()
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
