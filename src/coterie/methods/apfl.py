@@ -89,17 +89,22 @@ class Apfl(PersonalModels):
             slope = steps.compute_gradient(shared, step)
             mixture = mix_models(model, shared, alpha, trainable)
             personal = steps.compute_gradient(mixture, step)
+            # The gradient at the mixture updated the mixture's running statistics.
             model[:, trainable:] = mixture[:, trainable:]
             share = alpha[:, None]
             if self.adaptive:
+                # $\langle v_i - w_i, \nabla f_i(\bar v_i) \rangle$, the derivative by $\alpha_i$.
                 products = (model - shared)[:, :trainable] * personal
                 # by row: the same bits whoever is beside
                 towards = torch.stack([row.sum() for row in products])
+                # Clients without a batch in this step keep their alpha.
                 rates = steps.learning_rates(step).to(alpha)
                 alpha = torch.where(
                     steps.active_clients(step).to(alpha.device), alpha - rates * towards, alpha
                 ).clamp(0, 1)
+            # Both gradients were taken before either model moves.
             steps.apply_gradient(shared, slope, step)
+            # The chain rule: $\bar v_i$ depends on $v_i$ by the factor $\alpha_i$.
             steps.apply_gradient(model, personal * share, step, track=1)
         report = steps.finish(shared, model)
         memory = ApflMemory(model, alpha)

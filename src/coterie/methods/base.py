@@ -89,6 +89,7 @@ class State:
 
     def select_rows(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
+        # `shared` belongs to the server role and has no clients axis: it stays whole.
         memory, moments = (
             map_tensors(part, lambda t: t[rows]) for part in (self.memory, self.moments)
         )
@@ -98,6 +99,7 @@ class State:
         """Return this state with some rows replaced, and the new shared part."""
 
         def place_rows(old: Tensor, update: Tensor) -> Tensor:
+            # `rows` are indices on the CPU; the state may be on a device.
             return old.index_copy(0, rows.to(old.device), update)
 
         own = ((self.memory, new.memory), (self.moments, new.moments))
@@ -221,8 +223,11 @@ class Round:
 
     def candidates_of(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
         """Return those of some clients: of a large population, all at once take much memory."""
+        # Without a clients axis everybody reaches the same members: only a view is expanded, then
+        # copied.
         reachable = self.reachable if self.reachable.ndim == 1 else self.reachable[rows]
         allowed = pages.copy(reachable.expand(len(rows), -1))
+        # A client never reads itself.
         return allowed.scatter_(1, self.ids[rows, None], False)
 
 
@@ -261,9 +266,13 @@ class Method(Configurable, ABC):
     @classmethod
     def report_metrics(cls) -> dict[str, Metric]:
         """Return what is kept of its rounds' reports: training loss, costs, and what its classes declare."""
+        # From the base class to the subclass; `vars` takes only what a class declares itself, so
+        # that an inherited metric is not listed twice.
         own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
         for one in own:
             fits = (
+                # A metric that the registry knows under this name must be the same one in all its
+                # fields.
                 one.name not in RESERVED_REPORT_KEYS and metrics.REGISTRY.get(one.name, one) == one
             )
             require(
@@ -324,6 +333,7 @@ class Method(Configurable, ABC):
         Returns:
             Ids in ascending order.
         """
+        # With a server at least 3, as many as an average needs (`server.MIN_UPDATES`).
         count = selection.cohort_size(population, participation, least=3 if self.server else 1)
         return selection.draw_cohort(draw_cohort_noise(rng, population), count)
 
@@ -357,6 +367,8 @@ class Method(Configurable, ABC):
         Raises:
             ConfigError: when the settings do not determine the cost.
         """
+        # A method without exchanges costs nothing; "enroll" and "evaluate" of a peer method move
+        # nothing.
         if self.exchanges and not isinstance(phase, str):
             raise ConfigError(
                 f"no prediction of what {self.kind} costs; count what a run of it cost"
@@ -403,6 +415,7 @@ class PeerMethod(Method):
     @final
     def publish_all(self, task: Task, state: State) -> list[Message]:
         """Return what the hosted clients publish in each exchange of a round; see `publish`."""
+        # A method without exchanges (Local) has one message too.
         return [self.publish(task, state, number) for number in range(max(1, self.exchanges))]
 
     @abstractmethod
@@ -429,6 +442,7 @@ class PeerMethod(Method):
         """Exchange and train, in the order of the run."""
         if rnd.order == "train_first":
             state, trained = self.train_locally(rnd, state)
+            # The models before the exchange are reported under "trained", because these are judged.
             after = state.params
             state, info = self.exchange_with_retries(rnd, state)
             trained = {**trained, "trained": after}
@@ -441,9 +455,12 @@ class PeerMethod(Method):
 
     def _can_train_in_place(self, mixed: State, before: State) -> bool:
         """Return whether an exchange made models that nothing else refers to, so that training may change them."""
+        # `remember_update` compares with the models from before the training, so they must survive
+        # it.
         if type(self).remember_update is not PeerMethod.remember_update:
             return False
         kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
+        # Two tensors share memory when their storages begin at the same address, views included.
         return all(
             mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
             for t in kept
@@ -453,6 +470,7 @@ class PeerMethod(Method):
     def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
         judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
+        # The judge compares the models before and after the training: nothing is overwritten then.
         new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, new.params)
@@ -473,6 +491,8 @@ class PeerMethod(Method):
                 )
                 break
             except PeersMissing as missing:
+                # The missing members are excluded, so that a retry cannot ask them again and the
+                # loop ends.
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
         params = rnd.task.apply_buffer_policy(state.params, new.params)
         return replace(new, params=params, moments=state.moments), info
@@ -502,6 +522,7 @@ def draw_peers_uniformly(
     population, parts = rnd.task.population, []
     if population > LARGE_POPULATION:
         return _draw_peers_in_turn(rnd, count, allowed, purpose)
+    # clients x population at once would not fit the cache.
     for rows in torch.arange(len(rnd.ids)).split(ROWS_AT_ONCE):
         choice = (
             rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
@@ -526,6 +547,7 @@ def _draw_peers_in_turn(
     """
     population, reachable = rnd.task.population, rnd.reachable.numpy()
     peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
+    # Counted once where all clients reach the same members; the client itself is subtracted below.
     everywhere = np.count_nonzero(reachable) if reachable.ndim == 1 else 0
     for row, client in enumerate(rnd.ids.tolist()):
         fits = reachable if reachable.ndim == 1 else reachable[row]
@@ -533,10 +555,13 @@ def _draw_peers_in_turn(
         known = everywhere if fits is reachable else np.count_nonzero(fits)
         number = known - int(fits[client])
         stream, wanted, found = rnd.rng.generator(purpose, client), min(peers.shape[1], number), []
+        # Rejection is slow where a client wants more than a quarter of its choice, or may choose
+        # less than an eighth of the population: then list the choice and permute it.
         if 4 * wanted > number or 8 * number < population:
             members = np.flatnonzero(fits)
             found = members[members != client][stream.permutation(number)[:wanted]].tolist()
         while len(found) < wanted:
+            # In batches: a call of the generator costs far more than the numbers that it returns.
             for member in stream.integers(population, size=2 * wanted).tolist():
                 if (
                     len(found) < wanted
@@ -545,6 +570,7 @@ def _draw_peers_in_turn(
                     and member not in found
                 ):
                     found.append(member)
+        # Slots behind stay -1 where a client has too few candidates.
         peers[row, : len(found)] = found
     return torch.from_numpy(peers)
 
@@ -684,12 +710,14 @@ class ReadHistory:
     @staticmethod
     def new_history(clients: int, population: int) -> "ReadHistory":
         """Return the memory of clients that have read nobody."""
+        # int32: two matrices of clients x population stay in memory for the whole run.
         kinds = (torch.int32, torch.int32)
         count, last = (pages.empty(clients, population, dtype=kind).zero_() for kind in kinds)
         return ReadHistory(count, last.sub_(1))
 
     def record_reads(self, inbox: Inbox, round: int) -> "ReadHistory":
         """Return the memory after a round."""
+        # Only messages that arrived count: a peer that was asked and stayed silent was not read.
         rows, slots = inbox.mask.nonzero(as_tuple=True)
         at = (rows, inbox.peers[rows, slots])
         count, last = self.count.clone(), self.last.clone()
@@ -719,6 +747,7 @@ def choose_peers_by_rule(
     what = f"selection {path!r}"
     rule, population, parts = import_function(str(path), what), rnd.task.population, []
     nothing = torch.zeros(population, dtype=torch.float64)
+    # A rule sees one client at a time, so that it cannot use what another client knows.
     for row, client in enumerate(rnd.ids.tolist()):
         told = nothing.to(torch.int8) if status is None else status[row]
         last = met.last[row].to(torch.int64)
@@ -726,11 +755,13 @@ def choose_peers_by_rule(
             client=client,
             round=rnd.index,
             candidates=rnd.candidates_of(torch.tensor([row]))[0],
+            # Copies: a rule that writes into its arguments must not change the method's memory.
             similarity=nothing.clone() if similarity is None else similarity[row].clone(),
             measured=told == 2,
             reported=told == 1,
             count=met.count[row].to(torch.int64),
             age=torch.where(last < 0, -1, rnd.index - last),
+            # The same noise as the built-in draws use: keyed by round, client and member.
             noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
         )
         parts.append(selection.select_by_rule(rule, known, count, what))
@@ -768,16 +799,21 @@ def merge_by_rule(
     what = f"aggregation {path!r}"
     rule, own, out = import_function(str(path), what), state.params, state.params.clone()
     columns = rnd.task.sharing.shared
+    # Models are passed to the rule in the order of sender ids, as `Inbox.mix` adds them: the order
+    # of the slots changes no bit.
     order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field_by_slot("samples")
     for row in range(len(own)):
         slots = order[row][keep[row][order[row]]]
         if not len(slots):
             continue
+        # Row 0 is the client's own model.
         models = torch.cat([own[row : row + 1], inbox.limited_models(row, slots)])
         models = columns.select_from(models)
         counts = torch.cat([rnd.task.num_samples[row : row + 1].to(samples), samples[row, slots]])
         alike = None
         if similarity is not None:
+            # A client has no similarity to itself: its own model takes the largest of the received
+            # ones.
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
         received = aggregation.ReceivedModels(models, counts.to(own), alike, models[0].clone())
         merged = aggregation.merge_by_rule(rule, received, what)
@@ -786,6 +822,7 @@ def merge_by_rule(
             if rnd.task.sharing.shares_all
             else columns.replace_in(out[row : row + 1], merged[None])[0]
         )
+    # A rule reports no weights: each merged model counts as 1.
     return replace(state, params=out), mixing_report(
         inbox, keep.double(), torch.ones(len(own), dtype=torch.float64)
     )
@@ -836,6 +873,7 @@ def make_variant(
         fixed: these settings are no settings of the variant: it has always these values.
         defaults: by the name of the setting.
     """
+    # A ClassVar annotation removes the field from the dataclass: a fixed value is no setting.
     hints = {
         item.name: ClassVar[item.type] if fixed else item.type for item in dataclasses.fields(base)
     }
@@ -845,5 +883,7 @@ def make_variant(
         "__doc__": f"{summary[0].upper()}{summary[1:]}: {base.kind} with {settings}; see `{base.__name__}`.",
         "__annotations__": {key: hints[key] for key in defaults if key in hints},
     }
+    # `type(base)` is the metaclass (ABCMeta). `dataclass` runs on the new class, because the
+    # annotations only now redefine the fields.
     made = type(base)(name, (base,), {**body, **defaults, "kind": kind, "summary": summary})
     return dataclass(frozen=True)(made)

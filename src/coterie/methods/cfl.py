@@ -74,6 +74,7 @@ class Cfl(ServerMethod):
     def init_server_state(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""
         start = Averaging().init_clusters(task.draw_models(rng, 1), task.population, task.layout)
+        # With full participation every update is there when a cluster is tested: none is stored.
         width = task.sharing.compared.num_columns if self.participation == "partial" else 0
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
         return CflClusters(
@@ -94,6 +95,8 @@ class Cfl(ServerMethod):
         """Average or split each cluster."""
         assert message.ids is not None
         group = shared.label[message.ids]
+        # Update of each client from its cluster's model: `trained` for the norms, `compared` for
+        # the cosines.
         moved = message.params - shared.models[group.to(message.params.device)]
         updates, alike = (
             context.part.trained.select_from(moved),
@@ -105,11 +108,14 @@ class Cfl(ServerMethod):
                 shared, last=last, since=shared.since.index_fill(0, message.ids, context.index)
             )
         members = cluster_sizes(shared.label, len(shared.models))
+        # All clusters are averaged first; those that split are overwritten below.
         merged = self.averaging.update_models(
             shared, message, group, members.clamp(max=context.min_updates)
         )
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
+            # `shared`, from before the averaging: labels and models are those that clients trained
+            # with.
             part = self._find_split(context, shared, cluster, message, rows, updates, alike)
             if part is not None:
                 # children start from it, not from this round's mean
@@ -135,12 +141,14 @@ class Cfl(ServerMethod):
         assert message.ids is not None
         if context.index < self.warmup_rounds or len(rows) == 0:
             return None
+        # The paper's two conditions: the mean update vanishes, the largest does not.
         mean = average_models(updates[rows], message.fields["samples"][rows])
         if not (
             float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2
         ):
             return None
         ids, known = message.ids[rows], alike[rows]
+        # With full participation a missing update makes `ids` shorter than `members`: no split.
         members = (shared.label == cluster).nonzero().flatten()
         if self.participation == "partial":
             ids, known = members, shared.last[members.to(shared.last.device)]

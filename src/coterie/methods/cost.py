@@ -66,6 +66,7 @@ class CostSetting:
     @property
     def num_cluster_peers(self) -> int:
         """How many others are in the own cluster."""
+        # Without known clusters, everybody is one.
         return (self.group or self.population) - 1
 
 
@@ -96,6 +97,7 @@ class Cost:
 
 def cost_of_reading(setting: CostSetting, models: float, scored: float = 0.0) -> Cost:
     """Return the cost of reading models with their numbers of samples, and of scoring some by their loss."""
+    # One more number: the count of samples that weighs the model.
     size = (setting.params + 1) * setting.number_bytes
     return Cost(models=models, bytes=models * size, passes=scored * setting.samples)
 

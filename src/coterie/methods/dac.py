@@ -69,10 +69,13 @@ def pull_and_measure(
     """
     inbox = rnd.exchange.pull(message, peers)
     mask, arrived = inbox.mask, inbox.mask.sum(1)
+    # Slots without a message have loss inf, so that their similarity is 0.
     if metric == "inv_loss":
         value = similarity.invert_cost(rnd.task.score(inbox), eps)
         return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.count_samples("train")})
     compared = rnd.task.sharing.compared
+    # Rows of clients, rows of distinct senders, and the sender of each slot: each product is
+    # computed once a sender.
     pair = (
         compared.select_from(state.params),
         compared.select_from(inbox.table),
@@ -83,6 +86,7 @@ def pull_and_measure(
         return MeasuredInbox(inbox, similarity.invert_cost(similarity.l2_distances(*pair), eps), {})
     if metric == "cos_weight":
         return MeasuredInbox(inbox, similarity.cosine(*pair), {})
+    # The origin is a second model in each message.
     cost = {"extra_models": arrived} if "origin" in message.fields else {}
     return MeasuredInbox(inbox, cosine_since_start(rnd, state, inbox), cost)
 
@@ -95,10 +99,12 @@ def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, 
     """
     compared = rnd.task.sharing.compared
     origin: Tensor = state.memory.origin
+    # The memory has columns only where clients start from different models.
     if origin.shape[1]:
         origin, origins = compared.select_from(origin), inbox.fields["origin"]
     else:
         origin = compared.select_from(rnd.task.initial_models(rnd.rng))
+        # All start alike: one row serves every sender.
         origins = origin[:1].expand(len(inbox.table), -1)
     own, table = compared.select_from(state.params), compared.select_from(inbox.table)
     return similarity.cosine(own, table, inbox.index, inbox.mask, origin=origin, origins=origins)
@@ -128,24 +134,32 @@ def push_and_measure(
         eps: $\varepsilon$ of the inverse loss.
     """
     ids, count = rnd.ids, peers.shape[1]
+    # Each message carries its round, so that an old answer is recognized.
     now = torch.full_like(ids, rnd.index)
     nothing = state.params[:, :0]
+    # A client does not know who asks it: it reads the requests of all members.
     everybody = torch.arange(rnd.task.population).expand(len(ids), -1)
     requests = rnd.exchange.pull(
         Message(nothing, {"asked": peers, "round": now}),
         selection.keep_allowed(everybody, rnd.candidates),
     )
+    # [senders, slots asked] against [hosted clients]: which sender asks which hosted client in this
+    # round.
     asks = (requests.fields["asked"][:, :, None] == ids).any(1) & (
         requests.fields["round"] == rnd.index
     )[:, None]
+    # [clients, population]: slot j of `requests` is member j, because `everybody` is in order.
     asked_by = asks[requests.index, torch.arange(len(ids))[:, None]] & requests.mask
+    # Those that ask without being asked: their models have to be pulled too.
     further = selection.ids_from_mask(
         asked_by & ~selection.mask_from_ids(peers, rnd.task.population)
     )
 
     models = rnd.exchange.pull(message, torch.cat([peers, further], dim=1))
+    # Unused slots have peer -1; clamp makes them a legal index, and the mask excludes them.
     judged = models.mask & asked_by.gather(1, models.peers.clamp(min=0))
     loss = rnd.task.score(replace(models, mask=judged)).cpu()
+    # A loss of NaN or infinity is not answered: the asker counts the peer as missing.
     answers, given = _scatter_to_members(
         models.peers, judged & torch.isfinite(loss), loss, rnd.task.population
     )
@@ -153,13 +167,16 @@ def push_and_measure(
     replies = rnd.exchange.pull(
         Message(nothing, {"loss": answers, "given": given, "round": now}), peers
     )
+    # An answer has a column for each member; a client reads its own.
     column = ids[:, None]
     valid = replies.fields["given"][replies.index, column] & (
         replies.field_by_slot("round") == rnd.index
     )
+    # The first `count` slots are the peers that the client asked; the others only asked it.
     heard = replies.mask & models.mask[:, :count] & valid
     value = torch.where(heard, replies.fields["loss"][replies.index, column].double(), torch.inf)
 
+    # The method sees only the peers that it asked.
     inbox = replace(
         models,
         index=models.index[:, :count],
@@ -213,6 +230,8 @@ class PeerSimilarities:
     @staticmethod
     def all_unknown(population: int, origin: Float[Tensor, "clients origin"]) -> "PeerSimilarities":
         """Return a memory without similarities."""
+        # 13 bytes for each pair of a client and a member: the largest part of the memory of a big
+        # population.
         kinds = (torch.float64, torch.int8, torch.int32)
         similarity, status, count = (
             pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds
@@ -236,6 +255,7 @@ class PeerSimilarities:
         at = (rows, peers[rows, slots])
         values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
         values[at], status[at] = similarity[rows, slots].double(), MEASURED
+        # Peers of a row are distinct, so that no index occurs twice and each read counts.
         count[at] += 1
         return replace(self, similarity=values, status=status, count=count)
 
@@ -254,6 +274,8 @@ class PeerSimilarities:
             drop_nonpositive: leave out similarities of 0 and below.
             dtype: the type in which they are sent.
         """
+        # Written in place, a few rows at a time: temporaries of clients x population would leave
+        # the cache.
         clients, population = self.status.shape
         values, known = (
             pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool)
@@ -279,6 +301,7 @@ class PeerSimilarities:
             pick: use the estimate of the "most" or the "least" similar peer.
             fresh: change this memory instead of a copy, when nothing else refers to it.
         """
+        # `count` and `origin` do not change here: they are shared with the old memory.
         new = (
             self
             if fresh
@@ -288,12 +311,15 @@ class PeerSimilarities:
         )
         for first in range(0, len(ids), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
+            # Views: what is written into `mine` below is written into `new`.
             mine, peers = new.select_rows(rows), relays.peers[rows]
             preference = mine.similarity.gather(1, peers.clamp(min=0)) * (
                 1 if pick == "most" else -1
             )
+            # Unused slots were gathered from member 0: the mask removes them.
             heard = relays.mask[rows] & (peers >= 0)
             measured = mine.status == MEASURED
+            # A client has no similarity to itself: it counts as known and gets no estimate.
             estimate, found = selection.estimate_two_hop(
                 measured.scatter_(1, ids[rows, None], True),
                 peers,
@@ -302,6 +328,7 @@ class PeerSimilarities:
                 relays.fields["similarity"],
                 relays.fields["known"],
             )
+            # Measured similarities stay: `found` never includes them.
             torch.where(found, estimate, mine.similarity, out=mine.similarity)
             mine.status.masked_fill_(found, ESTIMATED)
         return new
@@ -396,6 +423,7 @@ class Dac(PeerMethod):
         """Return a memory without similarities."""
         apart = task.model.init == "per_client" and self.similarity != "inv_loss"
         if apart:
+            # Differences between the first models hide those between the data.
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
@@ -403,6 +431,7 @@ class Dac(PeerMethod):
             task.population, task.initial_models(rng)[:, :columns].clone()
         )
         if self.selection is None:
+            # Only a selection rule asks when a peer was read last.
             return memory
         last = torch.full_like(memory.count, -1)
         return DatedSimilarities(
@@ -464,15 +493,19 @@ class Dac(PeerMethod):
             peers = choose_peers_by_rule(
                 self.selection, rnd, self.num_peers, met, memory.similarity, memory.status
             )
+            # A rule has no probabilities; the report says NaN.
             return peers, torch.ones_like(peers, dtype=torch.float64)
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             ids, allowed = rnd.ids[rows], candidates[rows]
+            # The memory is that of the end of the last round, hence also its temperature.
             probability = self.peer_probabilities(
                 ids, memory.select_rows(rows), max(rnd.index - 1, 0)
             )
             draws = rnd.rng.pairs("peers", ids, population)
+            # Logarithms of a few draws decide most rows; the others take the exact way with the
+            # same draws.
             peers, certain = selection.sample_peers_quickly(
                 probability, draws, self.num_peers, allowed
             )
@@ -482,6 +515,7 @@ class Dac(PeerMethod):
                 peers[~certain] = selection.sample_peers(
                     logs, noise, self.num_peers, allowed[~certain]
                 )
+            # Unused slots (-1) take any probability: nothing arrives there.
             drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
         peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
         return peers, prior
@@ -494,6 +528,7 @@ class Dac(PeerMethod):
         inbox = measured.inbox
         drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
         told = similarity_report(rnd, measured.similarity, drawn)
+        # By this round's measurements, not by the memory.
         weighted = self.aggregation_weights(rnd, measured, prior)
         if weighted is None:
             merged, report = merge_by_rule(
@@ -521,6 +556,7 @@ class Dac(PeerMethod):
             prior: the probabilities with which the peers were drawn.
         """
         inbox = measured.inbox
+        # `prior` is for subclasses (published code weighs by it).
         if self.aggregation == "fedavg":
             samples = inbox.field_by_slot("samples")
             return aggregation.fedavg_weights(samples, rnd.task.num_samples, inbox.mask)
@@ -534,6 +570,7 @@ class Dac(PeerMethod):
         """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
         before: PeerSimilarities = state.memory
+        # A copy: later steps may change it in place.
         memory = before.with_measurements(inbox.peers, measured.similarity, inbox.mask)
         if isinstance(memory, DatedSimilarities):
             memory = memory.record_reads(inbox, rnd.index)
@@ -561,6 +598,7 @@ class Dac(PeerMethod):
             pick: use the estimate of the most or of the least similar peer.
         """
         zero = torch.zeros_like(rnd.ids)
+        # Each peer shares a number for every member.
         received = relays.mask.sum(1) * rnd.task.population
         cost["extra_floats"] = cost.get("extra_floats", zero) + received
         return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
@@ -581,6 +619,8 @@ class Dac(PeerMethod):
             # those that ask and were not asked
             pushed = peers * (1 - peers / max(1, setting.num_others))
             beside = scores if self.shares_with_model else 0
+            # A request is `num_peers` ids and the round, an answer a loss and a flag for each
+            # member and the round; integers have 8 bytes.
             requests, answers = setting.num_others * (peers + 1) * 8, peers * (scores + 8)
             cost += Cost(
                 extra_models=pushed,

@@ -92,12 +92,16 @@ class Ditto(PersonalModels):
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the global model, then the personal one near the global model that was received."""
         trained, info = super().local_update(rnd, state, reply)
+        # The same purpose draws the same batches.
         purpose = "batches" if self.interleaved else "batches.personal"
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         personal, more = rnd.train(
+            # `trained` carries the new state of the run; the anchor is the model as received, not
+            # as trained.
             replace(trained, params=state.memory.model),
             local=local, anchor=state.params, prox=self.lam, purpose=purpose, track=1,
         )  # fmt: skip
+        # The global model is sent, the personal one stays in the memory.
         new = replace(personal, params=trained.params, memory=PersonalMemory(personal.params))
         return new, {**info, "train_samples": info["train_samples"] + more["train_samples"]}
 
@@ -115,4 +119,5 @@ def personal_training(local: LocalTraining, epochs: int | None, steps: int | Non
     """Return the run's local training with a personal length."""
     if steps is not None:
         return replace(local, steps=steps)
+    # A number of steps would win over epochs: it is removed.
     return local if epochs is None else replace(local, epochs=epochs, steps=None)

@@ -18,6 +18,7 @@ class OneModel(ServerMethod):
 
     def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
+        # All rows are in group 0.
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
         return self.averaging.update_models(shared, message, everybody, context.min_updates)
 

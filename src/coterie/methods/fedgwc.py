@@ -127,6 +127,7 @@ class FedGwc(ServerMethod):
             torch.zeros(size, size, dtype=torch.int32),
             torch.zeros(size, dtype=torch.int64),
         )
+        # A running mean of 1 is far above `eps`: a new cluster has not settled.
         one = torch.ones(1, dtype=torch.float64)
         return FedGwcClusters(
             begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1]
@@ -143,6 +144,7 @@ class FedGwc(ServerMethod):
         losses = info["losses"]
         width = self.trace if rnd.local.steps is None else rnd.local.steps
         padded = losses.new_full((len(losses), width), torch.nan)
+        # Clients with fewer steps keep NaN behind their last loss.
         padded[:, : losses.shape[1]] = losses[:, :width]
         return Message(state.params, {"samples": rnd.task.num_samples, "losses": padded})
 
@@ -167,6 +169,7 @@ class FedGwc(ServerMethod):
         """Draw in each cluster, as many as `_cohort_sizes` says."""
         noise = draw_cohort_noise(rng, population)
         chosen = []
+        # One noise for all clusters: who takes part does not depend on the order of the clusters.
         for cluster, count in enumerate(self._cohort_sizes(shared, participation)):
             members = shared.label == cluster
             preference = self._log_weights(shared, members)
@@ -187,6 +190,7 @@ class FedGwc(ServerMethod):
         if self.cohort_of == "cluster":
             return [selection.cohort_size(size, rate, least=MIN_PARTICIPANTS) for size in members]
         often = torch.zeros(len(members), dtype=torch.float64)
+        # Mean number of rounds in which a member took part, of each cluster; no cluster is empty.
         often = often.index_add(0, shared.label, shared.sampled.double()) / torch.tensor(members)
         return selection.share_places(
             members,
@@ -201,8 +205,10 @@ class FedGwc(ServerMethod):
         """Average, reward and, where a cluster has settled, split."""
         assert message.ids is not None
         group, before = shared.label[message.ids], len(shared.models)
+        # A cluster with fewer members than the least number of updates needs all of them.
         least = cluster_sizes(shared.label, before).clamp(max=context.min_updates)
         shared = self.averaging.update_models(shared, message, group, least)
+        # Clusters that are founded in this loop have no updates of their own yet.
         for cluster in range(before):
             rows = message.take_rows((group == cluster).nonzero().flatten())
             if len(rows):
@@ -216,10 +222,12 @@ class FedGwc(ServerMethod):
         assert message.ids is not None
         ids, size = message.ids, int((shared.label == cluster).sum())
         pairs = shared.pairs.clone()
+        # Ids are distinct, so that the addition counts each pair once; the diagonal counts too.
         pairs[ids[:, None], ids[None, :]] += 1
         shared = replace(
             shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
         )
+        # A reward compares with others.
         if len(ids) < 2:
             return shared
         alpha = self._step_size(context.index, len(ids), size)
@@ -232,6 +240,8 @@ class FedGwc(ServerMethod):
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
         shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
+        # K_c / |P|, rounded half up: so many rounds until each member has taken part once on
+        # average.
         needed = self.patience or max(1, int(size / len(ids) + 0.5))
         return (
             self._try_split(context, shared, cluster, len(ids))
@@ -279,12 +289,16 @@ class FedGwc(ServerMethod):
         members = (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
         met = shared.pairs[block].double()
+        # Mean over pairs of different members: the diagonal counts single clients.
         apart = float(met.sum() - met.diagonal().sum()) / max(1, size * (size - 1))
+        # Both parts need their least size.
         if size < 2 * self.min_cluster_size or apart < self.min_pair_updates:
             return shared
         affinity = self.compute_affinity(shared.matrix[block], self.beta)
+        # scikit-learn takes seeds as 32-bit integers.
         seed = int(context.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31))
         label = self.propose_split(affinity, cohort, seed)
+        # The clock starts again whether or not the split succeeds; children inherit it.
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster], patience[cluster] = 1.0, 0
         shared = replace(shared, mse=mse, patience=patience)
@@ -296,6 +310,7 @@ def _split_cluster(
 ) -> FedGwcClusters:
     """Let the members with label 0 keep the cluster and found one for each other label, all on the parent's model."""
     count, children = len(shared.models), int(label.max())
+    # Label 0 stays; labels 1, 2, ... become the next free numbers.
     number = torch.where(label == 0, cluster, count + label - 1)
 
     def append_children(value: Tensor) -> Tensor:

@@ -38,10 +38,12 @@ def train_alternately(
     layout = rnd.task.layout
     if not own:
         return rnd.train(state)
+    # Statistics lie behind the trained columns: no gradient moves them.
     last = match_patterns(layout, own, "the head")[: layout.trainable]
     params, longer = state.params.clone(), personal_training(rnd.local, head_epochs, None)
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []
+    # Track 0 is the optimizer of the head, track 1 that of the body.
     for track, (local, only, purpose) in enumerate(parts):
         steps = rnd.train_stepwise(state, local=local, purpose=purpose, only=only)
         for step in range(steps.num_steps):
@@ -49,6 +51,7 @@ def train_alternately(
         reports.append(steps.finish(params))
         state = replace(state, moments=steps.optimizer)
     fitted, info = reports
+    # A client whose head diverged may have a finite body.
     lost = fitted["diverged"] | info["diverged"]
     return replace(state, params=params), {
         **info,

@@ -74,6 +74,7 @@ class FedProx(OneModel):
             start.models,
             start.velocity,
             start.label,
+            # Equal counts until clients enroll: a uniform draw.
             torch.ones(task.population, dtype=torch.float64),
         )
 
@@ -91,6 +92,7 @@ class FedProx(OneModel):
         self, shared: FedProxClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""
+        # As in `Method.select_cohort`; with equal counts the draw is the same.
         count = selection.cohort_size(population, participation, least=3)
         return selection.draw_cohort(
             draw_cohort_noise(rng, population), count, log_weights=shared.samples.log()

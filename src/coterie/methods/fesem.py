@@ -64,6 +64,7 @@ class FeSem(ServerMethod):
 
     def init_server_state(self, task: Task, rng: Rng) -> FeSemClusters:
         """Return independent centers and random balanced memberships."""
+        # No distance can be measured over columns that never arrive.
         apart = self.features == "last_layer" and not bool(
             (last_layer_mask(task.layout) & task.sharing.trained.mask).any()
         )
@@ -73,9 +74,11 @@ class FeSem(ServerMethod):
             self.features,
             "'all': the last layer stays at home with this `shared`",
         )
+        # A permutation modulo C: random, and balanced to within one member.
         order = rng.at_round(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
         models = task.draw_models(rng, self.clusters)
+        # No momentum, hence no columns of velocity.
         return FeSemClusters(
             models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)
         )
@@ -89,6 +92,7 @@ class FeSem(ServerMethod):
     ) -> tuple[FeSemClusters, Reply]:
         """Answer with the client's center; a client that never took part is served the largest cluster's."""
         assert message.ids is not None
+        # First memberships are random: only those of clients that took part mean something.
         known = shared.label[shared.seen]
         label = shared.label
         if context.evaluating and len(known):
@@ -108,6 +112,7 @@ class FeSem(ServerMethod):
                 self._select_features(context, message.params),
                 self._select_features(context, shared.models),
             )
+            # Other clients keep their membership.
             label = label.index_copy(0, message.ids, nearest.cpu())
         group, weights = label[message.ids], self.averaging.client_weights(message)
         models = aggregation.average_models_by_group(

@@ -53,6 +53,7 @@ class FixTopology(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull from those that can be reached now, average."""
+        # The graph stays; a peer that cannot be reached now leaves its slot empty.
         peers = selection.keep_allowed(state.memory.peers, rnd.candidates)
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)

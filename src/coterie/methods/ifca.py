@@ -99,6 +99,7 @@ class Ifca(ServerMethod):
 
     def init_server_state(self, task: Task, rng: Rng) -> IfcaModels:
         """Return independently drawn models."""
+        # All candidate sets in one matrix: set by set, cluster by cluster.
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
         return IfcaModels(task.draw_models(rng, count))
 
@@ -110,6 +111,7 @@ class Ifca(ServerMethod):
         shared, offer = self.ask_server(
             rnd, _reply_with_all_models, model_request(state), state.shared, every
         )
+        # [clients, candidate sets, clusters]: the order in which the models were drawn.
         scores = replace_nan_losses(rnd.task.score(offer)).reshape(
             len(rnd.task), self.candidates, self.clusters
         )
@@ -133,6 +135,7 @@ class Ifca(ServerMethod):
         if context.evaluating or not grouped:
             return _reply_with_all_models(context, shared, message)
         assert message.ids is not None
+        # The stream of the enrollment: the groups are the same in all rounds.
         order = context.rng.at_round(-1).generator("ifca.groups").permutation(context.population)
         group = torch.from_numpy(order)[message.ids][:, None] % self.clusters
         return shared, Reply(shared.models, group)
@@ -141,6 +144,7 @@ class Ifca(ServerMethod):
         """Average cluster by cluster."""
         label, samples = message.fields["label"], message.fields["samples"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
+        # A mean of one model is that model: other clients would receive a client's own model.
         for cluster in (groups == 1).nonzero().flatten().tolist() if self.min_group == 1 else ():
             logger.info(
                 "cluster %d has a single client in round %d: its model is that client's",
@@ -152,6 +156,7 @@ class Ifca(ServerMethod):
                 message.params, label, samples, old, self.min_group
             )
         else:
+            # Unweighted: $n_c$ times the mean update is the sum of the updates.
             moved = aggregation.average_models_by_group(
                 message.params, label, torch.ones_like(samples), old, self.min_group
             )
@@ -159,6 +164,8 @@ class Ifca(ServerMethod):
             new = old + pull * (moved - old)
         if self.share_representation:
             own = last_layer_mask(context.layout).to(old.device)
+            # The representation is the mean over the cohort, whatever `min_group` keeps of the
+            # heads.
             new = torch.where(own, new, aggregation.average_models(message.params, samples))
         return IfcaModels(new)
 
@@ -174,6 +181,7 @@ class Ifca(ServerMethod):
         new, info = self.local_update(rnd, replace(state, params=start), offer)
         message = Message(new.params, {"samples": rnd.task.num_samples, "label": label})
         shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
+        # Each client evaluates every offered model on all its training samples.
         passes = offer.mask.sum(1) * rnd.task.count_samples("train")
         return replace(new, shared=shared), {
             **info,
@@ -224,8 +232,10 @@ def choose_cluster(
     are the same.
     """
     best = (
+        # argmin takes the first of equal losses.
         replace_nan_losses(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
     )
+    # The table is the server's models in order: its row number is the cluster.
     label = offer.index.gather(1, best)[:, 0]
     return label, offer.table[label]
 
@@ -241,6 +251,7 @@ def _choose_candidates(
 ) -> tuple[IfcaModels, Reply]:
     """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
     label = message.fields["label"]
+    # [clusters, candidate sets]: the share of the least attractive cluster of each set.
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)
     good = (attracted >= method.resample_share).nonzero().flatten()
     chosen = int(good[0]) if len(good) else int(attracted.argmax())

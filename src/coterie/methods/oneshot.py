@@ -51,12 +51,15 @@ class OneShot(ServerMethod):
         assert message.ids is not None
         label = shared.label
         if context.index == self.warmup_rounds - 1:
+            # k-means cannot find more groups than there are models.
             count = min(self.clusters, len(message))
+            # scikit-learn takes seeds as 32-bit integers.
             seed = int(context.rng.generator("one-shot").integers(1 << 31))
             found = clustering.k_means(
                 context.part.compared.select_from(message.params).cpu(), count, seed=seed
             )
             label = label.index_copy(0, message.ids, found)
+            # Only the shape counts: every group has members, so that no old model is used.
             models = shared.models.expand(int(found.max()) + 1, -1)
             models = aggregation.average_models_by_group(
                 message.params, found, message.fields["samples"], models

@@ -69,9 +69,11 @@ class Oracle(PeerMethod):
             raise ConfigError(
                 "oracle needs the planted cluster of each client; found none: pass `clusters` to the task"
             )
+        # No model is needed to learn the clusters.
         message = Message(state.params[:, :0], {"cluster": clusters})
         everybody = torch.arange(rnd.task.population).expand(len(clusters), -1)
         same = torch.zeros_like(state.memory.same)
+        # `_SLOTS` at a time, so that clients x population messages are never in memory at once.
         for peers in selection.keep_allowed(everybody, rnd.candidates).split(_SLOTS, dim=1):
             inbox = rnd.exchange.pull(message, peers)
             alike = inbox.mask & (inbox.field_by_slot("cluster") == clusters[:, None])

@@ -99,6 +99,8 @@ class Panm(PeerMethod):
         nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
         list_size = min(self.num_peers, max(0, task.population - 1))
         none = torch.full((len(task.ids), list_size), -1)
+        # `zeros_like` and `clone` of a slice: views would keep the whole matrix of first models
+        # alive.
         return PanmMemory(
             none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
         )
@@ -107,6 +109,7 @@ class Panm(PeerMethod):
         """Publish the model, and in the first exchange what the score needs beside it."""
         fields = {"samples": task.num_samples}
         extras = {"update": state.memory.update, "origin": state.memory.origin}
+        # The second exchange only averages: it needs no update and no first model.
         for name, value in extras.items() if exchange == 0 else ():
             if value.shape[1]:
                 fields[name] = task.sharing.compared.select_from(value)
@@ -114,6 +117,7 @@ class Panm(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
+        # The paper counts rounds from 1.
         memory, number = state.memory, rnd.index + 1
         before = memory.bag
         to_score, to_average = self.publish_all(rnd.task, state)
@@ -121,9 +125,12 @@ class Panm(PeerMethod):
         believed, candidates = self.choose_peers_to_score(
             rnd, memory, early, number % self.interval == 0
         )
+        # [clients, believed | candidates]: presumed neighbors come first.
         slots = torch.cat([believed, candidates], dim=1)
+        # A neighbor found earlier may be out of reach now.
         scored = rnd.exchange.pull(to_score, selection.keep_allowed(slots, rnd.candidates))
         scores, cost = self.score_peers(rnd, state, scored)
+        # Marks the slots of the presumed neighbors.
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
         if early:
             chosen = selection.select_best(
@@ -132,6 +139,8 @@ class Panm(PeerMethod):
             memory = replace(
                 memory, neighbors=chosen, bag=selection.mask_from_ids(chosen, rnd.task.population)
             )
+            # The new neighbors were scored, hence read: the second exchange asks nobody, but takes
+            # place.
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.MixtureOptions(self.em, self.component, self.monotone)
@@ -142,9 +151,11 @@ class Panm(PeerMethod):
                 ),
             )
             chosen = draw_peers_uniformly(rnd, self.num_peers, memory.bag)
+            # Only peers that answered: the second exchange asks the others again.
             read = selection.mask_from_ids(torch.where(scored.mask, slots, -1), rnd.task.population)
             missing = selection.keep_allowed(chosen, ~read)
         rest = rnd.exchange.pull(to_average, missing)
+        # Scored slots that are averaged too.
         wanted = (
             selection.mask_from_ids(chosen, rnd.task.population).gather(1, slots.clamp(min=0))
             & scored.mask
@@ -152,10 +163,13 @@ class Panm(PeerMethod):
         samples = torch.cat([scored.field_by_slot("samples"), rest.field_by_slot("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
         weights, own_weight = aggregation.fedavg_weights(samples, rnd.task.num_samples, keep)
+        # Weights of the first inbox and of the second.
         parts = weights.tensor_split([slots.shape[1]], dim=1)
         mixed = scored.mix(parts[0], own=state.params, own_weight=own_weight)
+        # The own model has its weight from the first sum: the second only adds to it.
         mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
         report = mixing_report(scored, parts[0], own_weight)
+        # Entries of slots are joined along the slots; `own_weight`, without slots, is reported once.
         report |= {
             n: torch.cat([report[n], v], dim=1)
             for n, v in mixing_report(rest, parts[1], own_weight).items()
@@ -181,8 +195,10 @@ class Panm(PeerMethod):
             slots: presumed neighbors, candidates, and the neighbors that were not scored.
             early: whether it is a round of stage one.
         """
+        # A uniform draw among n members chooses each with probability 1 / n.
         inside, outside, then = (rnd.candidates & bag for bag in (bags[0], ~bags[0], bags[1]))
         sizes = [one.sum(1, keepdim=True).double() for one in (inside, outside, then)]
+        # Neighbors of stage one are kept, not drawn.
         sizes[0] = torch.ones_like(sizes[0]) if early else sizes[0]
         return torch.cat(
             [(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1
@@ -192,6 +208,7 @@ class Panm(PeerMethod):
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
     ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
         """Return the peers to score: some presumed neighbors, and candidates drawn from all others."""
+        # No slots: the first exchange takes place all the same, so that nodes stay in step.
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
         candidates = draw_peers_uniformly(rnd, self.num_candidates, ~memory.bag, "candidates")
@@ -203,12 +220,14 @@ class Panm(PeerMethod):
         """Return how many models a client scores in a round, and how many it only averages with."""
         number, bag = round + 1, max(1, setting.num_cluster_peers)
         if number <= self.stage_one_rounds:
+            # Round 1 has no neighbors yet.
             neighbors = 0 if number == 1 else min(self.num_peers, setting.num_others)
             return neighbors + min(self.num_candidates, setting.num_others - neighbors), 0.0
         mixed = min(self.num_peers, bag)
         if number % self.interval:
             return 0.0, mixed
         believed = min(self.num_candidates, bag)
+        # Of the members averaged with, the share believed / bag was scored already.
         return believed + min(self.num_candidates, setting.num_others - bag), mixed * (
             1 - believed / bag
         )
@@ -233,6 +252,7 @@ class PanmGrad(Panm):
 
     def memory_widths(self, task: Task) -> tuple[int, int]:
         """Keep the updates that messages carry."""
+        # Only the second cosine needs the first models.
         apart = task.model.init == "per_client" and self.alpha < 1
         if apart:
             text = "panm-grad: cosines of updates say little while clients start from different models (per_client)"
@@ -241,6 +261,7 @@ class PanmGrad(Panm):
 
     def remember_update(self, state: State, before: Float[Tensor, "clients params"]) -> State:
         """Keep the update of the last local training."""
+        # The memory has no columns with alpha = 0: then nothing is kept.
         columns = slice(state.memory.update.shape[1])
         update = state.params[:, columns] - before[:, columns]
         return replace(state, memory=replace(state.memory, update=update))
@@ -256,6 +277,7 @@ class PanmGrad(Panm):
             total = total + self.alpha * last
         if self.alpha < 1:
             total = total + (1 - self.alpha) * dac.cosine_since_start(rnd, state, inbox)
+        # Each extra is as large as a model.
         copies = int(self.alpha > 0) + int(state.memory.origin.shape[1] > 0)
         return total, {"extra_models": inbox.mask.sum(1) * copies}
 

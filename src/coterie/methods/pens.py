@@ -76,6 +76,7 @@ class Pens(PeerMethod):
 
     def min_times_kept(self, population: int) -> float:
         r"""Return the threshold $\theta$ for a population of that size."""
+        # The mean number of times that chance alone would keep a peer.
         chances = population if self.threshold == "dac_repo" else max(1, population - 1)
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
@@ -83,6 +84,7 @@ class Pens(PeerMethod):
         self, kept: Int[Tensor, "clients population"]
     ) -> Bool[Tensor, "clients population"]:
         """Return the members with which each client gossips in stage two."""
+        # A threshold below 0 must not admit peers that were never kept.
         return (kept > self.min_times_kept(kept.shape[1])) & (kept > 0)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -97,6 +99,7 @@ class Pens(PeerMethod):
             keep = selection.select_lowest(
                 rnd.task.score(inbox).cpu(), peers, self.num_kept, inbox.mask
             )
+            # A row's peers are distinct: no index occurs twice.
             rows, slots = keep.nonzero(as_tuple=True)
             kept = memory.kept.clone()
             kept[rows, peers[rows, slots]] += 1

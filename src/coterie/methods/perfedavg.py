@@ -61,6 +61,7 @@ class PerFedAvg(OneModel):
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Go down the gradient of the loss after adaptation."""
+        # Batches D, D' and D'' come from streams of their own.
         first = rnd.train_stepwise(state)
         second = rnd.train_stepwise(state, purpose="batches.adapted")
         third = None
@@ -68,20 +69,25 @@ class PerFedAvg(OneModel):
             third = rnd.train_stepwise(state, purpose="batches.hessian")
         params = state.params.clone()
         for step in range(first.num_steps):
+            # $\tilde w = w - \alpha \nabla f(w; D)$
             adapted = self._move_along(params, first.compute_gradient(params, step), -self.alpha)
+            # $u = \nabla f(\tilde w; D')$
             slope = second.compute_gradient(adapted, step)
             if third is not None:
                 ahead, behind = (
                     self._move_along(params, slope, sign * self.delta) for sign in (1, -1)
                 )
+                # $\nabla^2 f(w; D'')\, u$ by a central difference.
                 product = (
                     third.compute_gradient(ahead, step)
                     .sub_(third.compute_gradient(behind, step))
                     .div_(2 * self.delta)
                 )
+                # $(I - \alpha \nabla^2 f)\, u$
                 slope = slope.sub_(product.mul_(self.alpha))
             first.apply_gradient(params, slope, step)
         info = first.finish(params)
+        # Each training counts the samples of its own gradients.
         for other in (second, third):
             if other is not None:
                 info["train_samples"] = (
@@ -92,6 +98,7 @@ class PerFedAvg(OneModel):
     def _move_along(self, params: Tensor, direction: Tensor, by: float) -> Tensor:
         """Return models that went along a direction; the others are not changed."""
         moved = params.clone()
+        # Gradients have the trained columns only, which come first in a row.
         moved[:, : direction.shape[1]] += direction * by
         return moved
 
@@ -101,6 +108,8 @@ class PerFedAvg(OneModel):
         """Fetch the shared model and adapt it to each client's training data."""
         shared, info = super().serving_model(rnd, state)
         size = (
+            # A batch as large as the largest client holds all samples of each: nothing is left to
+            # draw.
             max(1, int(rnd.task.num_samples.max()))
             if self.adapt_batch_size is None
             else self.adapt_batch_size

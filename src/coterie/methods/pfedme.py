@@ -67,13 +67,20 @@ class PFedMe(PersonalModels):
         """Approach the envelope's minimum on each batch, and follow it."""
         steps, trainable = rnd.train_stepwise(state), rnd.task.layout.trainable
         shared, model = state.params.clone(), state.params.clone()
+        # Steps on `model` move `theta`, steps on `w` move `shared`.
         w, theta = shared[:, :trainable], model[:, :trainable]  # views
         for step in range(steps.num_steps):
             for _ in range(self.inner_steps):
+                # K steps down $f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w \rVert^2$, all on
+                # one batch.
                 gradient = steps.compute_gradient(model, step)
                 steps.apply_gradient(model, gradient.add_((theta - w).mul_(self.lam)), step)
+            # $w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i)$; clients without a batch in this
+            # step rest.
             away = (w - theta).mul_(self.eta * self.lam)
             w.sub_(away.masked_fill_(~steps.active_clients(step).to(away.device)[:, None], 0))
+        # Gradients were taken at the personal model: its running statistics are the ones that
+        # followed the data.
         shared[:, trainable:] = model[:, trainable:]
         info = steps.finish(shared, model)
         memory = PersonalMemory(model)

@@ -43,11 +43,13 @@ class Pooled(Method):
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Train on the pool, and give the model to every client."""
+        # All rows are the same model: the first stands for it.
         model, info, moments = rnd.task.train_pooled(
             state.params[:1], rnd.rng, rnd.local, optimizer=state.moments
         )
         everybody = len(rnd.ids)
         told = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
+        # Each client counts its share of the samples, so that their sum is the pool's.
         samples = (
             info["train_samples"] * rnd.task.num_samples.double() / rnd.task.num_pooled_samples
         )

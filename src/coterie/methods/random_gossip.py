@@ -47,9 +47,11 @@ class Gossip(PeerMethod):
         if self.selection is None:
             inbox = rnd.exchange.pull(message, draw_peers_uniformly(rnd, self.num_peers))
         else:
+            # Only a rule needs to know who was read.
             met: ReadHistory = state.memory
             peers = choose_peers_by_rule(self.selection, rnd, self.num_peers, met)
             inbox = rnd.exchange.pull(message, peers)
+            # After the pull: only peers that answered were read.
             state = replace(state, memory=met.record_reads(inbox, rnd.index))
         return average_models(rnd, state, inbox, self.aggregation)
 

@@ -54,6 +54,7 @@ def find_method(kind: str, package: str = "") -> type[Method]:
     if ":" in kind:
         return _import_method(kind, f"method {kind!r}", package)
     offers = list_installed()
+    # This message first: the package is known, so its name helps more than similar names.
     if kind not in offers and package:
         raise ConfigError(
             f"method {kind!r} is of a package that is not installed; install {package}"
@@ -72,6 +73,7 @@ def find_method(kind: str, package: str = "") -> type[Method]:
 def find_published(method: type[Method]) -> type[Method] | None:
     """Return the class of a method's kind with the options of published code; None where there is none."""
     path = PUBLISHED.get(method.kind, "")
+    # Another class of the same kind, from elsewhere, has no published options.
     built_in = METHODS.get(method.kind) is method
     if not path or not (built_in or path == f"{method.__module__}:{method.__qualname__}"):
         return None
@@ -94,9 +96,12 @@ def resolve_class(
     published = find_published(method)
     if published is None or published is method:
         return method, dict(table)
+    # Settings that both have but with other bounds or choices are wider in the published class.
     own, more = settable_fields(method), settable_fields(published)
     extra = {key: value for key, value in table.items() if key in more and key not in own}
     wider = [key for key in table if key in own and own[key] != more[key]]
+    # Needed where an extra option is off its default, or a common one has a value that only the
+    # published class accepts.
     needed = any(value != getattr(published, key) for key, value in extra.items()) or any(
         accepts(table[key], more[key]) and not accepts(table[key], own[key]) for key in wider
     )
@@ -124,6 +129,7 @@ def all_settings(method: Method) -> dict[str, Any]:
 def list_installed() -> dict[str, list[EntryPoint]]:
     """Return what installed packages offer, by name: usually one method, nothing under a built-in name."""
     found: dict[str, dict[str, EntryPoint]] = {}
+    # Keyed by value: the same class, offered by two packages, is one offer.
     for point in entry_points(group=GROUP):
         if point.name not in METHODS:
             found.setdefault(point.name, {})[point.value] = point
@@ -139,6 +145,7 @@ def name_of(method: type[Method]) -> tuple[str, str]:
         return method.kind, ""
     path = f"{method.__module__}:{method.__qualname__}"
     offers = list_installed().get(method.kind, [])
+    # The short name is unambiguous only when one package offers it, with this very class.
     if [point.value for point in offers] != [path]:
         return path, ""
     dist = offers[0].dist

@@ -113,6 +113,7 @@ class Averaging:
         self, models: Float[Tensor, "clusters params"], population: int, layout: Layout
     ) -> Clusters:
         """Return clusters of which everybody is in the first."""
+        # Without momentum no columns: nothing is kept in memory and in checkpoints.
         velocity = torch.zeros(
             len(models), 0 if self.is_plain_mean else layout.trainable, dtype=torch.float64
         )
@@ -156,8 +157,11 @@ class Averaging:
             lr=self.lr,
             nesterov=self.nesterov,
         )
+        # `least` is 0 for a cluster without members: no update at all would be enough.
         came = torch.bincount(label, minlength=len(mean)) >= torch.as_tensor(least)
         active = (came & (torch.bincount(label, minlength=len(mean)) > 0)).to(mean.device)[:, None]
+        # A cluster without enough updates keeps its velocity too: its gap is 0, but momentum alone
+        # would still move the model.
         return replace(
             shared,
             models=torch.where(active, moved, shared.models),
@@ -210,15 +214,19 @@ class ServerMethod(Method):
             The server's new state, and the answer.
         """
         assert message.ids is not None
+        # The server's models are the table; each client has one slot, which shows its cluster's
+        # row.
         return shared, Reply(shared.models, shared.label[message.ids][:, None])
 
     def newcomer_candidates(
         self, context: ServerContext, shared: Any
     ) -> Float[Tensor, "models params"]:
         """Return the models that serve clients now, each once: what a client that joins late chooses among."""
+        # Ask on behalf of every member: only models that serve somebody are candidates.
         ids = torch.arange(context.population)
         context = replace(context, evaluating=True)
         _, reply = self.reply(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
+        # First by row, then by value: children of a split cluster begin with equal models.
         return reply.table[reply.index.unique().to(reply.table.device)].unique(dim=0)
 
     def add_members(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
@@ -232,6 +240,7 @@ class ServerMethod(Method):
             ConfigError: when this method's state has no place for members that it has not known
                 from the start.
         """
+        # A subclass keeps more about each member, which cannot be extended here.
         if type(shared) is not Clusters:
             raise ConfigError(
                 f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
@@ -246,8 +255,11 @@ class ServerMethod(Method):
     def _aggregate_finite(
         self, context: ServerContext, shared: Any, message: Message
     ) -> tuple[Any, Reply]:
+        # One model with NaN would make the whole average NaN: it is left out before any rule sees
+        # it.
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
+            # Without any finite model the state stays as it is.
             shared = self.aggregate(context, shared, message.take_rows(finite))
             if shared is None:
                 raise ConfigError(
@@ -284,6 +296,7 @@ class ServerMethod(Method):
             expects: what the answer shows each client; for `reply`, `reply_form` when None.
             evaluating: whether clients ask for models to measure, not to train.
         """
+        # Bound methods are made at each access: `is` would never hold, `==` compares the function.
         if expects is None and rule == self.reply:
             expects = self.reply_form()
         message = replace(message, expects=expects)
@@ -304,6 +317,8 @@ class ServerMethod(Method):
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
         return State(
+            # Clients keep their own rows although the server offers models: columns that stay at
+            # home live there.
             task.initial_models(rng),
             self.init_memory(task, rng),
             clear_home_columns(task, self.init_server_state(task, rng)),
@@ -340,6 +355,7 @@ class ServerMethod(Method):
         """Ask for a model, train it, send it."""
         request = model_request(state)
         shared, reply = self.ask_server(rnd, self.reply, request, state.shared)
+        # What stays at home (statistics, personal tensors) replaces those columns before the training.
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         new, info = self.local_update(rnd, replace(state, params=received), reply)
         message = self.publish(rnd, new, info)
@@ -384,6 +400,8 @@ def extend_labels(
     shared: Clusters, models: Float[Tensor, "newcomers params"]
 ) -> Int[Tensor, " population"]:
     """Return the cluster of each member and of new ones behind them, which are in those of their models."""
+    # newcomers x clusters: equal in every bit, because newcomers begin with copies of the server's
+    # models. Of equal models argmax takes the first.
     same = (models[:, None] == shared.models).all(2).cpu()
     return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
 
@@ -394,6 +412,7 @@ def clear_home_columns(task: Task, shared: Any) -> Any:
         return shared
 
     def clear_columns(value: Tensor) -> Tensor:
+        # A state's fields have no tags: a floating-point matrix as wide as a model holds models.
         model = value.ndim == 2 and value.shape[1] == task.layout.size and value.is_floating_point()
         return (
             task.sharing.shared.expand_to_rows(task.sharing.shared.select_from(value))
@@ -406,6 +425,7 @@ def clear_home_columns(task: Task, shared: Any) -> Any:
 
 def model_request(state: State) -> Message:
     """Return the message that asks the server for a model; it carries nothing itself."""
+    # A model without columns: the message exists, and costs no payload.
     return Message(state.params[:, :0])
 
 
@@ -417,6 +437,7 @@ def empty_reply(message: Message) -> Reply:
 def first_models(offer: Inbox) -> Float[Tensor, "clients params"]:
     """Return the first model offered to each client: a view, where all get the same one."""
     rows = offer.index[:, 0]
+    # One view instead of clients x params copies.
     if len(rows) and bool((rows == rows[0]).all()):
         return offer.table[int(rows[0])].expand(len(rows), -1)
     return offer.table[rows]
@@ -424,6 +445,7 @@ def first_models(offer: Inbox) -> Float[Tensor, "clients params"]:
 
 def sees_whole_cohort(rnd: Round) -> bool:
     """Whether all of a round's cohort is here, or in the blocks of one population, which gather it."""
+    # A node hosts fewer clients than take part and cannot gather the others: it reports nothing.
     return find_gather(rnd.exchange) is not None or len(rnd.ids) == int(rnd.reachable.sum())
 
 
@@ -448,10 +470,12 @@ def gradient_variance_report(
     for name in asked:
         stacked = name == metrics.GRADIENT_VARIANCE.name
         last = (
+            # All endpoints as they lie in the row, or their mean as one layer.
             updates[:, last_layer_mask(layout).to(params.device)]
             if stacked
             else compose_last_layer(layout, updates)
         )
+        # Blocks of one population gather the rows, so that the variance is over the whole cohort.
         last = last if gather is None else gather(last)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)
@@ -460,6 +484,7 @@ def gradient_variance_report(
 
 def traffic_report(part: ParameterSharing, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
     """Return the bytes each client received and sent, of what is shared."""
+    # Only shared columns and fields travel.
     sent = sum(narrow_message(part, message).row_bytes for message in messages)
     return {
         "bytes_down": offer.bytes.sum(1),

@@ -102,6 +102,8 @@ class SimplexMethod(OneModel):
 
     def build_model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
+        # The gain scales the layer in the forward pass and its gradient in the backward pass: a
+        # step under SGD grows by its square.
         gain, bias = math.sqrt(self.head_lr_scale), self._bias_has_endpoints()
         return simplex_layers.simplex_head(
             source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
@@ -141,8 +143,10 @@ class SimplexMethod(OneModel):
         begin = Averaging().init_clusters(
             self.draw_first_model(task, rng)[None], task.population, task.layout
         )
+        # The barycenter of the simplex.
         middle = torch.full((1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         counts = torch.zeros(task.population, task.classes, dtype=torch.int64)
+        # No two points of the simplex are further apart than 2 in L1: radius 2 is all of it.
         whole = torch.full((1,), 2.0, dtype=torch.float64)
         return SimplexClusters(
             begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole
@@ -154,6 +158,7 @@ class SimplexMethod(OneModel):
         self, shared: SimplexClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
+        # Clients outside this round's cohort would never be placed.
         if self.assignment == "gradient" and rng.round == self.warmup_rounds:
             return torch.arange(population)
         return super().select_cohort(shared, rng, population, participation)
@@ -163,9 +168,11 @@ class SimplexMethod(OneModel):
     ) -> tuple[SimplexClusters, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
         assert message.ids is not None
+        # With `warmup_rounds` 0 clients are grouped while they enroll, in `_register_counts`.
         due = context.index == self.warmup_rounds > 0 and not context.evaluating
         if due and self.assignment == "labels":
             shared = self._group_by_labels(context, shared)
+        # A row for each region, all views of the one model: the row picks the fields of the region.
         table = shared.models.expand(len(shared.centers), -1)
         fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
@@ -184,6 +191,7 @@ class SimplexMethod(OneModel):
     ) -> tuple[SimplexClusters, Reply]:
         """Take note of label counts."""
         assert message.ids is not None
+        # Label counts arrive from one device or another; the server keeps them on the CPU.
         shared = replace(
             shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu())
         )
@@ -193,6 +201,8 @@ class SimplexMethod(OneModel):
 
     def _group_by_labels(self, context: ServerContext, shared: SimplexClusters) -> SimplexClusters:
         """Group clients by what their labels are mixed of."""
+        # The stream of the enrollment, so that the groups do not depend on the round in which they
+        # are found.
         stream = context.rng.at_round(-1).generator("regions")
         region, centers = self._cluster_mixtures(self._label_mixtures(shared, stream), stream)
         return replace(shared, region=region, centers=centers, radius=self._compute_radii(centers))
@@ -201,6 +211,7 @@ class SimplexMethod(OneModel):
         self, shared: SimplexClusters, stream: np.random.Generator
     ) -> Float[Tensor, "population topics"]:
         """Describe each client's labels as a mixture of topics, by latent Dirichlet allocation."""
+        # scikit-learn takes seeds as 32-bit integers.
         seed = int(stream.integers(1 << 31))
         return simplex.topic_mixtures(shared.counts, self.endpoints, seed=seed)
 
@@ -219,6 +230,7 @@ class SimplexMethod(OneModel):
     ) -> SimplexClusters:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
+        # Columns that stay at home are 0 in every message: they say nothing about a client.
         inside, slots = context.part.shared.mask, simplex_layers.endpoint_slots(context.layout)
         received = [slot for slot in slots if bool(inside[slot.start : slot.stop].all())]
         if not received:
@@ -227,11 +239,14 @@ class SimplexMethod(OneModel):
                 "home with this `shared`; set assignment = 'labels', or share them"
             )
         columns = torch.cat([torch.arange(s.start, s.stop) for s in received])
+        # Sent minus returned: the sign matters, see `simplex.gradient_points`.
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
         centers = shared.centers[:1].expand(context.population, -1).clone()
         centers[message.ids] = simplex.gradient_points(updates.cpu(), self.endpoints)
+        # Clients that did not answer keep the whole simplex (L1 radius 2).
         radius = torch.full((context.population,), 2.0, dtype=torch.float64)
         radius[message.ids] = self._compute_radii(centers)[message.ids]
+        # Every client is a region of its own.
         return replace(
             shared, region=torch.arange(context.population), centers=centers, radius=radius
         )
@@ -277,10 +292,12 @@ class SimplexMethod(OneModel):
     ) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
         sample = self._region_sampler()
+        # The answer has one slot for each client.
         center, radius = (
             offer.field_by_slot("center")[:, 0].cpu(),
             offer.field_by_slot("radius")[:, 0].tolist(),
         )
+        # Client by client, each from its own stream: the draws do not depend on who else is hosted.
         out = torch.empty(len(center), count, self.endpoints, dtype=torch.float64)
         for row, client in enumerate(rnd.ids.tolist()):
             out[row] = sample(rnd.rng.generator(purpose, client), center[row], radius[row], count)
@@ -290,6 +307,7 @@ class SimplexMethod(OneModel):
         self, rnd: Round, offer: Inbox, purpose: str, steps: int
     ) -> dict[str, Tensor]:
         """Return the input buffers of a local training: one mixture a step, or one a sample."""
+        # A mixture for each place of a batch; short batches leave some unused.
         each = rnd.local.batch_size if self.per_sample else 1
         alpha = self.draw_points(rnd, offer, purpose, steps * each).to(
             rnd.task.device, rnd.task.dtype
@@ -337,6 +355,7 @@ class SimplexMethod(OneModel):
             rnd, self.reply, model_request(state), state.shared, evaluating=True
         )
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
+        # A newcomer has no region yet.
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, middle)
 
@@ -434,6 +453,8 @@ class SosicFlPlus(SimplexMethod):
     def init_memory(self, task: Task, rng: Rng) -> PersonalSimplex:
         """Everybody starts at the first model."""
         first_model = self.draw_first_model(task, rng).expand(len(task), -1).clone()
+        # With `global_rounds` the personal models start from the final global model: none has
+        # started yet.
         return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
 
     def aggregate(
@@ -449,6 +470,7 @@ class SosicFlPlus(SimplexMethod):
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the global simplex unless its time is over, then the personal ones."""
         posthoc = self._is_posthoc(rnd.index)
+        # No step changes the model, but the report keeps its form.
         rest = replace(rnd, local=replace(rnd.local, steps=0))
         trained, info = super().local_update(rest if posthoc else rnd, state, reply)
         if self.global_rounds is not None and not posthoc:
@@ -458,11 +480,13 @@ class SosicFlPlus(SimplexMethod):
         inputs = self.draw_alpha_inputs(
             rnd, self._personal_offer(reply), "alpha.personal", rnd.task.count_steps(local)
         )
+        # A copy where some client has no personal model yet; only a copy may be trained in place.
         own = _own_or_received(memory, state.params)
         personal, more = rnd.train(
             replace(trained, params=own), local=local, anchor=state.params, prox=self.lam, inputs=inputs,
             purpose="batches.personal", track=1, in_place=own is not memory.model,
         )  # fmt: skip
+        # Who trained has a personal model from now on.
         memory = PersonalSimplex(personal.params, torch.ones_like(memory.started))
         new = replace(personal, params=trained.params, memory=memory)
         return new, {**info, "train_samples": info["train_samples"] + more["train_samples"]}
