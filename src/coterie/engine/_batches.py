@@ -58,7 +58,7 @@ def draw_batches(
         samples: training samples of each hosted client.
         ids: their ids.
         rng: the streams of the round.
-        purpose: names the stream, so that a second training in one round draws anew.
+        purpose: names the stream, so that a second training in one round draws other batches.
     """
     if local.dp_settings is not None:
         return _draw_poisson_batches(local, samples, ids, rng, purpose)

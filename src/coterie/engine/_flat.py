@@ -3,7 +3,7 @@
 PyTorch's own kernels then train the module as they would train it anywhere: gradients accumulate in
 one flat vector, and a step of the optimizer is one fused operation on two vectors. A model is
 copied in before, and out afterwards, so that no bit of a result depends on where its row lies, or
-who is beside.
+which other clients are hosted.
 """
 
 import copy

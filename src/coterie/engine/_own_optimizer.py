@@ -26,7 +26,7 @@ def make_custom_optimizer(
 
     Args:
         path: "package.module:Class", a class like those of torch.optim.
-        options: its arguments beside `lr`.
+        options: its arguments other than `lr`.
         lr: learning rate.
         parameters: what it changes.
 

@@ -96,7 +96,7 @@ class RawSamples:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """One local training of some clients: everything an engine needs beside the models.
+    """One local training of some clients: all that an engine needs besides models.
 
     Lengths of batches, which decide what is done when, stay on the CPU. All other tensors are where
     the samples are, so that nothing goes there in a step.

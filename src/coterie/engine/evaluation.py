@@ -36,7 +36,7 @@ class Evaluator:
         block: models that are run at once.
         rng: the streams of the round, which decide the noise on inputs.
         cache: by split, the models that were scored last with `keep`, and their losses, NaN for
-            those that are not known; all views of these data share it.
+            unknown ones; all views of these data share it.
     """
 
     data: ClientData

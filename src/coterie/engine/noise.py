@@ -1,4 +1,4 @@
-"""Noise on inputs, drawn anew at every access from each client's own stream."""
+"""Noise on inputs, drawn again at every access from each client's own stream."""
 
 import math
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class InputNoise:
             step: the step of their training; 0 in evaluation.
             places: index of each sample in the flattened table.
         """
-        # a device that had to tell whose sigma is 0 would be waited for
+        # on a device, a check for sigma = 0 would wait for its result
         loud: Tensor | slice = slice(None)
         if x.device.type == "cpu":
             loud = (self.sigma[members] > 0).nonzero().flatten()

@@ -95,7 +95,7 @@ class LocalTraining(Configurable):
             mean square.
         lr_decay: of "adagrad": the rate of step k, from 0, is divided by 1 + k times this.
         initial_accumulator_value: of "adagrad": of the sum of squares.
-        optimizer_options: arguments of an optimizer that is given by import path, beside `lr`.
+        optimizer_options: arguments of an optimizer that is given by import path, other than `lr`.
         lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine",
             over = "rounds" }`, a list of tables, whose factors multiply, or the import path of a
             function (number, total) -> factor. Kinds are "warmup", "linear", "cosine",
@@ -195,7 +195,7 @@ class LocalTraining(Configurable):
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """The arguments of the optimizer beside `lr`, by PyTorch's names."""
+        """The arguments of the optimizer other than `lr`, by PyTorch's names."""
         if self.custom_optimizer:
             return dict(self.optimizer_options or {})
         usual, given = (

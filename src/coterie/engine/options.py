@@ -30,8 +30,8 @@ class ModelSpec:
             "local" keeps each client's own, "reset" restores the initial ones.
         shared: patterns of the tensors that clients share; everything when empty. See
             `models.sharing.match_patterns`.
-        similarity_on: patterns of the tensors in which models are compared, of those that are
-            trained and shared.
+        similarity_on: patterns of the tensors in which models are compared, among the
+            trained and shared ones.
         local_tensors: (layout) -> patterns of further tensors that clients keep to themselves.
         owner: who asks for `local_tensors`, for messages.
         loss: what is minimized; cross-entropy for classes and squared error for numbers when None.

@@ -149,7 +149,7 @@ def clip_factors(
         [0.20000000298023224, 1.0]
     """
     if gradients.device.type == "cpu" and len(gradients):
-        # by row: the same bits whoever is beside
+        # by row: the same bits whichever other clients are hosted
         norms = torch.stack([row.norm() for row in gradients])
     else:
         norms = gradients.norm(dim=1)

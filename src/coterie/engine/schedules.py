@@ -34,7 +34,7 @@ class LrSchedule(Configurable):
 
     Args:
         over: what it counts: "rounds" of the run, or "steps" of one local training, which begins
-            anew in every round. Both count from 0. What is trained before the first exchange has
+            again in every round. Both count from 0. What is trained before the first exchange has
             the rate of round 0.
 
     Attributes:

@@ -156,7 +156,7 @@ class FunctionalBatchNorm(nn.Module):
                 mean.detach().flatten() - self.running_mean
             )
             self.running_var = self.running_var + rate * (unbiased - self.running_var)
-        # written out: the fused kernel's last bits depend on who is beside
+        # written out: the fused kernel's last bits depend on the other rows
         scale = torch.rsqrt(variance + self.eps)
         if self.weight is None:
             return (x - mean) * scale

@@ -124,7 +124,7 @@ class ParameterSharing:
             layout: how models lie in rows.
             shared: patterns of what is shared; see `match_patterns`.
             similarity_on: patterns of what is compared, of that.
-            home: patterns of what the method keeps at home, whatever is shared beside.
+            home: patterns of what the method keeps at home, whatever else is shared.
             owner: how messages call the method.
 
         Raises:
@@ -164,7 +164,7 @@ class ParameterSharing:
 def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
     """Return which entries of a row some patterns choose.
 
-    A pattern is the name of a tensor or of a module as the user's own module calls it, with `*`,
+    A pattern is the name of a tensor or of a module as the original module calls it, with `*`,
     `?` and `[...]` as in file names; a module stands for all of its tensors. `!` before a pattern
     takes out what it matches. Where all patterns take out, the rest is chosen; where there are
     none, everything is.

@@ -1,7 +1,7 @@
 r"""The last layer of a model, and models with a simplex of endpoints in their last layer or in all layers.
 
 A simplex model has $M$ endpoints $\Theta_1 .. \Theta_M$ of some of its tensors and computes with
-$\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set anew in every step. Endpoints are
+$\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set in every step. Endpoints are
 ordinary parameters: they are trained, averaged and sent like all others.
 """
 
