@@ -85,15 +85,20 @@ class KeyedDropout(nn.Module):
         """Zero entries while training; pass through in evaluation."""
         if not self.training or self.p == 0:
             return x
+        # Axes are samples, channels, places: whole channels have one draw for all places.
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else tuple(x.shape)
         place = torch.arange(math.prod(shape), device=x.device)
+        # The layer goes into the key before it is mixed, so that layers do not share draws.
         bits = splitmix(splitmix(self.key + self.layer) + place)
+        # 53 random bits against p in units of 2^-53: integers on both sides.
         keep = ((bits & ((1 << 53) - 1)) >= int(self.p * (1 << 53))).reshape(shape)
         return x * keep.to(x.dtype) / (1 - self.p)
 
 
 def splitmix(z: Tensor) -> Tensor:
     """Return 64 mixed bits of each integer: SplitMix64 (Steele, Lea & Flood 2014), wrapping."""
+    # The unsigned constants of SplitMix64 as int64, which wraps alike. `>>` repeats the sign bit of
+    # int64; the masks cut the copies off.
     z = z * -7046029254386353131
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
@@ -129,12 +134,14 @@ class FunctionalBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize by the batch in training, by running statistics in evaluation."""
+        # Mean and variance need more digits than bfloat16 has.
         x = x.float() if x.dtype == torch.bfloat16 else x
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         axes = [axis for axis in range(x.ndim) if axis != 1]
+        # Values of a channel: samples times places.
         places = x.numel() // x.shape[1]
         if places == 1:
             raise ValueError(
@@ -149,7 +156,9 @@ class FunctionalBatchNorm(nn.Module):
             and self.num_batches_tracked is not None
         ):
             count = self.num_batches_tracked + 1
+            # Without a momentum, PyTorch's running statistics are the plain mean over batches.
             rate = 1 / count if self.momentum is None else self.momentum
+            # PyTorch normalizes by the biased variance and tracks the unbiased one.
             unbiased = variance.detach().flatten() * (places / (places - 1))
             self.num_batches_tracked = count
             self.running_mean = self.running_mean + rate * (
@@ -182,6 +191,8 @@ class FunctionalBatchNorm(nn.Module):
         self.num_batches_tracked.add_(1)
         if self.momentum is not None:
             return normalize(self.running_mean, self.running_var, self.momentum)
+        # At rate 1 the kernel leaves the batch's own statistics here, which then enter the plain
+        # mean.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         y = normalize(mean, variance, 1.0)
         rate = 1 / self.num_batches_tracked
@@ -203,6 +214,7 @@ def make_functional(module: nn.Module) -> nn.Module:
     def visit(parent: nn.Module) -> None:
         nonlocal number
         for name, child in parent.named_children():
+            # Not isinstance: a subclass may compute something else.
             if type(child) in layers:
                 number += 1
                 setattr(parent, name, KeyedDropout(child.p, layers[type(child)], number))  # type: ignore[arg-type]
@@ -211,6 +223,7 @@ def make_functional(module: nn.Module) -> nn.Module:
             else:
                 visit(child)
 
+    # The module itself may be such a layer: it is visited as a child.
     holder = nn.ModuleList([module])
     visit(holder)
     return holder[0]
@@ -244,6 +257,7 @@ class InputConversion:
         given, named, start = [], dict(kwargs), 0
         for part in self.parts:
             stop = start + math.prod(part.shape)
+            # A part without axes is one number a sample.
             value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
             value = (value if part.shape else value.squeeze(1)).to(
                 torch.int64 if part.whole else args[0].dtype
@@ -324,6 +338,8 @@ class Layout:
             path + name for path, part in owners for name in getattr(part, "input_buffers", ())
         )
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
+        # Two modules, because training and evaluation mode are state of a module; frozen weights
+        # are shared.
         self.eval_module = copy_module(self.train_module).eval()
         self.slots: list[Slot] = []
         self.frozen: dict[str, Tensor] = {}
@@ -334,6 +350,8 @@ class Layout:
             else:
                 self.frozen[name] = tensor
         self.trainable = position
+        # Running statistics lie behind the trained entries. Buffers of integers are in no row: rows
+        # are of one floating-point type.
         for name, tensor in self.train_module.named_buffers():
             if tensor.is_floating_point() and name not in self.inputs:
                 position = self._add_slot(name, tensor, position)
@@ -357,6 +375,8 @@ class Layout:
         """The names of each slot's tensor in the original module: several where it is tied."""
         every: dict[int, list[str]] = {}
         for name, tensor in self.train_module.named_parameters(remove_duplicate=False):
+            # A tied tensor has one slot and several names; a parametrized one is also known by its
+            # layer's name.
             every.setdefault(id(tensor), []).append(name)
             plain = name.replace("parametrizations.", "").removesuffix(".original")
             every[id(tensor)] += [plain] if plain != name else []
@@ -501,6 +521,7 @@ def fill_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in tensors:
                 value = tensors[name]
+                # A count that was averaged is a fraction in a row.
                 whole = value.is_floating_point() and not tensor.is_floating_point()
                 tensor.copy_(value.round() if whole else value)
     return module
@@ -515,6 +536,8 @@ def draw_initial_params(
     again. Frozen weights are no part of it: they stay those of the layout.
     """
     with rng.temporary_torch_seed(purpose, client):
+        # A factory draws in its constructor, a module in `reset_parameters`, in the order of its
+        # submodules.
         if not isinstance(source, nn.Module):
             return layout.flatten_module(source())
         module = copy.deepcopy(source)
@@ -530,6 +553,7 @@ def draw_initial_params(
 
 def _pooled_side(side: int, *kernels: int, pad: int = 0) -> int:
     for kernel in kernels:
+        # A convolution, then pooling by 2 that drops an odd last place.
         side = (side + 2 * pad - kernel + 1) // 2
     return side
 
@@ -633,6 +657,7 @@ def build_model(
         )
     try:
         return NETS[kind](features, outputs)
+    # PyTorch raises it for sizes below 1, which small images lead to.
     except RuntimeError as error:
         raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
 
@@ -663,6 +688,7 @@ def _build_custom_model(
                 raise ConfigError(
                     f"model.options: {describe_unknown(f'argument of {kind}', name, named)}"
                 )
+    # A copy of the options: the model may change what it gets, and other clients get the same.
     arguments = {
         **{name: value for name, value in known.items() if name in named},
         **copy.deepcopy(dict(options)),

@@ -30,6 +30,7 @@ def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def _side_after_two_pools(side: int) -> int:
+    # Each convolution of 5 takes 4 places, each pooling half of the rest.
     return ((side - 4) // 2 - 4) // 2
 
 
@@ -79,6 +80,7 @@ def build_from_torchvision(name: str, features: tuple[int, ...], outputs: int) -
         raise ModelError(f"{name} takes color images of at least 3x32x32; found {shape}")
     try:
         models = importlib.import_module("torchvision.models")
+    # torchvision raises RuntimeError where it was built for another PyTorch.
     except (ImportError, RuntimeError) as error:
         raise ModelError(
             f"{name} needs torchvision, which cannot be imported ({error}); "
@@ -105,6 +107,7 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     own: dict[str, Tensor] = module.state_dict()
+    # The last layer has the outputs of ImageNet in the file, and those of the task here.
     last = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
     for name, tensor in own.items():
         if name.rpartition(".")[0] == last:
@@ -115,6 +118,7 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
             raise ModelError(
                 f"{path} has {there} for {name!r}; expected shape {tuple(tensor.shape)}"
             )
+        # `state_dict` shares its tensors with the module.
         tensor.copy_(found)
     return module
 

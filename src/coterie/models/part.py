@@ -37,6 +37,7 @@ class ColumnSet:
     @staticmethod
     def from_mask(mask: Bool[Tensor, " params"]) -> "ColumnSet":
         """Return the columns for which a mask is true."""
+        # A zero on both sides: the differences are not 0 at starts and stops in turn.
         edges = (
             torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
             .int()
@@ -138,6 +139,7 @@ class ParameterSharing:
             raise ConfigError(
                 f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least"
             )
+        # Running statistics are shared, but not compared: they lie behind the trained entries.
         trained = mask & (torch.arange(layout.size) < layout.trainable)
         compared = trained & match_patterns(layout, similarity_on, "similarity_on")
         if similarity_on and not bool(compared.any()):
@@ -179,6 +181,7 @@ def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[T
     """
     wanted = [one for one in patterns if not one.startswith("!")]
     names, mask = layout.original_names, torch.full((layout.size,), not wanted)
+    # What takes out comes last, whatever the order given.
     for pattern in [*wanted, *(one for one in patterns if one.startswith("!"))]:
         slots = [
             slot
@@ -193,6 +196,7 @@ def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[T
 
 
 def _matches_pattern(names: Sequence[str], pattern: str) -> bool:
+    # A module's path stands for its tensors.
     return any(
         fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*")
     )

@@ -78,6 +78,7 @@ class SimplexHead(nn.Module):
         self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
 
     def _stack_endpoints(self, value: Tensor) -> Tensor:
+        # The composed layer is multiplied by the gain: it starts at the layer's own values.
         return (value / self.gain).expand(self.endpoints, *value.shape).clone()
 
     def reset_parameters(self) -> None:
@@ -95,7 +96,9 @@ class SimplexHead(nn.Module):
         """Compute with the composed layer; with `alpha` of samples x endpoints, each sample has its own."""
         if self.ensemble and not self.training:
             every = functional.log_softmax(self._outputs_of_endpoints(x), dim=2)
+            # The log of the mean of the endpoints' probabilities.
             return torch.logsumexp(every, dim=1) - math.log(self.endpoints)
+        # A last batch may have fewer samples than positions.
         if self.alpha.ndim == 2:
             return torch.einsum(
                 "bm,bm...->b...", self.alpha[: len(x)], self._outputs_of_endpoints(x)
@@ -113,6 +116,7 @@ class SimplexHead(nn.Module):
         bias = self.bias
         if bias is not None:
             bias = (
+                # The endpoints are one wide layer: its outputs are endpoint by endpoint.
                 bias.repeat(self.endpoints) if self.shared_bias else self.gain * bias.flatten(0, 1)
             )
         out = self._apply_layer(x, self.gain * self.weight.flatten(0, 1), bias)
@@ -160,6 +164,7 @@ def simplex_head(
     """
 
     def replace_last_layer(module: nn.Module) -> nn.Module:
+        # The last layer is the owner of the last trained parameter.
         names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
         path = module_of(names[-1])
         layer = module.get_submodule(path)
@@ -191,6 +196,7 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
 
     def add_endpoints(module: nn.Module) -> nn.Module:
         module = make_functional(module)
+        # A list: a parametrization adds modules and changes parameters during the walk.
         for part in list(module.modules()):
             for name, tensor in list(part.named_parameters(recurse=False)):
                 if tensor.requires_grad:
@@ -233,6 +239,7 @@ def compose_last_layer(
         if slot.start < layout.trainable and bool(last[slot.start]):
             update = updates[:, slot.start : slot.stop]
             if slot.name in endpoints:
+                # At the barycenter every endpoint has the same weight.
                 update = gains.get(module_of(slot.name), 1.0) * update.unflatten(
                     1, (slot.shape[0], -1)
                 ).mean(1)
@@ -275,6 +282,7 @@ def remove_endpoints(
         if name in endpoints:
             path = module_of(name)
             gain = heads[path].gain if path in heads else 1.0
+            # The plain module stands at the barycenter of its endpoints.
             values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
             if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight
                 owner, _, tensor = path.partition("parametrizations.")
@@ -308,6 +316,7 @@ def compose_endpoints(
     out = rows.clone()
     for slot in endpoint_slots(layout):
         endpoints = rows[:, slot.start : slot.stop].unflatten(1, (slot.shape[0], -1))
+        # c: clients, d: mixtures, m: endpoints, p: entries of an endpoint.
         mixed = torch.einsum("cdm,cmp->cdp", alpha.to(rows), endpoints)
         chosen = mixed[:, torch.arange(slot.shape[0]) % mixed.shape[1]]
         out[:, slot.start : slot.stop] = chosen.flatten(1)
@@ -335,6 +344,7 @@ def independent_endpoints(
     out = rows[0].clone()
     for slot in endpoint_slots(layout):
         endpoints = torch.stack(
+            # In row m all endpoints are equal, so any would do.
             [row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)]
         )
         if xavier:
