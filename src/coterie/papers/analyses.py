@@ -78,16 +78,20 @@ def evaluate_simplex(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
         raise ConfigError(
             "the analysis 'simplex' scores models by their accuracy; these targets are not one class a sample"
         )
+    # Two clients of different regions are the least that shows whether regions differ.
     clients = list(options.clients) or _clients_of_two_regions(shared.region.tolist())
     for client in clients:
         require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")
     middle = torch.full((method.endpoints,), 1 / method.endpoints, dtype=torch.float64)
+    # A stream of its own, outside the rounds: the analysis changes no draw of a run. Radius 2 in L1
+    # is the whole simplex.
     drawn = simplex.sample_region(
         loop.rng.at_round(-1).generator("analysis.simplex"), middle, 2.0, options.points
     )
     tables = []
     for client in (ALL_CLIENTS, *clients):
         served = middle if client == ALL_CLIENTS else shared.centers[shared.region[client]]
+        # Row 0 is the served position: its point is -1.
         alpha = torch.cat([served[None].cpu(), drawn])
         accuracy = torch.cat(
             [_compute_accuracy(loop, client, rows) for rows in _compose_models(loop, alpha)]
@@ -113,6 +117,8 @@ def _compose_models(
 ) -> Iterator[Float[Tensor, "rows params"]]:
     """The models at some positions, a few at a time."""
     layout, model = loop.task.layout, loop.state.shared.models[:1]
+    # At most 256 models and about 2^24 parameters (64 MiB in float32) at once; a model larger than
+    # that goes alone.
     for part in alpha.split(max(1, min(256, 2**24 // layout.size))):
         yield simplex_layers.compose_endpoints(layout, model.expand(len(part), -1), part[:, None])
 
@@ -122,6 +128,7 @@ def _compute_accuracy(
 ) -> Float[Tensor, " rows"]:
     if client == ALL_CLIENTS:
         return loop.task.evaluator.accuracy_on_all_tests(rows)
+    # The same client once for each model, so that one call evaluates all of them.
     return loop.task.select_clients(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
 
 
@@ -138,6 +145,7 @@ def tabulate_interactions(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     label, affinity = shared.label.cpu(), _compute_affinity(loop, None)
     return pd.DataFrame(
         {
+            # Row-major order of the matrices: the client changes slowly, the other one fast.
             "client": torch.arange(size).repeat_interleave(size).numpy(),
             "other": torch.arange(size).repeat(size).numpy(),
             "label": label.repeat_interleave(size).numpy(),
@@ -158,11 +166,13 @@ def evaluate_betas(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     """
     method = loop.method
     assert isinstance(method, FedGwc)
+    # -1 stands for a cluster that is not known; then the scores against the truth are left out.
     planted = torch.from_numpy(loop.record.clusters[loop.record.table_ids(loop.task.ids)])
     truth = planted if bool((planted >= 0).all()) else None
     rows = []
     for beta in options.betas:
         found = method.propose_split(_compute_affinity(loop, beta))
+        # No split: one cluster of everybody.
         label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
         scores = final_metrics.compute_cluster_metrics(label, truth, loop.task.class_counts())
         rows.append({"beta": float(beta), **scores})
@@ -227,6 +237,7 @@ def analyze_runs(
     analysis = ANALYSES[what]
     kinds = _find_kinds(analysis.method)
     runs, problems = load_runs([folder])
+    # A run that cannot be read is said and skipped: the others can be analyzed.
     for problem in problems:
         (line,) = format_statuses([problem.status])
         warnings.warn(line, IncompleteStudyWarning, stacklevel=2)

@@ -95,6 +95,7 @@ class StudyResult:
         said = []
         if self.archived:
             said.append("No run is there: the numbers are those that summary.json has kept.")
+        # Without the runs, seeds can only be counted from the rows of the summary.
         if self.archived and self.seeds is None and not self.study.sweep:
             counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
                       for label in self.method_labels}  # fmt: skip
@@ -225,6 +226,7 @@ def load_result(folder: str | Path) -> StudyResult:
         str(path / stored_runs.CONFIG),
         to_run=False,
     )
+    # The runs win over summary.json, which may be older than they are.
     archived = not stored_runs.has_runs(path) and (path / SUMMARY).is_file()
     if archived:
         content = json.loads(stored_runs.load_study_text(path, SUMMARY))
@@ -282,6 +284,8 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
         for name, seeds in known.items()
     )
     shared = find_common_seeds({name: seeds or () for name, seeds in known.items()})
+    # Without its runs a study cannot be averaged over other seeds; a sweep joins the summaries of
+    # its points.
     fixed = any(
         list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results
     )
@@ -430,6 +434,7 @@ def allowed_difference(metric: str, std: float | None, paper_std: float | None) 
         >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
         (0.02, 0.01, 10.0)
     """
+    # Our mean and the paper's are independent: their variances add.
     spread = 2 * math.hypot(std or 0.0, paper_std or 0.0)
     return max(spread, MIN_ACCURACY_GAP) if REGISTRY[metric].unit == "%" else spread
 
@@ -444,6 +449,7 @@ def is_too_uncertain(metric: str, mean: float, std: float | None) -> bool:
         >>> useless("mse", 1494.84, 1973.0), useless("mse", 30.26, 1.73), useless("accuracy", 0.5, None)
         (True, False, False)
     """
+    # Of metrics that may be negative zero is an ordinary value, so that the rule says nothing.
     return std is not None and metric not in SIGNED_METRICS and 0 < abs(mean) <= 2 * std
 
 
@@ -478,6 +484,7 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             if (line := _compare_number(result, entry.label, one)) is not None
         ]
         if found:
+            # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judge_number(line, found, chosen=chosen) for line in found]
     lines += predict_costs(result.study)
@@ -533,7 +540,9 @@ def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
     sizes: Sequence[int] = next(
         (own for one in study.data.build_shifts() if (own := getattr(one, "sizes", None))), ()
     )
+    # The expected size of a client's cluster: larger clusters have more clients.
     group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
+    # One parameter and no samples: only models are counted.
     setting = CostSetting(population, params=1, samples=0, group=group)
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
@@ -603,6 +612,7 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
         full, own = is_full_size(result.study), beside[result.experiment.partition("/")[0]]
         for line in compare_with_paper(result).lines:
             key = (result.experiment, line.row, line.cluster, line.metric)
+            # A result of full size replaces one of reduced size, never the other way.
             if not line.chosen and not line.predicted and (full or key not in own):
                 own[key] = full, line.within
     costs = {source: predict_paper_costs(source) for source in beside}
@@ -640,6 +650,7 @@ def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
 
 def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> ComparedNumber | None:
     """Set one published number beside ours; None when we have none."""
+    # The deviation over clusters is not stored: it is computed from the clusters' means.
     if one.metric == metrics.STD_OVER_CLUSTERS.name:
         means = _cluster_means(result, label)
         if not means:
@@ -655,6 +666,7 @@ def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> Co
         if row is None or row["mean"] is None or math.isnan(row["mean"]):
             return None
         mean, seeds = float(row["mean"]), int(row["seeds"])
+        # One seed has no deviation.
         std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
     return ComparedNumber(
@@ -700,6 +712,7 @@ def _judge_number(
     printed = (
         [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
     )
+    # Without a deviation of its own, a number is judged only if the row's printed ones allow it.
     told = (
         None
         if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed)
@@ -724,6 +737,7 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
     means: dict[str, ComparedNumber] = {}
     for line in lines:
         if line.cluster == where and line.metric == metric:
+            # The first method of a row stands for it, as in `compare_with_paper`.
             means.setdefault(line.row, line)
     if not means:
         return [], []
@@ -731,6 +745,7 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
     chain = []
     roles = [(name, _best_numbers(means, members, sign)) for name, members in numbers.ROLES]
     there = [(name, best) for name, best in roles if best is not None]
+    # Only neighbors of the chain that the paper itself puts in this order.
     for (better, a), (worse, b) in pairwise(there):
         if sign * (a[0] - b[0]) >= 0:
             chain.append(
@@ -740,6 +755,7 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
     for first, a in means.items():
         for second, b in means.items():
             apart = sign * (a.paper - b.paper)
+            # Ties of the paper say nothing: only pairs further apart than its own deviations.
             if apart > allowed_difference(a.metric, a.paper_std or 0.0, b.paper_std):
                 ours = (a.ours, b.ours)
                 pairs.append(
@@ -757,6 +773,7 @@ def _best_numbers(
     lines = [line for row, line in means.items() if row.partition("/")[0] in methods]
     if not lines:
         return None
+    # The sign turns errors around, so that max finds the best.
     return sign * max(sign * line.paper for line in lines), sign * max(
         sign * line.ours for line in lines
     )

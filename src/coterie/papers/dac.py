@@ -79,6 +79,8 @@ class PublishedDac(Dac):
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
         """Publish the model, and the similarities alone where earlier peers are asked for them."""
+        # With "pull" the only later exchange is the one that asks earlier peers; with "push" the
+        # base class refuses.
         if exchange and self.loss_direction == "pull":
             return Message(state.params[:, :0], self.scores_to_share(state))
         return super().publish(task, state, exchange)
@@ -100,6 +102,8 @@ class PublishedDac(Dac):
     ) -> Tensor:
         """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
         # unknown ones are 0
+        # `considered` None: unknown members enter the softmax with 0. Otherwise they get the floor
+        # alone.
         similarity, considered, tau = memory.similarity, None, self.tau_at(round)
         if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
             usable = memory.usable_members(drop_nonpositive=self.drop_nonpositive)
@@ -130,7 +134,9 @@ class PublishedDac(Dac):
     ) -> tuple[PeerSimilarities, Info]:
         """Estimate by this round's peers, or by all that were ever read, which are asked for it."""
         if self.asks_history:
+            # `memory` already counts this round's reads: these peers are asked too.
             earlier = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
+            # A client shares what it knew before the round, as every other message does.
             message = Message(state.params[:, :0], self.scores_to_share(state))
             relays = rnd.exchange.pull(message, earlier)
             extra = cost.get("extra_bytes", torch.zeros_like(rnd.ids))
@@ -145,6 +151,7 @@ class PublishedDac(Dac):
         others = setting.num_others
         peers = min(self.num_peers, others)
         scores = setting.population * (setting.number_bytes + 1)
+        # Expected number of different peers read after phase + 1 rounds of uniform draws.
         known = others * (1 - (1 - peers / max(1, others)) ** (phase + 1))
         return cost + Cost(
             extra_floats=known * setting.population, messages=known, bytes=known * scores

@@ -107,6 +107,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
         self, shared: FedGwcClusters, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw in each cluster, the run's share or so many."""
+        # 0 falls back to the run's share.
         return super().select_cohort(
             shared, rng, population, self.clients_per_round or participation
         )
@@ -116,6 +117,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
     ) -> Float[Tensor, " population"]:
         if self.explore:
             return super()._log_weights(shared, members)
+        # Equal weights: a uniform draw.
         return torch.zeros(len(members), dtype=torch.float64)
 
     def _step_size(self, index: int, cohort: int, size: int) -> float:
@@ -132,9 +134,11 @@ class PublishedFedGwc(WithPresets, FedGwc):
         self, context: ServerContext, cluster: int, message: Message
     ) -> Float[Tensor, " clients"]:
         losses = message.fields["losses"].cpu()
+        # The published code fills up each step's losses with standard normal draws.
         missing = self.loss_sampling_size - len(losses)
         synthetic = None
         if missing > 0:
+            # A stream for each cluster, so that splitting one changes no draw of another.
             stream = context.rng.generator(f"fedgwc.synthetic.{cluster}")
             synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
         weights = message.fields["samples"].cpu() if self.reward_weights == "samples" else None
@@ -156,6 +160,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
     ) -> Int[Tensor, " clients"] | None:
         """Return the groups into which clients with an affinity fall apart; None where they do not."""
         n_max = self.n_max
+        # Outside a round there is no cohort, and `n_max` alone bounds the children.
         if self.n_max_by == "cohort" and cohort is not None:
             n_max = min(n_max, len(affinity) // cohort)
         return clustering.propose_split(

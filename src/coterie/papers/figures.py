@@ -73,10 +73,12 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
     corners = _polygon_corners(len(axes_of))
     clients = sorted(int(client) for client in table["client"].unique())
     figure, panels = make_panels(len(clients))
+    # One color scale for all panels, so that they can be compared.
     accuracy = ACCURACY.scale * table[ACCURACY.name].to_numpy(float)
     norm = Normalize(accuracy.min(), accuracy.max())
     for axes, client in zip(panels, clients, strict=True):
         own = table.loc[(table["client"] == client).to_numpy()]
+        # Barycentric coordinates: the weighted mean of the corners.
         place = own[axes_of].to_numpy(float) @ corners
         value, served = (
             ACCURACY.scale * own[ACCURACY.name].to_numpy(float),
@@ -116,6 +118,7 @@ def _polygon_corners(number: int) -> Float[np.ndarray, "topics 2"]:
     """Corners of a regular polygon: exact for up to three endpoints, a projection of the simplex for more."""
     if number == 2:
         return np.array([[0.0, 0.0], [1.0, 0.0]])
+    # The first corner is at the top.
     angle = np.pi / 2 + 2 * np.pi * np.arange(number) / number
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
 
@@ -123,15 +126,18 @@ def _polygon_corners(number: int) -> Float[np.ndarray, "topics 2"]:
 def plot_interactions(runs: NamedRuns) -> DrawnFigure:
     """FedGWC's interaction matrix of each first seed, in order of found cluster, with lines between clusters."""
     found = _load_analysis(runs, "interaction")
+    # Reversed, so that the first seed of a method is written last and stays.
     first = {name: (run, table) for name, run, table in reversed(found)}
     figure, panels = make_panels(len(first))
     norm, tables = Normalize(0, 1), []
     for axes, (name, (_, table)) in zip(panels, first.items(), strict=True):
         matrix = table.pivot_table(index="client", columns="other", values="interaction").to_numpy()
+        # The label repeats in each row of a client: one of them is enough.
         label = table.drop_duplicates("client").sort_values("client")["label"].to_numpy()
         order = np.argsort(label, kind="stable")
         axes.grid(visible=False)
         axes.imshow(matrix[order][:, order], cmap="cividis", norm=norm)
+        # Between two cells: imshow centers cell i at i.
         for edge in np.flatnonzero(np.diff(label[order])) + 0.5:
             axes.axhline(edge, color="white", lw=1)
             axes.axvline(edge, color="white", lw=1)
@@ -179,8 +185,10 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
         )
     run, values = tables[name]
     classes, content = count_cluster_content(run, "class")
+    # The found clusters of the last round.
     label = values[-1]
     groups, sizes = np.unique(label[np.isfinite(label)].astype(int), return_counts=True)
+    # The largest clusters, then in the order of their numbers.
     groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
     figure = Figure(figsize=(WIDTH, 0.8 + 0.75 * len(groups)), layout="constrained")
     panels = np.atleast_1d(np.array(figure.subplots(len(groups), 1, sharex=True, sharey=True)))
@@ -203,6 +211,7 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
         rows += [
             (name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)
         ]
+    # Above 20 classes the names do not fit: every tenth number instead.
     few = len(classes) <= 20
     panels[-1].set_xticks(range(len(classes)) if few else range(0, len(classes), 10))
     panels[-1].set_xticklabels(
@@ -246,6 +255,7 @@ def plot_similarities(
         name: [(run, _load_pairs(run, column)) for run in group]
         for name, group in group_by_name(runs).items()
     }
+    # A method without recorded pairs gets no panel.
     groups = {
         name: group for name, group in groups.items() if any(len(table) for _, table in group)
     }
@@ -292,6 +302,7 @@ def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
 def _choose_rounds(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int) -> list[int]:
     """Some of the rounds in which there are values, evenly spread, the last one among them."""
     rounds = sorted({int(index) for _, table in group for index in table["round"].unique()})
+    # -(-a // b) rounds up. A set: with few rounds two steps may meet at one place.
     places = {-(-len(rounds) * (step + 1) // number) - 1 for step in range(number)}
     return [rounds[place] for place in sorted(places)]
 
@@ -305,6 +316,7 @@ def _plot_histograms(
     edges = (
         np.geomspace(low, high, BINS + 1)
         if wide
+        # One value alone would give bins of width 0: the range is widened by 1.
         else np.linspace(low, high + (low == high), BINS + 1)
     )
     above, rows = _probability_above(value, own), []
@@ -316,12 +328,15 @@ def _plot_histograms(
             value[mine].mean(),
             value[mine].std(),
         )
+        # Blue and orange: far apart in the palette.
         color = COLORS[(0, 4)[place]]
         axes.stairs(
             PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name
         )
         if column == "similarity" and spread > 0:
             x = np.geomspace(low, high, 200) if wide else np.linspace(low, high, 200)
+            # The normal curve shows its mass in a window of one bin, so that it has the scale of
+            # the histogram.
             half = np.sqrt(edges[1] / edges[0]) if wide else (edges[1] - edges[0]) / 2  # of a bin
             left, right = (x / half, x * half) if wide else (x - half, x + half)
             share = ndtr((right - mean) / spread) - ndtr((left - mean) / spread)
@@ -344,6 +359,7 @@ def _probability_above(
     number, others = int(own.sum()), int((~own).sum())
     if not number or not others:
         return float("nan")
+    # Mann-Whitney: the rank sum counts for each pair of one cluster the pairs of two below it.
     rank = pd.Series(value).rank().to_numpy()
     return float((rank[own].sum() - number * (number + 1) / 2) / (number * others))
 
@@ -370,6 +386,7 @@ def plot_neighbors(
         tables = [own for run in group if len(own := _own_share(run))]
         rounds = sorted({index for own in tables for index in own.index})
         if rounds:
+            # Seeds that lack a round have NaN there.
             values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
             rows += [
                 (name, OWN.name, *one)
@@ -390,11 +407,13 @@ def plot_neighbors(
 
 def _own_share(run: StoredRun) -> pd.Series:
     """Of each round, the share of the models averaged with from the client's own cluster: the mean over clients."""
+    # Only models that were averaged with: scored and relayed ones are no neighbors.
     mixed = run.edges.loc[(run.edges["purpose"] == "mix").to_numpy(), ["round", "reader", "read"]]
     reader, read = (
         run.planted_clusters[mixed[one].to_numpy(np.int64)] for one in ("reader", "read")
     )
     mixed = mixed.assign(own=(reader == read).astype(float)).loc[(reader >= 0) & (read >= 0)]
+    # First within a client, then over clients: a client with many peers does not weigh more.
     return mixed.groupby(["round", "reader"])["own"].mean().groupby(level="round").mean()
 
 

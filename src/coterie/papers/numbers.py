@@ -221,6 +221,7 @@ def load_table(source: str) -> tuple[dict[str, str], ...]:
     """
     if source not in SOURCES:
         raise ConfigError(describe_unknown("paper", source, SOURCES))
+    # The tables are package data: they may lie in an archive and have no path.
     with (resources.files("coterie.papers") / f"{source}.csv").open(encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
@@ -254,10 +255,13 @@ def find_notes(experiment: str) -> Sequence[str]:
 
 def list_rows(experiment: str) -> list[str]:
     """Return the rows of an experiment's tables, "method/aggregation", in the order of the paper."""
+    # `dict.fromkeys` removes repetitions and keeps the order.
     return list(dict.fromkeys(one.row for one in load_published(experiment)))
 
 
 def _translate_row(row: Mapping[str, str]) -> PublishedNumber:
+    # Some tables say "test_accuracy"; numbers are as printed, so that percentages are divided by
+    # the scale of the metric.
     metric = row["metric"].removeprefix("test_")
     unit = REGISTRY[metric].scale
     std = float(row["std"]) / unit if row["std"] else None

@@ -71,6 +71,7 @@ class PublishedSimplex(WithPresets, SimplexMethod):
         require(
             fits, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes"
         )
+        # clamp: a client that has not enrolled has no samples, and 0 / 1 instead of NaN.
         return shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
 
     def _cluster_mixtures(
@@ -81,6 +82,7 @@ class PublishedSimplex(WithPresets, SimplexMethod):
         )
 
     def _radius_scale(self, centers: Float[Tensor, "regions topics"]) -> float | Tensor:
+        # With scale 1 the radius is the setting itself.
         return super()._radius_scale(centers) if self.radius_rule == "relative" else 1.0
 
     def _region_sampler(self) -> Callable[..., Tensor]:
