@@ -2,8 +2,7 @@ r"""Analyses of the papers, computed from the models and matrices in a run's che
 
     <study>/<method>/seed-<n>/analyses/simplex.parquet       SosicFL, figure 5
     <study>/<method>/seed-<n>/analyses/interaction.parquet   FedGWC, figures 5 and 6
-    <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on
-    $\beta$
+    <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how splits depend on $\beta$
 
 Columns of simplex: `point` (from 0; -1 is the position that is used: the center of the client's
 region, the barycenter for all), `client` (-1 for all test sets together), `accuracy`, and the

@@ -1,10 +1,9 @@
 """run_study(): methods x seeds over one federation for each seed, in folders that can be resumed.
 
-    runs/<study>/config.toml                       the study, fully resolved
-    runs/<study>/federation.json                   the first seed's data, described: clusters,
-    labels, a few samples runs/<study>/summary.json                      what it comes to
-    runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint,
-    provenance
+    runs/<study>/config.toml                  the study, fully resolved
+    runs/<study>/federation.json              the first seed's data: clusters, labels, some samples
+    runs/<study>/summary.json                 the results, reduced
+    runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint, provenance
 
 Runs are independent: they may be done in any order, in any number of processes, at once or after an
 interruption, and leave the same bytes. Each is claimed by the process that works on it, so that

@@ -188,9 +188,9 @@ def test_the_command_writes_and_lists(study: Path):
     assert isinstance(refused.exception, ConfigError)
 
 
-def test_a_simplex_over_numbers_is_refused_in_words():
+def test_a_simplex_over_numbers_is_refused_in_words(monkeypatch):
     loop = follow(SosicFl(endpoints=3, regions=2))
-    loop.task.classes = 0  # as with squared errors
+    monkeypatch.setattr(type(loop.task), "classes", 0)  # as with squared errors
     with pytest.raises(
         ConfigError,
         match="scores models by their accuracy; these targets are not one class a sample",

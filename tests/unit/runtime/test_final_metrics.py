@@ -207,9 +207,9 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     train = Task.train
 
     def spy(task: Task, params: torch.Tensor, *args: Any, **kwargs: Any):
-        out, info = train(task, params, *args, **kwargs)
-        seen.append(out - params)
-        return out, info
+        trained = train(task, params, *args, **kwargs)
+        seen.append(trained[0] - params)
+        return trained
 
     monkeypatch.setattr(Task, "train", spy)
     return seen
