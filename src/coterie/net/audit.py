@@ -32,7 +32,9 @@ NOTHING = "0" * 64
 MAX_BYTES = 64 * 1024 * 1024
 """A larger file is renamed to audit-NNNNNN.log after a round; the next one continues the chain."""
 FORMAT = 1
+# It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie audit 1\n"
+# A signature is 64 bytes, so 128 hexadecimal digits, in the last field of a line.
 _SEAL = re.compile(rb',"signature":"([0-9a-f]{128})"\}$')
 _TEXT = 300  # characters of a reason, which can come from others
 _CUT = 1000  # characters of half a line that is written down before it is removed
@@ -49,6 +51,7 @@ def hash_line(line: bytes) -> str:
 
 def append_signature(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
     """Return a line with a signature of all that was in it, as its last field."""
+    # Signed is the line without this field; `split_signature` restores those bytes.
     return line[:-1] + b',"signature":"' + sign(_DOMAIN + line).hex().encode() + b'"}'
 
 
@@ -63,6 +66,8 @@ def split_signature(line: bytes) -> tuple[bytes, bytes]:
 def list_files(folder: Path) -> list[Path]:
     """Return the files of a folder's log, in order."""
     current = folder / FILE
+    # Numbers have six digits, so the order of names is that of numbers; the current file is the
+    # last.
     return [*sorted(folder.glob("audit-[0-9]*.log")), *([current] if current.exists() else [])]
 
 
@@ -95,6 +100,7 @@ class Audit:
     ) -> None:
         self.folder, self.node, self.run = folder, node, run
         self._sign, self._max, self._clock = sign, max_bytes, clock
+        # Reentrant: `write_once` and `end_round` hold it while they call `write_event`.
         self._lock = threading.RLock()
         self._failed: OSError | None = None
         self._closed = False
@@ -112,14 +118,17 @@ class Audit:
         """Open the newest file at its end; remove an unfinished line, and record that in a line."""
         lines = LineFile(self.folder / FILE, 0o600)
         try:
+            # A power cut can leave half a line: it goes before anything is appended to it.
             torn = lines.trim_partial_line()
             self._lines = lines
             if not self._find_end():
+                # A complete line that is invalid is evidence: its file is put aside unchanged.
                 text = f"the last line of {self._rotate_file().name} is none of an audit log"
                 self._begin_file("broken", text=text)
             elif not self._lines.size:
                 self._begin_file("file")
             if torn:
+                # The removed bytes can be anything, and must fit into a line of JSON.
                 text = torn[:_CUT].decode(errors="backslashreplace").replace("\0", "\\0")
                 self._append_line("repaired", bytes=len(torn), sha256=hash_line(torn), cut=text)
             return self._lines
@@ -131,13 +140,16 @@ class Audit:
         """Continue from the last line's number and hash; return whether it has them."""
         for path in reversed(list_files(self.folder)):
             text = path.read_bytes()
+            # The newest file is empty after a rotation: the chain goes on from the file before.
             if not text:
                 continue
+            # The search ends before the last newline, which belongs to the last line.
             last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :].removesuffix(b"\n")
             try:
                 number = json.loads(last)["n"]
             except (ValueError, KeyError, TypeError):
                 return False
+            # The exact type: a bool is an int as well.
             if type(number) is not int:
                 return False
             self._n, self._prev = number + 1, hash_line(last)
@@ -159,6 +171,7 @@ class Audit:
         aside_as = path.with_name(f"audit-{number:06d}.log")
         os.rename(path, aside_as)
         self._lines = LineFile(path, 0o600)
+        # A renamed file is safe from a power cut only when its folder is synced.
         _sync_folder(self.folder)
         return aside_as
 
@@ -178,6 +191,7 @@ class Audit:
         text = json.dumps(line, separators=(",", ":"), default=str).encode()
         text = append_signature(text, self._sign) if event == "head" else text
         self._lines.append(text)
+        # Counted only when the line is in the file: after an error the next line must not name it.
         self._n, self._prev = self._n + 1, hash_line(text)
 
     def write_event(self, event: str, **details: Any) -> bool:
@@ -187,6 +201,8 @@ class Audit:
                 try:
                     self._append_line(event, **details)
                 except OSError as error:
+                    # Stored, not raised: this runs in threads that answer others. `ensure_written`
+                    # raises it.
                     self._failed = error
             return self._failed is None and not self._closed
 
@@ -233,6 +249,7 @@ class Audit:
             OSError: when a line could not be written, now or before.
         """
         with self._lock:
+            # The counts come before the head, so that its signature covers them.
             for known, times in self._times.values():
                 if times:
                     self.write_event("again", **known, times=times)
@@ -240,6 +257,7 @@ class Audit:
             self._round = round
             self.write_event("head", run=self.run, node=self.node, round=round)
             self.ensure_written()
+            # Synced before the node stores the round: no stored round is missing in the log.
             self._lines.sync()
             if self._lines.size > self._max:
                 self._rotate_file()
@@ -286,6 +304,7 @@ class Audit:
                 "declined", {"to": asker, "reason": what.reason}, **_address_fields(address)
             )
         m = json.loads(what.manifest)
+        # After a restart the same address is another message, of another incarnation.
         key = {"to": asker, "inc": m["inc"], **_address_fields(address)}
         return self.write_once(
             "sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=tensor_names(what.payload)
@@ -328,6 +347,7 @@ class Audit:
     def record_event(self, event: str, level: str, details: Mapping[str, Any]) -> None:
         """Write an event of the node's log if it is a refusal, or a peer that comes or goes."""
         grave = level in ("warning", "error") and event not in _ELSEWHERE
+        # A refused message with `about` is written by `record_delivery` already.
         if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
             return
         key = {
@@ -362,6 +382,7 @@ class Audit:
             self.write_event("stop", why=why)
             self.end_round(self._round)
         except OSError:
+            # The error that ends the node counts more than that of its last line.
             if error is None:
                 raise
         finally:

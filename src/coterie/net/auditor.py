@@ -19,6 +19,7 @@ from coterie.net.roster import Roster
 from coterie.net.wire import bytes_to_sign as manifest_signed
 from coterie.net.wire import parse_manifest
 
+# More than a roster of 1000 members takes in a line. Longer lines are not read into memory.
 MAX_LINE = 4 * 1024 * 1024
 _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(
@@ -162,6 +163,8 @@ def compare_logs(a: Report, b: Report) -> list[str]:
         other = [key for key, found in received.items() if key in sent and sent[key] != found]
         who = f"{reader.node} received from {sender.node}"
         if lacking:
+            # A power cut can take lines that were not synced, which explains that some are
+            # missing.
             torn = " (its log has a break)" if sender.repaired or sender.unended else ""
             out.append(
                 f"{_format_count(lacking)} that {who} are not in {sender.node}'s log{torn}: "
@@ -215,6 +218,7 @@ class _LogReader:
         report = self.report
         for path in paths:
             for number, line in enumerate(_iterate_lines(path), 1):
+                # A problem does not end the reading: the report names every line that is wrong.
                 try:
                     self._check_line(line)
                 except (_InvalidLine, Refused) as bad:
@@ -223,6 +227,8 @@ class _LogReader:
                     report.problems.append(
                         f"{path.name} line {number}: it is no line of an audit log: {bad!r}"
                     )
+                # The hash of the line as it is: a changed line breaks the chain once, not at all
+                # later lines.
                 self._prev = audit.hash_line(line.removesuffix(b"\n"))
                 report.head = (report.head[0] if self._n is None else self._n - 1), self._prev
         if not report.lines:
@@ -254,11 +260,14 @@ class _LogReader:
         expected, before = self._n, self._prev
         self._n = n + 1
         report.lines, report.last, report.unsigned = report.lines + 1, time, report.unsigned + 1
+        # The log may be one file from the middle of a chain; only line 0 must name no line before
+        # it.
         if expected is None:
             report.begins, report.first = n, time
             if n == 0 and prev != audit.NOTHING:
                 raise _InvalidLine("it is the first of a chain and names a line before it")
         elif prev != before or n != expected:
+            # What the line says counts all the same.
             self._take_event(event, found)
             changed, moved = (
                 "one of them was changed",
@@ -275,6 +284,7 @@ class _LogReader:
             take(found)
         elif "peer" in found:
             refused = self.report.traffic_with(found["peer"]).refused
+            # Any event about a peer is a refusal, except its coming and going.
             if event not in ("peer_up", "peer_down", "catch_up"):
                 refused[str(found.get("code", found.get("reason", event)))] += found.get("times", 1)
 
@@ -298,6 +308,8 @@ class _LogReader:
                 f"it is of run {report.run}; the roster that was given is of "
                 f"{', '.join(sorted(self._runs))}"
             )
+        # The newest key is the first one: a member can get another key, and older lines keep
+        # theirs.
         if report.key not in self._own:
             self._own.insert(0, report.key)
 
@@ -313,6 +325,7 @@ class _LogReader:
     def _on_start(self, found: Mapping[str, Any]) -> None:
         self._on_file(found)
         self.report.starts += 1
+        # A start after a start: the node did not stop in order in between.
         self.report.unended += self._running
         self._running = True
 
@@ -341,6 +354,7 @@ class _LogReader:
             report.confirmed.add(version)
         if report.node in keys and keys[report.node] not in self._own:
             raise _InvalidLine(f"the roster has another key for {report.node} than the log")
+        # Keys are added, not replaced: messages from before a change have the older key.
         for name, key in keys.items():
             known = self._keys.setdefault(name, [])
             if key not in known:
@@ -353,6 +367,7 @@ class _LogReader:
         report = self.report
         if (found["run"], found["node"]) != (report.run, report.node):
             raise _InvalidLine(f"it is of {found['node']} in run {found['run']}")
+        # The newest own key alone: a head is signed with the key of its time.
         if not _is_signed_by(self._own[:1], *audit.split_signature(self._raw)):
             raise _InvalidLine(f"the signature is not that of {report.node}'s key")
         report.heads, report.unsigned = report.heads + 1, 0
@@ -396,10 +411,13 @@ class _LogReader:
         )
 
     def _on_again(self, found: Mapping[str, Any]) -> None:
+        # The first event of a kind has a line of its own; this line counts the others.
         times, of = found["times"], found["of"]
         if of in ("declined", "missing"):
             traffic = self.report.traffic_with(found["to" if of == "declined" else "peer"])
             getattr(traffic, of)[found["reason"]] += times
+        # A message that is sent again is no new message, and peers that come and go are no
+        # refusals.
         elif of != "sent" and not of.startswith("peer_"):
             what = str(found.get("code", found.get("reason", of)))
             self.report.traffic_with(found.get("peer", "")).refused[what] += times
@@ -411,6 +429,7 @@ def _check_types(found: Any) -> None:
         raise _InvalidLine("it is no JSON object")
     for name, value in found.items():
         kind = _TYPES.get(name, object)
+        # A bool is an int for `isinstance`, and not every JSON reader holds integers from 2^53 on.
         if (
             not isinstance(value, kind)
             or isinstance(value, bool)
@@ -424,6 +443,7 @@ def _check_types(found: Any) -> None:
 
 def _iterate_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
+        # A little more than the limit, so that a longer line shows that it is too long.
         while line := file.readline(MAX_LINE + 2):
             yield line
 

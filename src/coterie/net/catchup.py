@@ -25,6 +25,7 @@ def newest_backed_round(rounds: Iterable[int], others: int) -> int:
         others: how many other members there are.
     """
     claims, needed = sorted(rounds, reverse=True), others // 2 + 1
+    # In descending order, the entry with this number is a round that so many members have reached.
     return claims[needed - 1] if 0 < needed <= len(claims) else -1
 
 
@@ -54,5 +55,7 @@ class RunClock:
         """
         if self.since is None:
             return None
+        # A clock that was set back gives no negative time.
         elapsed = max(0.0, self._clock() - self.since)
+        # KEEP: as far ahead can a member be whose messages this node still received.
         return self.round + KEEP + int(FASTER * elapsed / max(seconds, LEAST))

@@ -110,6 +110,7 @@ def _is_free(address: str) -> bool:
     host, port = identities.split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As a server does it: a port of a connection that just ended counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -132,6 +133,7 @@ def _open_visitor(
             roster, own.name, None if insecure else own, listen=file.listen or None, log=log
         ) as transport,
     ):
+        # A visitor measures only, so it need not wait as long as a round does.
         terms = replace(file.network.terms, deadline=10.0)
         node = Node(
             plan, federation, roster, transport, own.sign, Path(folder), terms=terms, log=log
@@ -155,7 +157,10 @@ def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
             yield f"{name} at {member.address}: no answer ({hint})", False
             continue
         before = time.time()
+        # A new head, since that of `look_around` may be seconds old, which would count as skew.
         head = node.ask_heads([name]).get(name, heads_found[name])
+        # The other clock was read between the question and the answer: the middle is the best
+        # guess.
         skew = head.time - (before + time.time()) / 2
         rate = _measure_rate(node.post, name)
         rates += [rate] if rate else []

@@ -24,6 +24,7 @@ _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills th
 _SESSIONS = 4096  # sessions whose member is known by name
 _KINDS = 64  # kinds of refusals that are counted separately
 _LINE = re.compile(r"\S+\s+(ERROR|WARN|INFO|DEBUG|TRACE) .*?ThreadId\((\d+)\) ([\w:]+): (.*)")
+# ID [on LINK] is authorized or unauthorized to ACTION (ingress or egress) on KEY.
 _RULING = re.compile(
     r"(Using cached result: )?([0-9a-f]+)(?: on .*CertCommonName\((.*?)\).*)? "
     r"is (un)?authorized to (.+?) \((in|e)gress\) on (\S+)"
@@ -99,6 +100,7 @@ class EngineLog:
 
     def _interpret_line(self, thread: str, source: str, text: str) -> None:
         if thread in self._unknown:
+            # The engine names the link in the next line of the same thread.
             self._unknown.remove(thread)
             self._report_stranger(text)
         elif (links := _LINKS.fullmatch(text)) and (link := _LINK.search(links[1])):
@@ -107,6 +109,7 @@ class EngineLog:
             self._count_refusal("certificate", "", text.removesuffix(_HINT))
             self.on_failed()
         elif text == "Msg intercepted!":
+            # The newest ruling of the same thread: lines of several threads alternate.
             self._report_interception(self._ruled.pop(thread, None))
         elif caching := _CACHING.fullmatch(text):
             self._cached[thread] = caching[1]
@@ -149,7 +152,9 @@ class EngineLog:
 
     def _count_refusal(self, reason: str, peer: str, text: str) -> None:
         self.times[reason] += 1
+        # Without digits, so that ports and ids do not make a kind of every line.
         kind, now = (reason, peer, re.sub(r"\d+", "0", text)), self._clock()
+        # Kinds beyond the bound share one, since text from outside must not fill the memory.
         if kind not in self._logged_at and len(self._logged_at) >= _KINDS:
             kind = (reason, "", "more")
         self._unreported[kind] += 1
@@ -191,10 +196,13 @@ def capture_engine_log(log: Log) -> Iterator[EngineLog]:
     """Read what the engine writes to standard output until the end of the block."""
     import zenoh
 
+    # The patterns do not know the escape codes of colours.
     os.environ.setdefault("NO_COLOR", "1")
     zenoh.init_log_from_env_or(LEVELS)
+    # What Python has buffered still goes to the old standard output.
     sys.stdout.flush()
     kept, (reading, writing) = os.dup(1), os.pipe()
+    # The descriptor itself is replaced: the engine is native code, which knows no `sys.stdout`.
     os.dup2(writing, 1)
     os.close(writing)
     with os.fdopen(kept, "w") as out, os.fdopen(reading, errors="replace") as lines:

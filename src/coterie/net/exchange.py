@@ -41,7 +41,9 @@ from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
 
+# Bytes of a server's answer whose size its method does not declare.
 MAX_REPLY = 1 << 30
+# Bytes: enough for the ids of some 130,000 clients.
 _MAX_COHORT = 1 << 20
 
 
@@ -63,6 +65,7 @@ class RemoteExchange:
         self._odd: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
+        # Sets the fields of a round.
         self.begin_round(Rng(0))
 
     @property
@@ -98,6 +101,7 @@ class RemoteExchange:
     def _unreachable_clients(self) -> set[int]:
         """Return the clients of members that are away now or were removed."""
         alive = self.post.transport.alive_members()
+        # A member that was never seen is asked all the same: its token may be on its way.
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
         away = {
@@ -149,7 +153,9 @@ class RemoteExchange:
         board = self._own.publish_message(message)
         self._publish_rows(message, number)
         assert board.ids is not None
+        # Own clients and stopped ones are on the board already.
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
+        # One deadline for the first exchange of a round with all its repetitions.
         if not self._until:
             self._until = started + self.post.deadline()
         left = max(0.0, self._until - time.monotonic()) if number == 0 else self.post.deadline()
@@ -157,6 +163,7 @@ class RemoteExchange:
             wanted, number, self._message_template(message, self._address_of(number, -1)), left
         )
         self.post.traffic.seconds += time.monotonic() - started
+        # Only the first exchange can be repeated: later messages depend on earlier ones.
         again = (
             number == 0
             and self._rng.round >= 0
@@ -164,6 +171,7 @@ class RemoteExchange:
             and self._redraws < self.post.terms.redraws
             and time.monotonic() < self._until
         )
+        # The journal has all that a replay needs: what was reachable, and what arrived.
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
             "readers": own.tolist(), "asked": wanted,
@@ -174,6 +182,7 @@ class RemoteExchange:
         if number == 0:
             self._lost |= set(lost)
         if again:
+            # The same number again: addresses stay the same, and what has arrived counts.
             self._redraws, self._number = self._redraws + 1, 0
             self._own.begin_round(self._rng)
             raise PeersMissing(torch.tensor(sorted(lost)))
@@ -207,6 +216,7 @@ class RemoteExchange:
         if not deliveries or own.ids is None:
             return own
         ids = torch.cat([own.ids, torch.tensor([d.manifest.client for d in deliveries])])
+        # The order of ids, as in one process: sums must not depend on which message came first.
         order = torch.argsort(ids)
 
         def join_rows(mine: Tensor, name: str) -> Tensor:
@@ -269,6 +279,7 @@ class RemoteExchange:
         new, reply = rule(shared, whole)
         check_reply(reply, message.expects)
         places = {client: row for row, client in enumerate(whole.ids.tolist())}
+        # Each client gets its row, or the reason why there is none: it must not wait in vain.
         for client, host in self.post.host_of.items():
             at = replace(address, client=client, kind="reply")
             if client in places and host != self.name:
@@ -288,7 +299,9 @@ class RemoteExchange:
             got = self.post.fetch_from_server(
                 at, template, partial(_check_reply, like=like)
             ).tensors
+            # The first answer fixes the form, since the answers of all clients here are joined.
             like = like or got
+            # A server's table has the rows of the index in ascending order; see `_reply_row`.
             for place, sender in enumerate(torch.unique(got["index"]).tolist()):
                 fields = {
                     n.removeprefix("field."): v[place]
@@ -307,6 +320,7 @@ class RemoteExchange:
         peers = torch.stack(index)
         return Inbox(
             table=table,
+            # The index counts rows of the server's table; here only the rows that came are stored.
             index=torch.searchsorted(torch.tensor(order), peers),
             peers=peers,
             mask=torch.ones_like(peers, dtype=torch.bool),
@@ -330,6 +344,7 @@ class RemoteExchange:
             for name, (kind, shape) in form.fields.items():
                 tensors[f"field.{name}"] = (kind, ("senders", *shape))
             each = sum(kind.itemsize * math.prod(shape) for kind, shape in form.fields.values())
+            # 8 bytes for the entry of the index.
             each += 8 + dtype.itemsize * (width or 0)
             if width is not None or not form.models:
                 most = MAX_HEADER + 8 + form.models * each
@@ -380,10 +395,14 @@ class RemoteExchange:
             places = {client: row for row, client in enumerate(board.ids.tolist())}
             for client in models.keys() & places.keys():
                 row = self._row_tensors(board, places[client])
+                # An exchange of extras alone has no columns.
                 tensors = {**row, "params": models[client][: len(row["params"])]}
+                # From the next round on: the message of this round is published already.
                 at = Address(self._rng.round + 1, number, client)
                 self.post.transport.publish_standing(
-                    at, lambda address, tensors=tensors: self.post.seal(tensors, address)
+                    # `tensors` as a default binds this row; the loop goes on to others.
+                    at,
+                    lambda address, tensors=tensors: self.post.seal(tensors, address),
                 )
 
     def skip_round(self, exchanges: int) -> None:
@@ -408,6 +427,7 @@ def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
         Refused: when they do not.
     """
     shown = torch.unique(got["index"])
+    # The table has one row for each distinct entry of the index.
     if len(shown) != len(got["table"]) or bool((shown < 0).any()) or bool((shown >= 1 << 31).any()):
         raise Refused(
             "index", f"the server's answer shows {len(shown)} rows and has {len(got['table'])}"
@@ -424,6 +444,7 @@ def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
 
 
 def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:
+    # In ascending order, so that a reader finds the row of an entry by its place.
     """The part of a server's answer for one client: each row of the table once, in order."""
     used = torch.unique(reply.index[row])
     fields = {f"field.{name}": value[used] for name, value in reply.fields.items()}

@@ -62,6 +62,7 @@ class Fleet:
             listener,
             list(arguments),
         )
+        # The processes share the cores: by default each would start a thread for every core.
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
@@ -106,6 +107,7 @@ class Fleet:
             for line in process.stderr:
                 out.write(line)
                 out.flush()
+                # The node's own lines are JSON; others, such as a traceback, are copied only.
                 if line.startswith("{"):
                     self._listener(name, json.loads(line))
         finally:
@@ -142,6 +144,7 @@ class Fleet:
     def close(self) -> None:
         """Stop processes that still run: SIGTERM, and SIGKILL after ten seconds."""
         running = [p for p in self.processes.values() if p.poll() is None]
+        # All signals first, so that the nodes end at the same time.
         for process in running:
             process.send_signal(signal.SIGTERM)
         for process in running:
@@ -180,6 +183,7 @@ def lay_out(
     plan, seed = nodefile.make_run_spec(study), study.seeds[0]
     federation = build_federation(study.data, seed, data_dir)
     population = federation.population
+    # From 32768 on, Linux takes ports for outgoing connections.
     if port < 1024 or port + population > 32768:
         raise ConfigError(
             f"ports {port} to {port + population}; expected some between 1024 and 32768"
@@ -248,6 +252,7 @@ def join_results(
     tables = {}
     for name in ("metrics", "edges"):
         parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
+        # Category columns of several files have different categories: they are joined as text.
         parts = [
             p.astype({c: str for c in p.columns if isinstance(p[c].dtype, pd.CategoricalDtype)})
             for p in parts
@@ -307,6 +312,7 @@ def run_demo(
     reached: dict[str, int] = {}
 
     def handle_event(name: str, event: Mapping[str, Any]) -> None:
+        # The warm-up is round -1.
         if event["event"] == "round" and event["round"] > reached.get(name, -2):
             reached[name] = event["round"]
             if name == victim and event["round"] >= rounds // 3:
@@ -352,6 +358,7 @@ def compare_with_simulation(
     Returns:
         The folder of the study.
     """
+    # As in the nodes: another number of threads can change the bits of sums.
     torch.set_num_threads(1)
     simulated = replace(study, methods=(replace(study.methods[0], label="simulated"),))
     run_study(simulated, out=folder / "runs", overwrite=True, data_dir=data_dir)

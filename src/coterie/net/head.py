@@ -14,8 +14,10 @@ from coterie.net.roster import Roster
 from coterie.net.wire import SIGNATURE, VERSION, canonical_json
 from coterie.runtime.settings import Settings
 
+# It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
+# Each node chooses these for itself: they change its speed and its files, not its results.
 _OWN_AFFAIR = (
     "engine",
     "block",
@@ -85,14 +87,17 @@ def parse_head(
         Refused: when it is not.
     """
     signature, text = data[:SIGNATURE], data[SIGNATURE:]
+    # The length first: nothing is hashed for a text that is too long.
     if len(text) > _MAX:
         raise Refused("head", f"{len(text)} bytes; expected at most {_MAX}")
+    # Nothing of the text is interpreted before its signature is checked.
     if not verify(signature, _DOMAIN + text):
         raise Refused("signature", f"the head is not signed by {peer}'s key of the roster")
     document = parse_strict_json(text, "head")
     if not isinstance(document, dict) or set(document) != {f.name for f in fields(Head)}:
         raise Refused("head", "it has not the keys of a head")
     for field in fields(Head):
+        # The exact type: a bool is an int for `isinstance`.
         if type(document[field.name]) is not field.type:
             raise Refused("head", f"{field.name} is not of type {field.type}")
     head = Head(**document)
@@ -140,6 +145,7 @@ def _flatten(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             out |= _flatten(f"{prefix}{key}.", value)
         else:
+            # Other values, such as tuples, become text: the hash needs plain JSON.
             out[prefix + key] = (
                 value if isinstance(value, str | int | float | bool | None) else str(value)
             )
@@ -203,6 +209,8 @@ def check_study(
         ("model schema", schema, roster.schema),
     ):
         if expected and found != expected:
+            # A member with the roster's study shows which settings differ; the hashes alone
+            # cannot.
             name = next(iter(agree), "")
             text = describe_difference(settings, others[name].settings) if name else ""
             if what == "model schema" and FROZEN in settings and not text:

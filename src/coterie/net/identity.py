@@ -30,6 +30,7 @@ from coterie.net.wire import NAME, SIGNATURE
 
 _CURVE = ec.SECP256R1()
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
+# At most 253 characters, the limit of DNS.
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 # certificates are valid this long before they are made, for clocks that are late
 _SKEW = timedelta(minutes=5)
@@ -88,6 +89,8 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        # O_EXCL refuses an existing file. The mode counts from the creation on, so at no moment
+        # can others read the key.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise TransportError(
@@ -109,6 +112,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
         text = path.read_bytes()
     except OSError as error:
         raise TransportError(f"cannot read the key {path}: {error.strerror}") from None
+    # Windows has no such modes.
     if os.name == "posix" and mode & 0o077:
         raise TransportError(
             f"{path} has mode {mode:04o}, so others can read this key; run chmod 600 {path}"
@@ -145,6 +149,7 @@ def decode_public_key(text: str) -> ec.EllipticCurvePublicKey:
 
 def sign(key: ec.EllipticCurvePrivateKey, data: bytes) -> bytes:
     """Return the signature of some bytes: r and then s, each of 32 bytes, big-endian."""
+    # A fixed length: the DER form, which the library makes, varies.
     r, s = decode_dss_signature(key.sign(data, _ALGORITHM))
     return r.to_bytes(32, "big") + s.to_bytes(32, "big")
 
@@ -297,6 +302,7 @@ def make_authority(
     key = new_key(folder / "ca.key")
     certificate = (
         _certificate_builder(subject, subject, key.public_key(), days, now)
+        # path_length 0: the authority signs members only, no other authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
@@ -359,6 +365,7 @@ def sign_request(
         raise TransportError(f"cannot read the request {request}: {error.strerror}") from None
     except ValueError:
         raise TransportError(f"{request} holds no certificate request in PEM") from None
+    # The request's own signature shows that its sender has the private key.
     if not csr.is_signature_valid:
         raise TransportError(f"{request} is not signed by the key it asks a certificate for")
     if certificate_name(csr) != check_name(name):
@@ -398,6 +405,7 @@ def sign_request(
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(
+            # A member dials some members and is dialed by others: it is client and server.
             x509.ExtendedKeyUsage(
                 [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
             ),
@@ -452,6 +460,7 @@ class Identity:
         if encode_public_key(key.public_key()) != encode_public_key(certificate_key(certificate)):
             raise TransportError(f"{key_file} is not the key of the certificate {certificate_file}")
         try:
+            # This checks the issuer and the signature, not the dates, which follow.
             certificate.verify_directly_issued_by(ca)
         except (ValueError, TypeError, InvalidSignature):
             raise TransportError(

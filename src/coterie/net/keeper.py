@@ -41,9 +41,12 @@ class Keeper:
     ):
         self.file, self._seen, self._log = file, folder / SEEN, log
         self._organizer_file, self._organizer = organizer, rosters.load_organizer_key(organizer)
+        # Before the content: a file that is replaced in between has another stamp, and is read
+        # again.
         self._stamp = self._file_stamp()
         self.sealed = rosters.load_signed(file)
         self.roster = rosters.load(file, organizer)
+        # Before a restart this node may have seen a newer roster than the file has.
         if self._seen.exists():
             self._accept_newer(self._seen.read_bytes(), str(self._seen))
 
@@ -65,6 +68,7 @@ class Keeper:
             return False
         known = self.roster
         if found.run != known.run or found.version <= known.version:
+            # The known roster again is no refusal.
             if found != known:
                 text = f"run {found.run}, version {found.version}; "
                 text += f"version {known.version} of {known.run} is known"
@@ -85,6 +89,7 @@ class Keeper:
                 "roster_refused", level="warning", source=str(self.file), text=str(error)[:300]
             )
             data = b""
+        # Also after a refusal, so that the same file is not read in every round.
         self._stamp = stamp
         if not data or not self._accept_newer(data, str(self.file)):
             return None
@@ -105,6 +110,7 @@ class Keeper:
                 found = path.stat()
             except OSError:
                 continue
+            # An atomic replacement changes the inode, even when size and time stay the same.
             out.append((found.st_ino, found.st_size, found.st_mtime_ns))
         return tuple(out)
 

@@ -73,6 +73,7 @@ class Participants:
 
     def renumber_rows(self, federation: Federation, name: str) -> Federation:
         """Return a member's rows with the numbers of that roster."""
+        # The inverse of a permutation: from an id on the roster to its number in the run.
         place = torch.argsort(self.ids)
         return replace(
             federation, ids=place[federation.ids], population=self.roster_for(name).population
@@ -185,13 +186,17 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
         message = narrow_message(task.sharing, method.publish(task, join_states(loop, task)))
         answers = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in answers.items():
+        # Newcomers ask from round -1 on, and always get this message.
         at = Address(-1, 0, client, KIND)
         try:
+            # Sealed once as a test: a model that is not finite must not be offered.
             post.seal(tensors, at)
         except Refused:
             return False
         post.transport.publish_standing(
-            at, lambda address, tensors=tensors: post.seal(tensors, address)
+            # `tensors` as a default binds this message; the loop goes on to others.
+            at,
+            lambda address, tensors=tensors: post.seal(tensors, address),
         )
     return True
 

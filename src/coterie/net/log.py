@@ -52,6 +52,7 @@ class Log:
             "round": self.round,
             "event": event,
         }
+        # Several threads write, and a line must not be split.
         with self._lock:
             lost = {"lines_lost": self._lost} if self._lost else {}
             try:
@@ -81,6 +82,7 @@ class RateLimit:
     def __call__(self) -> int | None:
         """Return None to suppress this event, or else the number suppressed since the last one."""
         now = self._clock()
+        # The deque holds the last `times` events: is the oldest of them inside of the window?
         if (
             len(self._allowed_at) == self._allowed_at.maxlen
             and now - self._allowed_at[0] < self._seconds
@@ -102,6 +104,7 @@ def format_samples(samples: Iterable[Sample]) -> str:
     for name, text, labels, value in samples:
         if name not in seen:
             seen.add(name)
+            # By the convention of Prometheus, only counters end in _total.
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         inner = ",".join(f'{key}="{value_}"' for key, value_ in sorted(labels.items()))
@@ -132,6 +135,7 @@ class MetricsServer:
                     found, body = 200, format_samples(collect()).encode()
                 self.send_response(found)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
+                # No other site may embed or reinterpret the answer.
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Cross-Origin-Resource-Policy", "same-origin")
                 self.send_header("Content-Length", str(len(body)))

@@ -190,6 +190,7 @@ class Node:
                 text=f"{len(torn)} bytes of an unfinished line are removed",
             )
         self.post = Post(
+            # Messages have this node's schema, also where the roster names none.
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.round_deadline, journal=self._write_journal,
         )  # fmt: skip
@@ -211,7 +212,9 @@ class Node:
         self._identity = checkpoint.compute_identity(
             plan.method, settings, plan.seed, federation, self.task, custom_model_name(plan.model)
         )
+        # A late member begins its few rounds again; they change nobody.
         self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
+        # One value, because the median of no values is undefined.
         self._started, self._local, self._ignore_hints_until = time.perf_counter(), [0.0], -1
         self.clock = self._make_clock()
 
@@ -250,7 +253,10 @@ class Node:
     def _new_incarnation(self) -> int:
         path = self.folder / "incarnation.json"
         before = json.loads(path.read_text())["incarnation"] if path.exists() else 0
+        # The clock, so that a node without its folder still gets a higher number; the last one
+        # plus one, where the clock was set back.
         now = max(before + 1, int(time.time()))
+        # On disk before it is used: no two starts have the same number.
         write_atomically(path, json.dumps({"incarnation": now}).encode())
         return now
 
@@ -355,8 +361,10 @@ class Node:
         Raises:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
+        # Answers come first: the others wait for this node as it waits for them.
         self._start_answering()
         met = self.look_around(self.patience.start)
+        # The newest roster first: study and model are checked against it.
         if (newer := self._fetch_newer_roster(met)) is not None:
             self._take_roster(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
@@ -373,6 +381,7 @@ class Node:
         )
         self._note_met(met)
         self._state = "running"
+        # A running member that does not list this node has begun without it.
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         return late or self.loop.next_round >= 0
 
@@ -403,6 +412,7 @@ class Node:
             (h.round for h in heads.values()), len(self.other_members)
         )
         possible = self.clock.newest_possible_round(self._seconds_per_round())
+        # Whatever others claim, this node runs the last round itself.
         target = min(
             claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible
         )
@@ -416,6 +426,8 @@ class Node:
             )
             self.loop.skip_rounds(target)
         elif hint is not None:
+            # A hint is unsigned: a false one must not cost a question to all members in each
+            # round.
             self._ignore_hints_until = here + KEEP
             self.log(
                 "not_backed",
@@ -431,6 +443,7 @@ class Node:
     def _seconds_per_round(self) -> float:
         """Seconds that this node has trained in a round so far."""
         done = (
+            # One more for the warm-up.
             self.loop.next_round
             + 1
             - sum(last + 1 - first for first, last in self.loop.skipped_rounds)
@@ -441,6 +454,7 @@ class Node:
         """The clock of the run: from the checkpoint on, or from when the roster was signed."""
         saved = self.folder / checkpoint.FILE
         if self.loop.next_round >= 0 and saved.exists():
+            # When the checkpoint was written, this node was in step.
             return catchup.RunClock(self.loop.next_round, saved.stat().st_mtime)
         issued = self.roster.issued
         return catchup.RunClock(-1, datetime.fromisoformat(issued).timestamp() if issued else None)
@@ -458,6 +472,7 @@ class Node:
         found = self.keeper.reload_file()
         if found is not None:
             self._adopt_roster(found)
+        # In a thread of its own: a member that does not answer must not delay the round.
         if self._scouted is None:
             self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
         elif self._scouted.done():
@@ -499,6 +514,7 @@ class Node:
         if self.participants is not None:
             self.participants = self.participants.with_roster(new)
             seen = self.participants.roster_for(self.transport.name)
+        # Keys first: no message by an old key counts when the links are open again.
         self.post.use_roster(replace(seen, schema=self.schema))
         self.transport.use_roster(new)
 
@@ -513,6 +529,7 @@ class Node:
             self._answer_again()
             return
         behind = self.meet_others()
+        # Catching up leaves out rounds, never the warm-up.
         if self.loop.next_round < 0 and not self._stop.is_set():
             self._run_round()
         if behind:
@@ -527,7 +544,9 @@ class Node:
                 "the server left this node out of every round: it has trained nothing and has no "
                 "model"
             )
+        # Before the final evaluation, which may take long: newcomers may ask already.
         self._answer_newcomers()
+        # With a server, the final evaluation asks it for models: this node is done only afterward.
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.evaluate_final()
         models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
@@ -557,6 +576,7 @@ class Node:
         )
         received = self.post.traffic.received
         self.log.round, before = index, self._reputation
+        # Between rounds, because links are opened again, and no question may be open then.
         self.update_roster()
         try:
             self.loop.run_next_round()
@@ -569,11 +589,14 @@ class Node:
             self.log("round_missed", level="warning", text=str(missed))
             self._write_journal({"event": "missed", "round": index})
             self.loop.skip_rounds(index + 1)
+        # What arrived is of this round, so the others are near.
         if self.post.traffic.received > received:
             self.clock.note_in_step(index)
+        # The audit log is synced before the checkpoint: no stored round is missing in it.
         self._write_down(index, before)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
+        # The newest rounds only, so that the median follows a machine that becomes slower.
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
         self._write_journal({"event": "round", "round": index})
@@ -601,6 +624,7 @@ class Node:
             self.exchange.ids,
         )
         found = [(reader, read, None) for reader, read in self.loop.record.list_refused(index)]
+        # With reputations: new terms, which say from which round on a client is read again.
         if (
             now is not None
             and before is not None
@@ -639,6 +663,8 @@ class Node:
                 replace(self._federation, population=self.roster.population),
                 self.task.engine.name,
             )
+            # The engine and the block that this run chose: a larger population might choose
+            # others.
             settings = replace(self.plan.settings, engine=engine, block=self.task.block)
             plan = replace(self.plan, settings=settings)
             if not latecomers.answer_newcomers(self.post, self.loop, lambda: plan.make_task(wide)):
@@ -670,6 +696,7 @@ class Node:
         if self._stop.is_set():
             self.log("stopped")
             return
+        # A finished member's head names the round after its last one.
         last, now = (
             max(head.round for head in met.values()) - 1,
             latecomers.make_joining(self.loop, self.participants),
@@ -708,6 +735,7 @@ class Node:
 
     def _follow_models(self, models: newcomers.ModelSteps) -> newcomers.ModelSteps:
         """Pass a newcomer's models on, and log its rounds."""
+        # The first step is the joining, before round 0.
         for index, (params, judged) in enumerate(models, start=-1):
             self.loop.state = replace(self.loop.state, params=params)
             self.log.round = index
@@ -738,6 +766,7 @@ class Node:
                     text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items())
                     or "nobody",
                 )
+            # Where nobody answers, this is true as well; then the time limit below decides.
             ended = all(state == "done" for state, _ in found.values())
             if ended and (len(met) == len(names) or time.monotonic() > until):
                 break
@@ -792,6 +821,7 @@ class Node:
         """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
+        # An open question must not delay the end.
         self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()
 

@@ -341,6 +341,7 @@ def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Feder
         folds=file.data.folds,
     )
     seed, fold = config.data_seed_and_fold(seed)
+    # As many clients as are hosted here: each then draws from the stream of its id.
     alike = len(made.train.columns[made.clients].unique()) == len(clients)
     return build_from_sources(config, (made,), Rng(seed), fold, clients if alike else None)
 
@@ -361,6 +362,7 @@ def _place_rows(federation: Federation, clients: tuple[int, ...], population: in
 
 def _load_arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
     try:
+        # A pickled array could run code when it is read.
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError) as error:

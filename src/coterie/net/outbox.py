@@ -98,6 +98,7 @@ class Outbox:
                 self._newest = address.round
                 self._drop_old()
             answers = self._take_due()
+        # Outside of the lock: an answer may send bytes, or come back to this outbox.
         _deliver_answers(answers)
 
     def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
@@ -109,6 +110,7 @@ class Outbox:
         """
         with self._change:
             self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
+            # They are of the older message.
             self._sealed.clear()
             answers = self._take_due()
         _deliver_answers(answers)
@@ -124,18 +126,23 @@ class Outbox:
                 given up.
         """
         with self._change:
+            # A bound on how long an asker can keep a question open.
             waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
+            # The same question again replaces the older one, which is answered at once.
             older = self._waiting.pop((asker, address), None)
             answers = [] if older is None else [(older.answer, self._make_missing("busy"))]
             if self._closed:
                 answers.append((answer, self._make_missing("closing")))
             elif self._count_open(asker) >= self.per_asker:
                 busy = self._make_missing("busy")
+                # `permit` writes the refusal down. It carries no message, so the result does not
+                # matter.
                 self.permit(asker, address, busy)
                 answers.append((answer, busy))
             else:
                 self._waiting[asker, address] = waiting
                 answers += self._take_due()
+                # The sweeper waits for the earliest limit, which may be that of this question.
                 self._change.notify_all()
         _deliver_answers(answers)
 
@@ -187,6 +194,7 @@ class Outbox:
             to, what = self._published[address]
             if to not in ("", waiting.asker):
                 return self._make_missing("forbidden")
+            # The round is that of now: it shows the asker how far this node is.
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
         since, seal = self._standing.get(
             (address.exchange, address.client, address.kind), (0, None)
@@ -205,6 +213,7 @@ class Outbox:
                 len(self._sealed) > 1
                 and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES
             ):
+                # The oldest one: a dictionary keeps the order of insertion.
                 del self._sealed[next(iter(self._sealed))]
         return self._sealed[address]
 
@@ -216,6 +225,7 @@ class Outbox:
             if found is not None:
                 del self._waiting[key]
                 if not self.permit(waiting.asker, waiting.address, found):
+                    # A message that is not written down is not sent.
                     found = self._make_missing("closing")
                 if isinstance(found, Parcel):
                     self._sending[waiting.asker] = self._sending.get(waiting.asker, 0) + 1

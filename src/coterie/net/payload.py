@@ -77,6 +77,7 @@ class Template:
             shapes,
             halved=halved,
             gaps=gaps,
+            # 8 bytes hold the length of the header.
             max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8,
         )
 
@@ -100,6 +101,7 @@ def encode(
     out = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
+        # Before the check: a value beyond half precision becomes infinite, and is refused.
         tensor = tensor.half() if name in half else tensor
         if not _is_usable(tensor, name in gaps):
             raise Refused(
@@ -112,6 +114,7 @@ def encode(
 def _encode_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the bytes of `safetensors.torch.save`, with one copy of the numbers, not three."""
     order = list(_DTYPES.values())
+    # The order of the library, so that the bytes are the same: later types first, then by name.
     names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
     header, at = dict[str, Any](), 0
     for name in names:
@@ -124,7 +127,9 @@ def _encode_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
         }
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces up to a multiple of 8 align the numbers that follow.
     text += b" " * (-len(text) % 8)
+    # Views of the memory, which `join` copies once.
     parts = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in names]
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
@@ -182,6 +187,7 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
         raise Refused("names", f"missing {sorted(missing)[:5]}, not expected {sorted(extra)[:5]}")
     axes: dict[str, int] = {}
     position, out = 0, {}
+    # By place: each tensor begins where the one before ends, so no byte is unused or used twice.
     for name, (dtype, shape, begin, end) in sorted(
         entries.items(), key=lambda e: (e[1][2], e[1][3])
     ):
@@ -210,6 +216,7 @@ def _decode_tensor(
         return torch.zeros(shape, dtype=dtype)
     if dtype == torch.bool:
         raw = torch.frombuffer(payload, dtype=torch.uint8, count=count, offset=at)
+        # A bool that is neither 0 nor 1 has no defined meaning in torch.
         if bool((raw > 1).any()):
             raise Refused("boolean", f"{name} holds bytes that are neither 0 nor 1")
         return (raw == 1).reshape(shape)
@@ -278,7 +285,9 @@ def _check_shape(
     if dtype != wanted:
         raise Refused("dtype", f"{name} is {dtype}; expected {wanted}")
     fits = len(shape) == len(pattern)
+    # Unequal lengths do not fit, which the line before has noted.
     for found, axis in zip(shape, pattern, strict=False):
+        # An axis with a name takes the first length that it meets.
         fits &= found == (axes.setdefault(axis, found) if isinstance(axis, str) else axis)
     if not fits:
         raise Refused("shape", f"{name} has shape {shape}; expected {pattern}")

@@ -30,6 +30,7 @@ class PeerQueues:
             if self._closed or len(line) >= (self._room if room is None else room):
                 return False
             line.append(job)
+            # One worker for each peer that has jobs, so that they run in order.
             if who not in self._served:
                 self._served.add(who)
                 self._pool.submit(self._work_off, who)
@@ -39,11 +40,13 @@ class PeerQueues:
         while True:
             with self._lock:
                 line = self._lines[who]
+                # Under the lock: a job that is put now finds either this worker or none.
                 if not line:
                     del self._lines[who]
                     self._served.remove(who)
                     return
                 job = line.popleft()
+            # Outside of the lock, since a job can take seconds.
             job()
 
     def close(self) -> None:

@@ -158,6 +158,7 @@ class Post:
     def use_roster(self, roster: Roster) -> None:
         """Continue with another roster of the run: only messages by its keys count from now on."""
         keys = {m.name: m.key for m in self.roster.members}
+        # A member with a new key counts its incarnations from the beginning.
         self._newest = {m.name: self._newest[m.name] for m in roster.members
                         if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
         self.roster, self.host_of = roster, roster.host_of
@@ -264,6 +265,8 @@ class Post:
         addresses, of_host = list(wanted), dict[str, list[Address]]()
         for address in addresses:
             of_host.setdefault(self.host_of.get(address.client, ""), []).append(address)
+        # Lane k has each fourth message of a member. The first lanes of all members come first, so
+        # that the threads begin with all members.
         lanes = [
             mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()
         ]
@@ -285,9 +288,11 @@ class Post:
         try:
             while wait(asked, _LOOK).not_done:
                 self.ensure_able()
+            # Once more, for what failed while the last answer came.
             self.ensure_able()
             return [one.result() for one in asked]
         finally:
+            # After an error, questions that have not begun are dropped.
             for one in asked:
                 one.cancel()
 
@@ -312,6 +317,7 @@ class Post:
         """
         until, pause = time.monotonic() + self.terms.server_wait, 0.2
         while True:
+            # The server itself waits a deadline for its clients before it answers.
             seconds = 2 * self.deadline() + 1
             (found,) = self._await_all(
                 [partial(self.fetch, self.roster.server, address, template, seconds)]

@@ -89,6 +89,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     from coterie.net.zenoh_transport import ZenohTransport
 
     study, _, _ = file.select_run()
+    # The name is in the certificate, which is not read yet.
     log = Log("", level=file.log)
     keeper, own = load_credentials(file, log)
     roster, log.node = keeper.roster, own.name
@@ -97,6 +98,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     folder = run_folder(file, own.name)
     with ExitStack() as stack:
         own_folder = file.resolve_path(file.runs) / own.name
+        # Two claims: the run's folder, and the member's own, whose audit log all its runs share.
         stack.enter_context(claim_folder(folder))
         stack.enter_context(claim_folder(own_folder))
         key = encode_public_key(own.key.public_key())
@@ -124,6 +126,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
                     log=log,
                 )
             )
+        # From now on by the newest roster, which the transport has.
         engine.name_of = transport.name_of
         transport.outbox.permit = audit.record_answer
         node = Node(
@@ -131,6 +134,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper,
             audit=audit,
         )  # fmt: skip
+        # The stack closes in reverse order: the node before its transport.
         stack.callback(node.close)
         if file.metrics_port:
             stack.callback(
@@ -159,6 +163,7 @@ def defer_signals() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if caught:
+            # One is enough: it ends the program.
             signal.raise_signal(caught[0])
 
 
@@ -191,6 +196,7 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
             "done", text=f"the run in {folder} is over; delete the folder to run it again"
         )
         return 0
+    # Before anything is opened: a service manager may stop a node that is starting.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         with open_node(file, insecure=insecure) as node:
@@ -225,4 +231,5 @@ def _answers_newcomers(file: NodeFile, name: str) -> bool:
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Exit cleanly on SIGTERM: close the session; the last round's checkpoint is on disk."""
+    # The convention of shells for a program that a signal ended.
     sys.exit(128 + number)

@@ -230,7 +230,9 @@ def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
             raise TransportError(
                 f"the roster has the unknown key {key!r}; known: {', '.join(known)}"
             )
+        # The other fields are tuples, which are lists in TOML.
         wanted = known[key].type if known[key].type in (str, int) else list
+        # Lists hold integers only; by the exact type, a bool is none.
         numbers = wanted is not list or (
             isinstance(value, list) and all(type(v) is int for v in value)
         )
@@ -251,6 +253,8 @@ def write_signed(path: Path, roster: Roster, organizer: Path) -> None:
     """
     text = dumps(roster).encode()
     signature = identity.sign(identity.load_key(organizer), _DOMAIN + text)
+    # Two files cannot change at once. In between the signature does not fit, and readers look
+    # again when the files change.
     write_atomically(path, text)
     write_atomically(path.with_name(path.name + ".sig"), (signature.hex() + "\n").encode())
 

@@ -146,6 +146,7 @@ def write_roster(
     )
     layout = Layout(module, DTYPES[plan.settings.dtype])
     members, removed = [], []
+    # A client's id is its position among all members ever signed, the removed ones included.
     for number, (name, address) in enumerate(known.items()):
         if not address:
             removed.append(number)

@@ -153,6 +153,7 @@ class InProcess:
     def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         self.outbox.publish_standing(address, seal)
+        # Answering a probe of the link does not mean that a node takes part.
         self._announced |= address.kind != "probe"
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:

@@ -19,12 +19,14 @@ from torch import Tensor
 from coterie.net.payload import Refused, Template, decode, encode, parse_strict_json
 
 VERSION = 1
+# Bytes. The engine bounds the time of one message, so a slow link needs small ones.
 CHUNK = 512 * 1024
 MAX_MANIFEST = 4096
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
 KINDS = ("model", "request", "reply", "cohort", "probe", "join")
 NAME = re.compile(r"[a-z0-9-]{1,63}")
+# It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie manifest 1\n"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -92,6 +94,7 @@ class Manifest:
     @property
     def num_chunks(self) -> int:
         """Number of chunks of the payload; 0 for an empty one."""
+        # Rounded up.
         return -(-self.bytes // self.chunk)
 
 
@@ -132,7 +135,9 @@ class Parcel:
     @property
     def size(self) -> int:
         """Bytes on the wire, without what the transport adds."""
+        # An empty payload travels as one chunk, which has the manifest.
         count = max(1, -(-len(self.payload) // self.chunk))
+        # 4 bytes in each chunk are its number.
         return len(self.payload) + len(self.manifest) + SIGNATURE + 4 * count
 
     def iterate_chunks(self) -> Iterator[tuple[bytes, memoryview]]:
@@ -195,6 +200,7 @@ def bytes_to_sign(text: bytes) -> bytes:
 
 def canonical_json(document: Any) -> bytes:
     """Return a document as JSON with sorted keys and no spaces, for hashing and signing."""
+    # NaN is no JSON, and programs in other languages must get the same text.
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -212,11 +218,14 @@ def parse_manifest(text: bytes) -> Manifest:
     if document.get("v") != VERSION:
         raise Refused("version", f"version {str(document.get('v'))[:20]}; expected {VERSION}")
     for field in fields(Manifest):
+        # The exact type: a bool is an int for `isinstance`.
         if type(document.get(field.name)) is not field.type:
             raise Refused("manifest", f"{field.name} is missing or not of type {field.type}")
     if len(document) != len(fields(Manifest)):
         raise Refused("manifest", "it has keys that no manifest has")
     m = Manifest(**document)
+    # Upper bounds keep every number exact in other languages: 2^53 for a JSON reader, 2^31 for an
+    # index.
     limits = {
         "inc": 0 <= m.inc < 1 << 53,
         "round": -1 <= m.round < 1 << 31,
@@ -270,9 +279,11 @@ class Assembler:
                 "chunk",
                 f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}",
             )
+        # Memory is taken only now, when the signature and the announced size are checked.
         if number == 0:
             self._payload = bytearray(self.manifest.bytes)
         self._payload[self._got : self._got + len(chunk)] = chunk
+        # Hashed as it comes, so that the payload is not read again.
         self._digest.update(chunk)
         self._got += len(chunk)
         self._next += 1
@@ -281,6 +292,7 @@ class Assembler:
         expect, signature, text = self.expect, envelope[:SIGNATURE], envelope[SIGNATURE:]
         if len(text) > MAX_MANIFEST:
             raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
+        # No field is read before the signature is checked.
         if not expect.verify(signature, bytes_to_sign(text)):
             raise Refused(
                 "signature", f"the manifest is not signed by {expect.peer}'s key of the roster"

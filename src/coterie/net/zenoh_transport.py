@@ -39,6 +39,7 @@ from coterie.net.wire import (
     canonical_json,
 )
 
+# Bytes of a question and of a reply; the engine drops larger ones before this program sees them.
 MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
 _SETTLE = 10.0  # seconds in which links come up after they were closed and opened again
@@ -88,6 +89,8 @@ def access_list(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     ]
     subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(names.values())}]
     policies = [{"rules": [rule["id"] for rule in rules], "subjects": ["members"]}]
+    # Each member may answer and announce under its own name alone, and ask this node under keys
+    # that end in its name.
     for name, common in names.items():
         rules.append(allow_messages(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
         rules.append(allow_messages(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
@@ -140,10 +143,12 @@ def build_config(
         "listen": {"endpoints": [format_endpoint(listen or roster.member(me).address)]},
         "connect": {
             "endpoints": [format_endpoint(m.address) for m in roster.members_before(me)],
+            # Dialed without end: members start in any order.
             "timeout_ms": -1,
             "exit_on_failure": False,
             "retry": {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5},
         },
+        # Gossip lost declarations for good among a hundred peers; the roster has all addresses.
         "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
         "adminspace": {"enabled": False},
         "transport": {
@@ -261,6 +266,7 @@ class ZenohTransport:
         self._renewed = -math.inf
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
+        # Before the session: the engine reads its number of threads when it starts.
         _give_threads(len(roster.members))
         raise_file_limit()
         self._session = self._open_session()
@@ -296,7 +302,10 @@ class ZenohTransport:
             f"{self._base}/{self.name}/**", zenoh.handlers.FifoChannel(room)
         )
         self._tokens = self._session.liveliness().declare_subscriber(
-            f"{self._base}/*/alive", zenoh.handlers.FifoChannel(room), history=True
+            f"{self._base}/*/alive",
+            zenoh.handlers.FifoChannel(room),
+            history=True,
+            # history: tokens that are there already count too.
         )
         self._threads = [
             threading.Thread(target=self._listen, name="coterie-listen"),
@@ -307,11 +316,13 @@ class ZenohTransport:
 
     def _close_session(self) -> None:
         """Withdraw everything and close the session."""
+        # The token first: the others must not take a node that closes for one that is alive.
         if self._token is not None:
             self._token.undeclare()
             self._token = None
         self._questions.undeclare()
         self._tokens.undeclare()
+        # The threads end with the channels that were just undeclared.
         for thread in self._threads:
             thread.join()
         self._session.close()
@@ -321,6 +332,8 @@ class ZenohTransport:
 
         What was published stays. Not to be called while this node is asking for something.
         """
+        # The engine reads its access list when a session begins, so a new list needs a new
+        # session.
         self._close_session()
         with self._lock:
             self.roster, self._names = roster, frozenset(m.name for m in roster.members)
@@ -354,6 +367,7 @@ class ZenohTransport:
         found = self._fetch_once(peer, expect, deadline)
         while isinstance(found, Missing) and found.reason in ("unreachable", "closing"):
             now = time.monotonic()
+            # Half a second before the limit, another question would come too late.
             if now > min(self._renewed + _SETTLE, until - 0.5) or self._leaving.is_cancelled:
                 break
             self._pause.wait(0.25)
@@ -380,6 +394,7 @@ class ZenohTransport:
                 wrong = refused
                 break
         else:
+            # A dead peer, a cut link and a forbidden question all give an empty set.
             if size == 0:
                 return Missing("unreachable")
             try:
@@ -416,8 +431,10 @@ class ZenohTransport:
         try:
             replies = self._session.get(
                 f"{self._base}/{selector}",
+                # Bounded: so many chunks wait in memory at most.
                 zenoh.handlers.FifoChannel(16),
                 timeout=deadline,
+                # All chunks have the same key: consolidation would deliver one of them.
                 consolidation=zenoh.ConsolidationMode.NONE,
                 cancellation_token=self._leaving,
             )
@@ -469,6 +486,7 @@ class ZenohTransport:
     def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         self.outbox.publish_standing(address, seal)
+        # A node that only answers probes does not take part yet.
         if address.kind != "probe":
             self._announce()
 
@@ -491,6 +509,7 @@ class ZenohTransport:
         for query in self._questions.handler:
             key = str(query.key_expr)
             chunks = key.removeprefix(f"{self._base}/").split("/")
+            # The access list lets a member ask only under keys that end in its own name.
             asker = chunks[2] if len(chunks) == 3 else ""
             if chunks[0] != self.name or asker not in self._names:
                 self._enqueue_answer(
@@ -508,6 +527,7 @@ class ZenohTransport:
     def _enqueue_answer(self, asker: str, query: Any, job: Callable[[], None]) -> None:
         """Queue an answer per asker: an answer that its asker does not read blocks for seconds."""
         refuse = partial(_reply_missing, query, Missing("closing" if self._closed else "busy"))
+        # Refusals wait in a queue of their own. Only when that is full too, this thread sends one.
         if not self._queues.put(asker, job) and not self._queues.put("", refuse, _SURPLUS):
             refuse()
 
@@ -568,6 +588,8 @@ class ZenohTransport:
         if self._closed:
             return
         self._closed = True
+        # Own questions end first. The outbox then answers what is open, which the senders and
+        # queues must deliver while the session still lives.
         self._leaving.cancel()
         self.outbox.close()
         self._senders.shutdown(wait=True)
@@ -597,4 +619,5 @@ def _parse_error(payload: bytes) -> Missing:
     return Missing(code, round if type(round) is int and -2 <= round < 1 << 31 else None)
 
 
+# The engine must let every chunk through.
 assert CHUNK <= MAX_REPLY
