@@ -44,6 +44,7 @@ def find_common_seeds(finished: Mapping[str, Collection[int]]) -> list[int]:
         >>> find_common_seeds({"DAC": [0, 1, 2], "Local": [2, 0], "Late": []})
         [0, 2]
     """
+    # A method without any finished seed would leave no common one.
     known = [set(seeds) for seeds in finished.values() if seeds]
     return sorted(set.intersection(*known)) if known else []
 
@@ -117,6 +118,7 @@ def describe_coverage(content: Mapping[str, Any]) -> list[str]:
     out, lines = _parse_left_out(content), describe_incomplete_runs(content)
     if not out:
         return []
+    # Finished, but not of the common seeds.
     unused: dict[str, list[int]] = {}
     for one in out:
         if one.state == "finished":

@@ -139,6 +139,7 @@ def rank_runs(
     whole = whole or summary.summarize_runs(runs, folder, problems)
     chosen = selection.select_compared_runs(runs, problems)
     metric = stored_runs.main_metric(chosen)
+    # All or none: values on test and on validation data are not comparable.
     tested = bool(chosen) and all(_has_round_tests(run, metric) for run in chosen)
     groups = stored_runs.group_by_label(chosen)
     if budget is None:
@@ -153,6 +154,7 @@ def rank_runs(
         )
         rows.append(row)
     sign = metrics.REGISTRY[metric].sign
+    # NaN last, then the best first.
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
     model: Model = "current"
     if tested:
@@ -222,10 +224,12 @@ def _evaluate_at_budget(
     values = values.loc[(values.index <= last)]
     if not values.size:
         return last + 1, used, math.nan
+    # The last round within the budget.
     place = np.full(values.shape[1], len(values) - 1)
     if tested and _uses_best_models(run):
         loss = _pivot_metric(run, "validation", metrics.LOSS.name)
         known = loss.reindex(index=values.index, columns=values.columns).to_numpy(float)
+        # argmin would choose NaN; a client without any validation loss keeps its last model.
         best = np.where(np.isnan(known), np.inf, known).argmin(0)
         place = np.where(np.isnan(known).all(0), place, best)
     return last + 1, used, float(values.to_numpy(float)[place, np.arange(values.shape[1])].mean())

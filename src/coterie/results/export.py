@@ -60,6 +60,7 @@ def export_model(
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}; make it, or choose another file")
     tensors = models.state_dict(client, which)
+    # Whole numbers, such as a count of batches, have no NaN.
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
         warnings.warn(
@@ -67,14 +68,17 @@ def export_model(
             stacklevel=2,
         )
     description = describe_model(models, client, which, study)
+    # Metadata of safetensors and ONNX are text alone.
     known = {name: _to_text(value) for name, value in description.items()}
     program = _build_onnx_program(models, client, which) if format == "onnx" else None
     if program is not None:
         program.model.metadata_props.update(
             {f"coterie.{name}": value for name, value in known.items()}
         )
+    # A reader never sees half a file.
     with replace_atomically(path) as temporary:
         if program is not None:
+            # One file: weights in a second file could be lost on the way.
             program.save(temporary, external_data=False)
         elif format == "pt":
             torch.save(tensors, temporary)
@@ -156,10 +160,12 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
     check_onnx_packages()
     module, recipe = models.model(client, which), models.spec
     kind = torch.uint8 if recipe.inputs.images else torch.float32
+    # 2 samples: torch.export takes a size of 1 for a constant.
     args, named = models.make_forward_arguments(
         torch.zeros(2, *recipe.inputs.features, dtype=kind), module
     )
     batch = torch.export.Dim("batch")
+    # Axis 0 of each input is the batch, of any size.
     shapes: Any = tuple({0: batch} for _ in args)
     if named and not args:
         shapes = {name: {0: batch} for name in named}

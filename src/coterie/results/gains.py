@@ -63,6 +63,7 @@ def compute_gains(
         for name in reduced.columns:
             row |= mean_with_interval(name, reduced[name].to_numpy(), overlap)
         rows.append(row)
+        # Only the mean is tested: see the docstring of `compute_study_gains`.
         tests.append(float(mean_difference(reduced["mean"].to_numpy(), overlap=overlap).p))
     corrected = correct_holm(np.array(tests)) if tests else ()
     for row, p in zip(rows, corrected, strict=True):
@@ -74,6 +75,7 @@ def compute_client_gains(
     runs: Sequence[StoredRun], baseline: str | None, metric: str
 ) -> dict[str, dict[int, pd.Series]]:
     """Return the gain of each client over the baseline, by label and common seed."""
+    # A metric without a direction keeps its sign.
     sign = collect_metrics(runs)[metric].sign or 1
     alone = {run.seed: run.final_values(metric) for run in runs if run.label == baseline}
     found: dict[str, dict[int, pd.Series]] = {}
@@ -86,6 +88,7 @@ def compute_client_gains(
 
 
 def _reduce_gains(values: np.ndarray) -> dict[str, float]:
+    # Rounded up, so that there is at least one client.
     tenth = np.sort(values)[: math.ceil(len(values) / 10)]
     lost = float((values < 0).mean())
     return {"mean": float(values.mean()), "worst_tenth": float(tenth.mean()), "lost": lost}

@@ -73,6 +73,7 @@ def _select_peer_reads(
     index, reader, read = (
         edges[column].to_numpy(np.int64) for column in ("round", "reader", "read")
     )
+    # A message to oneself and one that did not arrive brought no model.
     others = (reader != read) & (edges["purpose"] != "missing").to_numpy(bool)
     return index[others], reader[others], read[others]
 
@@ -85,6 +86,7 @@ def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> 
         truth: the planted cluster of each client.
     """
     index, reader, read = _select_peer_reads(edges)
+    # `place` is the index of each read's round among the rounds.
     rounds, place, pulls = np.unique(index, return_inverse=True, return_counts=True)
     inside = np.bincount(place, weights=truth[reader] == truth[read], minlength=len(rounds))
     return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
@@ -134,16 +136,20 @@ def rounds_to_discovery(
     index, reader, read = _select_peer_reads(edges)
     if not len(index):
         return found
+    # Sorted by reader, then by round: each (reader, round) is one contiguous block.
     order = np.lexsort((index, reader))
     inside = (truth[reader] == truth[read])[order]
+    # Where a block begins: reader or round differs from the row before.
     starts = np.flatnonzero(np.diff(reader[order], prepend=-1) | np.diff(index[order], prepend=-1))
     client, rounds = reader[order][starts], index[order][starts]
     pulls, right = (
         np.diff(starts, append=len(order)),
         np.add.reduceat(inside.astype(np.int64), starts),
     )
+    # `truth` may begin at -1; bincount takes no negative numbers.
     others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
     chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
+    # Prefix sums: the sum over a window is a difference of two entries.
     reached, needed = (
         np.concatenate([[0.0], values.cumsum()])
         for values in (right - chance, share * (best - chance))
@@ -153,8 +159,10 @@ def rounds_to_discovery(
         mine = slice(first[who], first[who + 1] + 1)
         gained, wanted = reached[mine], needed[mine]
         gained, wanted = gained[window:] - gained[:-window], wanted[window:] - wanted[:-window]
+        # 1e-9 takes up rounding; a window in which nothing above chance is possible never counts.
         done = np.flatnonzero((wanted > 1e-9) & (gained >= wanted - 1e-9))
         if len(done):
+            # The window ends with this round.
             found[who] = rounds[first[who] + done[0] + window - 1]
     return found
 
@@ -183,8 +191,11 @@ def find_communities(
     from sklearn.cluster import KMeans
 
     weights: Any = sparse.csr_array(counts, dtype=float)
+    # Reads in both directions count alike; twice the diagonal is removed, so that no client is its
+    # own neighbor.
     weights = weights + weights.T - sparse.diags_array(2 * weights.diagonal())
     size = len(weights.diagonal())
+    # `eigh` takes dense matrices.
     if size <= WHOLE_SPECTRUM:
         weights = weights.toarray()
     degree = weights.sum(1)
@@ -198,17 +209,21 @@ def find_communities(
     for groups in range(2, min(MOST_COMMUNITIES, size - 1, vectors.shape[1]) + 1):
         rows = vectors[:, :groups]
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        # Clients without reads keep a row of zeros.
         rows = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 1e-12)
+        # k-means warns when there are fewer different points than groups.
         if len(np.unique(rows.round(9), axis=0)) < groups:
             continue
         labels = KMeans(groups, n_init="auto", random_state=0).fit_predict(rows).astype(np.int64)
         score = modularity(weights, labels)
+        # Rounding alone is no improvement.
         if score > quality + 1e-9:
             best, quality, worse = labels, score, 0
         else:
             worse += 1
         if worse == PATIENCE:
             break
+    # Numbers by first appearance do not depend on how k-means numbers its groups.
     appearance = {label: place for place, label in enumerate(dict.fromkeys(best.tolist()))}
     return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
 
@@ -219,10 +234,12 @@ def _compute_eigenvectors(
 ) -> Float[np.ndarray, "population vectors"]:
     """Return eigenvectors of the normalized weights, that of the largest eigenvalue first."""
     if isinstance(weights, np.ndarray):
+        # `eigh` has eigenvalues in ascending order.
         return np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
     from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
     normalized = sparse.diags_array(scale) @ weights @ sparse.diags_array(scale)
+    # ARPACK draws a random start otherwise, and results would differ between calls.
     start = np.random.default_rng(0).normal(size=len(scale))
     try:
         values, vectors = eigsh(

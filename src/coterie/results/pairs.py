@@ -133,11 +133,14 @@ def compare_pairs(
         known = sorted(int(cluster) for cluster in found if cluster >= 0)
     columns = [names.get(cluster, str(cluster)) for cluster in known]
     columns += ["all", "clusters"] if known else ["all"]
+    # [seeds, methods, methods, groups of clients]
     means = np.full((len(seeds), len(labels), len(labels), len(columns)), np.nan)
     wins, counts = np.zeros_like(means), np.zeros_like(means)
     for s, seed in enumerate(seeds):
+        # The clients of this seed: seeds may have other ones.
         ids = planted[seed].index
         table, there = _stack_values([own.get(seed) for own in values.values()], ids)
+        # [groups, clients]: the planted clusters, then everybody.
         member = np.stack(
             [*(planted[seed].to_numpy() == c for c in known), np.ones(len(ids), bool)]
         )
@@ -148,6 +151,7 @@ def compare_pairs(
     out = []
     for column, cluster in enumerate(columns):
         pairs = []
+        # Only pairs m < n: (n, m) is the same pair with the opposite sign.
         for m, n in combinations(range(len(labels)), 2):
             pair = _build_pair(
                 (labels[m], labels[n]),
@@ -173,6 +177,8 @@ def _stack_values(
     for row, own in enumerate(series):
         if own is not None:
             table[row] = own.reindex(ids).to_numpy(float)
+            # A diverged client is there, with NaN; one whose test samples do not define the metric
+            # is not.
             there[row] = ids.isin(own.index)
     return table, there
 
@@ -190,13 +196,17 @@ def _compare_with_each(
         By method and group of clients: how much better it is, with how many of its clients, and how
         many clients both have.
     """
+    # As numbers, so that one matrix product counts and sums over groups.
     both, groups = there[method] & there, member.T.astype(float)
     with np.errstate(invalid="ignore", divide="ignore"):
+        # 0 where one lacks the client, so that it adds nothing; NaN of a diverged client stays and
+        # makes means NaN.
         better = np.where(both, table[method] - table, 0.0)
         counts = both @ groups
         parts = better @ groups / counts, ((better > 0) & both) @ groups, counts
     if columns == len(member):
         return parts
+    # Mean of the clusters' means; shares and counts are those of everybody.
     over_clusters = parts[0][:, :-1].mean(1), parts[1][:, -1], parts[2][:, -1]
     return tuple(
         np.column_stack([part, last]) for part, last in zip(parts, over_clusters, strict=True)
@@ -259,6 +269,8 @@ def _correct_p_values(pairs: Sequence[Pair]) -> list[Pair]:
     for pair, value in zip(pairs, correct_holm(values), strict=True):
         needed = None
         if pair.effect is not None:
+            # Bonferroni's level, the strictest that Holm uses: the number of seeds is on the safe
+            # side.
             level = SIGNIFICANCE_LEVEL / tested
             needed = find_seeds_needed(pair.effect, level=level, overlap=pair.overlap)
         p = _finite_or_none(value)
@@ -300,8 +312,10 @@ def _widen_interval(pair: Pair, overlap: float) -> Pair:
         return pair
     if pair.p is None or pair.low is None or pair.high is None or pair.difference is None:
         return pair
+    # Nadeau and Bengio: the variance of the mean grows from 1/n to 1/n + overlap.
     wider = math.sqrt(1 + overlap * pair.seeds)
     half = wider * (pair.high - pair.low) / 2
+    # The interval's half width is the standard error times Student's quantile.
     error = half / stats.t.ppf((1 + CONFIDENCE) / 2, pair.seeds - 1)
     p = float(2 * stats.t.sf(abs(pair.difference) / error, pair.seeds - 1))
     return replace(
@@ -317,6 +331,7 @@ def pairs_to_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
 def parse_pairs(content: Mapping[str, Any]) -> list[Pair]:
     """Return the pairs of a summary; a summary that was stored before there were pairs has none."""
     known = {}
+    # A stored pair of an older version lacks newer fields.
     for field in fields(Pair):
         known[field.name] = None if field.default is MISSING else field.default
     pairs = []
@@ -494,6 +509,7 @@ def describe_pair(pair: Pair, metric: Metric) -> str:
         verdict = "better" if better is pair else "worse"
         return f"{a} is {verdict} than {b} by {size[1:]} ({ends})"
     why = ""
+    # Both ends on one side of zero: their product is positive.
     without_zero = pair.low is not None and pair.high is not None and pair.low * pair.high > 0
     # The interval alone would establish it, so the reader needs the corrected p value.
     if without_zero and pair.p_corrected is not None:

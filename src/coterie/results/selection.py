@@ -65,6 +65,7 @@ def select_compared_runs(
         DataError: when they are of several studies.
     """
     check_one_study(runs)
+    # One unreadable part of a run (a node's folder) makes the whole run incomplete.
     broken = {(problem.label, problem.seed) for problem in problems}
     done = [run for run in runs if run.is_finished and (run.label, run.seed) not in broken]
     finished: dict[str, list[int]] = {}
@@ -125,6 +126,7 @@ def group_by_study(
 
 def _select_requested(study: Path, folders: Sequence[Path]) -> list[Path]:
     """Return the study, if all of it was requested, else its requested methods and runs."""
+    # A folder above the study asks for all of it.
     if any(folder in (study, *study.parents) for folder in folders):
         return [study]
     return [folder for folder in folders if study in folder.parents]

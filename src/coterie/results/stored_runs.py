@@ -98,6 +98,7 @@ class StoredRun:
     @cached_property
     def client_clusters(self) -> pd.Series:
         """The planted cluster of each client (-1 when unknown), indexed by client id."""
+        # The planted cluster repeats in each row of a client.
         first = self.metrics.drop_duplicates("client")
         return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
 
@@ -106,6 +107,7 @@ class StoredRun:
         """The number of clients that the tables name, hosted or read by a node."""
         read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
         return (
+            # Clients of other nodes have no metrics here, but may stand in the edges.
             max(
                 int(ids.max())
                 for ids in (self.client_clusters.index.to_numpy(np.int64), *read)
@@ -168,6 +170,7 @@ class StoredRun:
                 rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
             values = pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy())
             self._final_value_cache[metric] = values.sort_index()
+        # A copy: callers may change the series.
         return self._final_value_cache[metric].copy()
 
     @cached_property
@@ -253,6 +256,7 @@ def _join_node_runs(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """Join the parts of one run that several nodes hosted, with different clients."""
     out: list[StoredRun] = []
     for run in runs:
+        # Runs are compared with joined ones, so that a run of three nodes becomes one.
         for place, other in enumerate(out):
             if _are_parts_of_one_run(run, other):
                 out[place] = _join_two_runs(other, run)
@@ -266,12 +270,14 @@ def _are_parts_of_one_run(a: StoredRun, b: StoredRun) -> bool:
     """Whether two folders hold different clients of the same study, method and seed."""
     if (a.study_name, a.label, a.seed) != (b.study_name, b.label, b.seed):
         return False
+    # Equal names with shared clients are two runs: `check_one_study` refuses them later.
     return set(a.client_clusters.index).isdisjoint(b.client_clusters.index)
 
 
 def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     """Join two parts of a run: nodes work at the same time, so the longer duration counts."""
     first, second = (run.provenance.get("timing") or {} for run in (a, b))
+    # Training adds up over the nodes.
     timing = {
         name: first.get(name, 0) + second.get(name, 0) for name in ("train_s", "train_samples")
     }
@@ -294,6 +300,7 @@ def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
 def _find_run_folders(path: Path) -> list[Path]:
     if (path / METRICS).is_file() or ((path / CONFIG).is_file() and path.name.startswith("seed-")):
         return [path]
+    # The configuration too: a run that has measured nothing yet is found by it.
     marks = [*path.rglob(METRICS), *path.rglob(f"seed-*/{CONFIG}")]
     folders = {mark.parent for mark in marks}
     orders: dict[Path, dict[str, int]] = {}
@@ -302,6 +309,7 @@ def _find_run_folders(path: Path) -> list[Path]:
         if study not in orders:
             orders[study] = _order_methods(study)
 
+    # Methods stand in the order of the study's file, unplanned ones behind them.
     def sort_key(folder: Path) -> tuple[str, int, str, int]:
         study, label = folder.parent.parent, folder.parent.name
         place = orders[study].get(label, len(orders[study]))
@@ -330,6 +338,7 @@ def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
         folder: of a study, of a run, or of a method of a study. For any other folder, such as one
             of several studies, nothing is planned.
     """
+    # The folder itself may be a study; or a method, whose study is its parent.
     for place, only in ((folder, None), (folder.parent, folder.name)):
         text = load_study_text(place, CONFIG)
         try:
@@ -354,9 +363,11 @@ def load_run(folder: Path) -> StoredRun | UnreadableRun:
     """Load one run folder, or return what is missing or damaged in it."""
     for name in (CONFIG, METRICS):
         if not (folder / name).is_file():
+            # Before the first round ends there is no table; after the end a missing one is damage.
             begun = name == METRICS and not checkpoint.is_done(folder)
             state: RunState = "unfinished" if begun else "damaged"
             return UnreadableRun(folder, f"{name} is not there (yet)", state)
+    # Digests first: a file with a wrong digest is not read at all.
     for name in (CONFIG, METRICS, EDGES, PROVENANCE):
         if fault := manifest.describe_fault(folder, name):
             return UnreadableRun(folder, fault)
@@ -371,6 +382,7 @@ def load_run(folder: Path) -> StoredRun | UnreadableRun:
             edges = pq.ParquetFile(folder / EDGES).read().to_pandas()
         # Raises where the metrics that the method declared are damaged.
         metrics.REGISTRY.add_stored(provenance.get("metrics") or {})
+    # JSON, TOML and pyarrow raise ValueError or OSError; the others come from JSON of another form.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return UnreadableRun(folder, f"a file is damaged: {str(error).splitlines()[0]}")
     for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
@@ -395,6 +407,7 @@ def main_metric(runs: Sequence[StoredRun]) -> str:
         names |= set(map(str, run.metrics["metric"].unique()))
         rows = (run.metrics["split"] == "validation").to_numpy()
         validated |= set(map(str, run.metrics.loc[rows, "metric"].unique()))
+    # Metrics that are computed without samples have no validation values and still count.
     if validated:
         without = {name for name in names if not metrics.REGISTRY[name].on_samples}
         names &= validated | without

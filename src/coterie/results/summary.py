@@ -168,6 +168,7 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
     planted: dict[int, pd.Series] = {}
     for run in runs:
         clusters = run.client_clusters
+        # Methods of one seed may have tables of different clients: join them.
         if run.seed in planted:
             clusters = clusters.combine_first(planted[run.seed])
         planted[run.seed] = clusters
@@ -213,6 +214,8 @@ def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]
     """
     clusters = run.client_clusters
     values = _select_defined_values(run, metric)
+    # Clusters of all clients, and of those with a defined metric: a cluster without any of the
+    # latter is NaN, not left out.
     planted = clusters.reindex(run.final_values(metric).index).to_numpy()
     found = clusters.reindex(values.index).to_numpy()
     out: dict[int | str, float] = {}
@@ -221,6 +224,7 @@ def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]
             own = values.to_numpy()[found == cluster]
             out[int(cluster)] = float(own.mean()) if len(own) else math.nan
     over = float(np.mean(list(out.values()))) if out else None
+    # skipna=False: one diverged client makes the mean NaN, so that it is not averaged away.
     out["all"] = float(values.mean(skipna=False))
     if over is not None:
         out["clusters"] = over
@@ -246,6 +250,7 @@ def write_summary(study: str | Path) -> Path:
 
 def write_study_files(study: Path, texts: Mapping[str, str]) -> None:
     """Write files of a study by name, while no other process writes files of the same study."""
+    # Two commands on one study would mix their files and manifests.
     with claim_folder(study, wait=STUDY_WAIT):
         for name, text in texts.items():
             manifest.replace_files(study, {name: text.encode()})
@@ -260,6 +265,7 @@ def count_client_rounds(table: pd.DataFrame) -> int:
     Args:
         table: the metrics table of a run.
     """
+    # One row of the training loss for each client and round; a warm-up has round -1.
     trained = (
         (table["split"] == "train") & (table["metric"] == metrics.LOSS.name) & (table["round"] >= 0)
     )
@@ -329,6 +335,7 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         mean, deviation = mean_std_over_seeds(np.array(ratios))
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
         row |= {"seeds": len(entries), "reached": len(reached)}
+        # Infinity: no seed got there.
         row["tta"] = float(np.mean(reached)) if reached else math.inf
         row["reason"] = next(filter(None, reasons), "")
         rows.append(row)
@@ -411,6 +418,7 @@ def _compute_time_ratio(
     own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]
 ) -> tuple[float, float, str]:
     """Return the ratio of one seed, the method's time, and why there is no ratio."""
+    # The reason of an undefined ratio arrives as a warning: it is caught to be stored.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", metrics.Undefined)
         ratio = metrics.time_to_accuracy_ratio(*own, *base)

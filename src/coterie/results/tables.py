@@ -42,10 +42,12 @@ class TextTable:
 def format_markdown(table: TextTable) -> str:
     """Return a table as a Markdown table, numbers to the right."""
     lines = [[text.replace("|", "\\|") for text in table.head]]
+    # First column left, numbers right.
     lines.append(["---", *["---:"] * (len(table.head) - 1)])
     for i, row in enumerate(table.rows):
         cells = []
         for j, text in enumerate(row):
+            # A bar would end the cell, a star would begin emphasis.
             escaped = text.replace("|", "\\|").replace("*", "\\*")
             cells.append(f"**{escaped}**" if (i, j) in table.strong else escaped)
         lines.append(cells)
@@ -93,6 +95,7 @@ def format_latex(table: TextTable) -> str:
 
 
 def _escape_latex(text: str) -> str:
+    # Sign by sign: replacing one after another would escape the escapes.
     escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
     # A minus, not a hyphen.
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
@@ -107,6 +110,7 @@ def compute_mean_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
     seeds = int(row["seeds"])
     if seeds < 2 or row["std"] is None or row["mean"] is None:
         return None
+    # `std` is of the population: divided by sqrt(n - 1) it is the standard error.
     half = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1) * row["std"] / math.sqrt(seeds - 1)
     return float(row["mean"] - half), float(row["mean"] + half)
 
@@ -142,6 +146,7 @@ def build_means_table(
             if label in first and len(first) > 1:
                 line[-1] += STAR
             elif label in first:
+                # Two columns stand before the clusters: method and n.
                 strong.add((i, j + 2))
         body.append(line)
     marks = [SAME] if any(len(first) > 1 for first in leading.values()) else []

@@ -44,10 +44,13 @@ def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> 
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)
     fetched = rounds + 1 if once.models else 0
+    # Two messages about the cohort in each round and one after the last; request and reply for each
+    # exchange and each fetched model.
     messages = (2 * rounds + 1) + 2 * (2 * rounds + fetched)
     return (
         cost.bytes
         + fetched * once.bytes
+        # Lists of client ids have 8 bytes for each member.
         + 8 * setting.population * (2 * rounds + 1)
         + ENVELOPE * messages
     )
@@ -67,6 +70,7 @@ def count_traffic(
     """
 
     def sum_by_round(table: pd.DataFrame, column: str) -> Float[np.ndarray, " rounds"]:
+        # A warm-up has round -1, which bincount refuses.
         table = table.loc[(table["round"] >= 0).to_numpy()]
         values = np.bincount(
             table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds
