@@ -67,6 +67,8 @@ def allocate_samples(
     shuffled = generator.permutation(len(labels))
     # A stable sort keeps the random order within each class.
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    # Sample k of class c is at by_class[first[c] + k]; a client gets those from stop - count to
+    # stop.
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
     parts = []
     for stop, count in zip(stops, counts, strict=True):
@@ -99,6 +101,7 @@ def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " cla
             f"{len(requests)} client{'s' * (len(requests) != 1)} {asked}; the pool has {pool:,}: "
             f"{LOWER}"
         )
+    # What is asked for of each class, less what there is.
     excess = -present
     for request in requests:
         if request.counts is not None:
@@ -107,6 +110,7 @@ def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " cla
         worst = int(excess.argmax())
         asked = f"{excess[worst] + present[worst]:,} samples are asked for"
         raise DataError(f"class {worst}: {asked}; the pool has {present[worst]:,} of it: {LOWER}")
+    # Necessary, not sufficient: overlapping groups are left to the flow below.
     for group, demand in _sum_group_sizes(requests).items():
         room = int(present[list(group)].sum())
         if demand > room:
@@ -148,6 +152,7 @@ def draw_class_counts(
     for row in [*mixed, *plain]:
         room = _restrict_to_labels(left, _label_group(requests[row], present))
         if room.sum() < requests[row].size:
+            # Drawn client by client the classes ran out; another division may still serve all.
             return fixed + _count_by_flow(
                 requests, [*mixed, *plain], present - fixed.sum(0), generator
             )
@@ -174,6 +179,7 @@ def _draw_counts(
         drawn = np.minimum(drawn + more, room)
     # Classes of the mixture that ran out are replaced by any that are left.
     rest = request.size - int(drawn.sum())
+    # Method "count" would take memory for every sample of the pool.
     return drawn + generator.multivariate_hypergeometric(room - drawn, rest, method="marginals")
 
 
@@ -187,10 +193,12 @@ def _count_by_flow(
     members: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         members.setdefault(_label_group(requests[row], left), []).append(row)
+    # Sorted: the flow does not depend on the random order of the clients.
     groups = sorted(members)
     demand = {group: sum(requests[row].size for row in members[group]) for group in groups}
     # Edges: source -> groups (what they ask for) -> their classes -> sink (what the pool has).
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
+    # int32 is what SciPy's maximum flow takes.
     graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
     for place, group in enumerate(groups, start=1):
         graph[source, place] = demand[group]
@@ -258,5 +266,6 @@ def apportion_total(
         raise DataError(f"{asked}; there are {total:,}: lower num_clients or the minimum")
     exact = rest * weights / weights.sum()
     out = np.floor(exact).astype(np.int64)
+    # out - exact is minus the remainder: the largest remainders come first, equal ones in order.
     out[np.argsort(out - exact, kind="stable")[: rest - int(out.sum())]] += 1
     return out + minimum

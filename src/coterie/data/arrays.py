@@ -340,6 +340,7 @@ def _collect_pairs(dataset: Any, what: str, transform: Callable[[Any], Any] | No
                 f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)"
             )
         found = item[0] if transform is None else transform(item[0])
+        # One tensor is one part with the key None.
         values: Mapping[Any, Any] = {None: found}
         if isinstance(found, Mapping):
             values = found
@@ -377,6 +378,7 @@ def _are_words(targets: Sequence[Any]) -> bool:
 def _iterate_items(dataset: Any, what: str) -> Iterable[Any]:
     """Return the items of a map-style or an iterable dataset."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        # By index: plain iteration of such a dataset ends only if it raises IndexError.
         return (dataset[place] for place in range(len(dataset)))
     if isinstance(dataset, Iterable):
         return dataset
@@ -432,6 +434,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     if hasattr(value, "getbands"):  # a picture of Pillow
         return torch.from_numpy(as_pixels(value))
     array = np.array(value)
+    # Booleans, unsigned and signed integers, floats.
     if array.dtype.kind not in "buif":
         raise DataError(
             f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with "

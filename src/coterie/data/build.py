@@ -137,6 +137,7 @@ class DataConfig(Configurable):
             (1, 2)
         """
         if self.folds is not None:
+            # Seeds in turn test each fold of one division; the next ones divide the samples again.
             return divmod(seed, self.folds)
         return (seed if self.fixed_seed is None else self.fixed_seed), 0
 
@@ -171,11 +172,13 @@ class DataConfig(Configurable):
         validation = self.validation
         if validation is None:
             kept = 1 - self.validation_fraction
+            # validation / (train + validation) is the fraction.
             validation = round(self.train * self.validation_fraction / kept)
         rest = self.train + validation
         test = 0
         if self._holds_out_tests:
             kept = 1 - self.test_fraction
+            # test / (train + validation + test) is the fraction.
             test = self.test_samples or round(rest * self.test_fraction / kept)
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
@@ -346,6 +349,7 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
     settled = False
     for place, shift in enumerate(shifts):
         if not settled and not shift.chooses_pool:
+            # Shifts that choose pools come first: from here on every client knows its pool.
             clients, settled = _settle_sizes(clients, sources), True
 
         def client_stream(
@@ -362,6 +366,7 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
     if all(client.samples is not None for client in clients):
         return clients
     users = np.bincount([client.recipe.source for client in clients], minlength=len(sources))
+    # The smallest pool share, so that all clients are equally large.
     each = min(
         len(source.train) // n for source, n in zip(sources, users.tolist(), strict=True) if n
     )
@@ -417,6 +422,7 @@ def assemble_federation(
         cuts = [client.split_sizes() for client in clients]
     else:
         drawn, cuts = _arrange_folds(clients, sources, drawn, *fold)
+    # A client's samples in order: training, validation, test.
     training, kept = [], []
     for own, (train, validation, _) in zip(drawn, cuts, strict=True):
         training.append(own[:train])
@@ -429,6 +435,7 @@ def assemble_federation(
         tests, test_of = maker.make_held_out(drawn, cuts)
     else:
         tests, test_of = maker.make_matching(drawn, test_samples, test_fraction)
+    # Rows are padded to the largest client.
     width, first = max(map(len, kept)), sources[0].train
     x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
@@ -447,6 +454,7 @@ def assemble_federation(
         split[row, :train] = TRAIN
         origin[row, : len(own)] = torch.from_numpy(own + starts[client.recipe.source])
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
+    # Other inputs are normalized already, or not at all.
     mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
     noise = torch.tensor([client.noise_per_access for client in clients], dtype=torch.float64)
     return Federation(
@@ -512,6 +520,7 @@ def _draw_rows(
     drawn = _allocate_pools(
         clients, requests, [source.train for source in sources], "data.pool", sources, rng, ids
     )
+    # Each client has its own stream: its split is the same when it is built alone.
     return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
 
 
@@ -564,12 +573,15 @@ def _allocate_pools(
     ids: Sequence[int],
 ) -> list[Rows]:
     """Divide every pool (a dataset, or a natural group of it) between its clients."""
+    # Clients of a whole dataset divide it in one draw from a common stream. A natural group is
+    # drawn from the stream of its client, so that a machine with this client alone draws the same.
     users: dict[tuple[int, tuple[str, int] | None], list[int]] = {}
     for row, client in enumerate(clients):
         users.setdefault((client.recipe.source, client.group), []).append(row)
     out: list[Rows] = [np.zeros(0, np.int64)] * len(clients)
     for (source, group), rows in users.items():
         pool = pools[source]
+        # Without classes all samples are of one.
         labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
         own = clients[rows[0]].rows
         if group is not None and own:
@@ -640,6 +652,7 @@ class SampleLayout:
         x = samples.x[torch.from_numpy(rows)]
         for transform in recipe.transforms:
             x = _apply_transform(transform, x)
+        # Images stay bytes and are normalized batch by batch, unless the layout says float16.
         if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
         x = x.float() / 255
@@ -660,6 +673,7 @@ class SampleLayout:
         """Return the targets of some samples: exchanged, offset, or made from the inputs."""
         chosen = torch.from_numpy(rows)
         if recipe.targets is not None:
+            # Summed in float64 and rounded once.
             clean = samples.x[chosen].double() @ torch.tensor(
                 recipe.targets.theta, dtype=torch.float64
             )
@@ -667,6 +681,7 @@ class SampleLayout:
             return (clean + noise).to(samples.y.dtype)
         y = samples.y[chosen]
         if recipe.relabel is not None:
+            # Swaps are of the dataset's labels: the offset comes last.
             y = torch.tensor(recipe.relabel)[y]
         return y + recipe.offset if recipe.offset else y
 
@@ -716,6 +731,7 @@ class _TestSetMaker:
                     self._make_test_set(samples, rows, client.recipe, self._client_name(row), row)
                 )
             return tuple(own), torch.arange(len(own))
+        # Equal recipes share a test set; sets are in the order of clusters.
         recipes = list(
             dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.cluster_places))
         )
@@ -821,7 +837,9 @@ def _take_in_shares(
 ) -> Rows:
     """Return as many rows as there are in the given class shares."""
     present = np.bincount(labels, minlength=len(shares))
+    # The largest size at which no class runs out.
     most = int((present[shares > 0] / shares[shares > 0]).min())
+    # Rounding may ask for one sample more than a class has.
     wanted = np.minimum(apportion_total(min(most, limit or most), shares), present)
     return np.concatenate([rows[labels == label][:size] for label, size in enumerate(wanted)])
 
@@ -830,6 +848,7 @@ def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
     """Return the planted truth; None for natural groups whose clusters are not known."""
     if any(client.group is not None and not client.planted for client in clients):
         return None
+    # Clusters of several shifts combine: each combination that occurs is one planted cluster.
     keys = sorted({client.cluster_places for client in clients})
 
     def describe_normalization(client: Client) -> str:

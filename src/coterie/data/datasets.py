@@ -65,8 +65,10 @@ def load_digits_source() -> Source:
     from sklearn.datasets import load_digits
 
     bunch: Any = load_digits()
+    # Pixels run from 0 to 16. The new axis is the channel.
     x = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8))[:, None]
     y = torch.from_numpy(bunch.target.astype(np.int64))
+    # Seed 0 whatever the run's seed: all runs have one test set.
     order = torch.from_numpy(Rng(0).generator("data.digits").permutation(len(x)))
     test, train = order[:297], order[297:]
     return Source(
@@ -102,6 +104,7 @@ def make_synthetic_regression(
         require(value >= 1, name, value, "at least 1")
     require(noise >= 0, "noise", noise, "a number that is not negative")
     require(low < high, "low", low, f"a number below high ({high:g})")
+    # A stream for each of coefficients, training and test data: the size of one changes no other.
     theta = rng.generator("data.synthetic.theta").uniform(low, high, dim)
 
     def draw_samples(part: str, size: int) -> Samples:
@@ -191,6 +194,7 @@ def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> S
     signature = inspect.signature(function)
     given = {**({"seed": seed} if "seed" in signature.parameters else {}), **options}
     try:
+        # Checked before the call: a TypeError from inside the function is the function's own.
         signature.bind(**given)
     except TypeError as error:
         raise ConfigError(f"data.options do not fit the arguments of {path!r}: {error}") from None

@@ -252,6 +252,7 @@ class Federation(Described):
         Args:
             rows: of the clients; not all of them need to be there.
         """
+        # Only test sets that a chosen client has, renumbered.
         kept, test_of = self.test_of[rows].unique(return_inverse=True)
         hosted = self.host(self.ids[rows])
         truth = self.truth
@@ -307,6 +308,7 @@ class Federation(Described):
         if self.origin is not None:
             parts.append(self.origin)
         for part in parts:
+            # Shape and type keep parts apart whose bytes are equal.
             digest.update(json.dumps([list(part.shape), str(part.dtype)]).encode())
             digest.update(compute_checksum(part))
         noise = None if self.noise is None else self.noise.tolist()
@@ -335,6 +337,7 @@ class Federation(Described):
             DataError: with what was found, what was expected and what to do.
         """
         self._check_names()
+        # The search for the first one is slower: it runs only when there is one.
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
@@ -391,6 +394,7 @@ class Federation(Described):
                 )
         names = self.client_names
         for name in names:
+            # A lone surrogate cannot be written as UTF-8.
             if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
                 raise DataError(
                     f"a client is called {name!r}; expected a text that is not empty and valid "
@@ -470,6 +474,7 @@ class Federation(Described):
                 tuple(meta["truth"]["names"]),
                 tuple(meta["truth"]["shift"]),
             )
+        # In a file without this field no test set has noise.
         noises = meta.get("test_noise", [0.0] * len(meta["tests"]))
         tests = tuple(
             TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name, noise)

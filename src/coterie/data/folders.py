@@ -30,6 +30,7 @@ def as_pixels(image: Any) -> np.ndarray:
         return np.array(image)
     if image.mode in _GRAY:
         return np.array(image.convert("L"))
+    # A transform may keep transparency as a fourth channel.
     color = image if image.mode == "RGBA" else image.convert("RGB")
     return np.ascontiguousarray(np.moveaxis(np.array(color), -1, 0))
 
@@ -123,6 +124,7 @@ def load_image_folder(
 
 
 def _list_folders(path: Path) -> list[Path]:
+    # Sorted, because file systems list in any order; hidden folders are those of tools.
     return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
 
 
@@ -140,6 +142,7 @@ def _load_picture(
 ) -> Tensor | np.ndarray:
     try:
         with Image.open(file) as image:
+            # Pillow reads pixels late; a damaged file must fail here.
             image.load()
             # Palettes and transparency become plain colors.
             if image.mode not in _GRAY and not _has_deep_pixels(image):
@@ -150,6 +153,7 @@ def _load_picture(
         ) from error
     if size is not None:
         height, width = (size, size) if isinstance(size, int) else size
+        # Pillow's sizes are width first.
         made = image.resize((width, height), Image.Resampling.BILINEAR)
     else:
         made = image if transform is None else transform(image)

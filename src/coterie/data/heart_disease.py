@@ -54,6 +54,7 @@ def load_table() -> Any:
     """
     rows = _load_rows()
     rows["disease"] = (rows.pop("num") > 0).map({False: "no", True: "yes"})
+    # 0 stands for "not measured" in the published file.
     return rows.assign(**{name: rows[name].mask(rows[name] == 0) for name in ("trestbps", "chol")})
 
 
@@ -114,11 +115,13 @@ def flamby(scale: str = "own") -> Federation:
         )
         train, test = map(sorted, halves)
         raw.append(x[train])
+        # A column that is constant in the training rows must not divide by 0.
         x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-9)
         parts.append((x[train], y[train], TestSet(x[test], y[test], name)))
     if scale == "together":
         rows = torch.cat(raw)
         parts = [
+            # Test rows stay as they were scaled above, by their own hospital.
             ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test)
             for x, (_, y, test) in zip(raw, parts, strict=True)
         ]

@@ -119,8 +119,10 @@ def download_dataset(
                 key for key, kind in data.features.items() if isinstance(kind, datasets.Image)
             ]
             for column in images:
+                # The bytes as stored: all images are decoded in one place, below.
                 data = data.cast_column(column, datasets.Image(decode=False))
             table = data.with_format("arrow")[:]
+            # The class names are in the metadata, which the table may lack.
             out[split] = table.replace_schema_metadata(data.features.arrow_schema.metadata)
         return out
 
@@ -133,6 +135,7 @@ def _find_shards(folder: Path, split: str) -> list[Path]:
         (folder / "data").glob(f"{split}-*.parquet")
     )
     for file in files:
+        # Shards are named such as train-00000-of-00005.
         _, dash, total = file.stem.partition("-of-")
         if dash and total.isdigit() and int(total) != len(files):
             raise DataError(
@@ -182,6 +185,7 @@ def _make_source(
         {k: v[:0] for k, v in parts["train"].columns.items()},
     )
     test = parts.get("test", empty)
+    # A class may occur in one of the two splits only.
     highest = max(int(part.y.max()) for part in (parts["train"], test) if len(part)) + 1
     classes = len(names.get(column, ())) or highest
     return Source(name, parts["train"], test, classes, names.get(column, ()), standard)
@@ -275,11 +279,13 @@ def _decode_images(
     out = np.stack(
         [np.asarray(image if image.mode == mode else image.convert(mode)) for image in images]
     )
+    # Gray images have no last axis yet: it becomes the channel.
     return torch.from_numpy(out.reshape(*out.shape[:3], -1)).movedim(-1, 1).contiguous()
 
 
 def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
     """Return the cache file of a dataset, named by the sizes and times of its source files."""
+    # Sizes and times change with the files, and cost nothing to read.
     state = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return (
         cache_folder()
@@ -325,6 +331,7 @@ def _save_cache(
         place.parent.mkdir(parents=True, exist_ok=True)
         with replace_atomically(place) as temporary:
             save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
+    # The cache only saves time: without it the images are decoded again in the next run.
     except (OSError, SafetensorError) as error:
         warnings.warn(
             f"decoded images are not kept: {error}; set COTERIE_CACHE to a folder with room",

@@ -46,6 +46,7 @@ class InputForm:
     def from_federation(federation: Federation) -> "InputForm":
         """Return the form of the inputs of a federation."""
         x = federation.x
+        # Axes are clients, samples, channels, height, width.
         images = x.dtype == torch.uint8 and x.ndim == 5
         kept = (federation.mean, federation.std) if images else ((), ())
         return InputForm(
@@ -99,6 +100,7 @@ class InputForm:
                 )
         else:
             if self.names and names and set(self.names) <= set(names):
+                # polars and arrow select by method, pandas by index.
                 x = x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
             found = pack_inputs(x, self.parts)
         return self._check_inputs(found)

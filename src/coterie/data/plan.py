@@ -202,6 +202,7 @@ def apply_shift(
     for transform in {
         type(one): one for client in found for one in client.recipe.transforms
     }.values():
+        # Recipes are compared and hashed to find the clients that share a test set.
         if not callable(transform) or type(transform).__hash__ is None:
             raise ConfigError(
                 f"{name}: its transform {transform!r:.60} cannot be called or hashed; expected a "

@@ -75,10 +75,12 @@ class ColumnPreparation:
     ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
         """Return the filler of empty entries, the center and the spread; None without any value."""
         own = x[:, self.start : self.start + self.width]
+        # An empty entry is NaN in all its columns.
         known = own[~np.isnan(own[:, 0])]
         if isinstance(self.impute, str):
             if not len(known):
                 return None
+            # One entry for each category: the place of the 1 is the code.
             values = known.argmax(1) if self.width > 1 else known[:, 0]
             value = FILLS[self.impute](values.astype(np.float64))
         else:
@@ -112,6 +114,7 @@ class FittedPreparation:
 
     def __call__(self, x: Float[Tensor, "samples entries"]) -> Tensor:
         """Return filled and scaled inputs."""
+        # In float64, rounded once at the end.
         filled = torch.where(torch.isnan(x), self.fill, x.double())
         return ((filled - self.center) / self.spread).to(
             torch.int32 if self.whole else torch.float32
@@ -142,6 +145,8 @@ class Preparation:
         for column in self.columns:
             found = column.fit(rows)
             if found is None:
+                # An indicator says that the column is empty, so that needs no warning. The column
+                # becomes 0.
                 empty += [] if column.indicated else [column.name]
                 continue
             place = slice(column.start, column.start + column.width)

@@ -148,6 +148,8 @@ class DirichletPerClient(Shift):
         out = []
         for row, (client, level) in enumerate(zip(clients, place, strict=True)):
             prior = _class_shares(client, sources)
+            # The total is divided by the class shares of the pool; else each class that occurs has
+            # the full value.
             scale = prior if self.concentration_total is not None else (prior > 0).astype(float)
             mixture = draw_dirichlet(self.concentration_levels[level] * scale, prior, streams(row))
             name = f"dirichlet {self.concentration_levels[level]:g} {meaning}"
@@ -177,9 +179,11 @@ def draw_dirichlet(
     out = np.zeros(len(concentration))
     if some.any():
         drawn = generator.dirichlet(concentration[some])
+        # Tiny concentrations underflow to NaN or to a sum of 0.
         if np.isfinite(drawn).all() and abs(drawn.sum() - 1) < 1e-6:
             out[some] = drawn
             return out
+    # The limit of vanishing concentrations: one class, by the prior.
     out[generator.choice(len(prior), p=prior / prior.sum())] = 1.0
     return out
 
@@ -237,6 +241,7 @@ class DirichletPerClass(Shift):
             )
         # Raises when there are not enough samples for the minimum of all clients.
         apportion_total(sum(sizes), np.ones(len(sizes)), self.minimum)
+        # Together the clients use as many samples as without the shift, in the pool's class shares.
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
         # All weights are drawn before any count: the order of draws decides stored results.
         weights = [
@@ -310,6 +315,7 @@ class KFold(Shift):
             counts[block] += spread_evenly(primary, len(block), next_primary[slot])
             next_rest[place] += rest % classes
             next_primary[slot] += primary % len(block)
+            # The test set has the intended shares, not the rounded counts of the client.
             mixture = np.full(classes, (1 - self.primary) / classes)
             mixture[block] += self.primary / len(block)
             if self.rest == "released":
@@ -345,6 +351,7 @@ class Quantity(Shift):
                 f"{self.kind} cannot change natural groups; leave one of the two shifts out"
             )
         generator, out = streams(EVERYONE), list(clients)
+        # Clients of one pool exchange samples. Sorted: the order of draws decides the result.
         for pool in sorted({(c.recipe.source, c.recipe.labels or ()) for c in clients}):
             rows = [
                 row
@@ -469,6 +476,7 @@ class Rotation(Shift):
         place = assign_clusters(
             len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
+        # No transform for no turn: such clients share the test set of clients without the shift.
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
         filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
         return tuple(
@@ -585,6 +593,7 @@ class LabelSwap(Shift):
             if not new:
                 out.append(client.plant_cluster(p, "no swap"))
                 continue
+            # Swaps of an earlier shift come first.
             old = client.recipe.relabel or range(sources[client.recipe.source].classes)
             relabel = tuple(new.get(label, label) for label in old)
             name = "swap " + " ".join(f"{first}-{second}" for first, second in self.swaps[p])
@@ -637,6 +646,7 @@ class RegressionTargets(Shift):
         place = assign_clusters(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
         theta = [
+            # Keyed by the cluster: the number of clients changes no coefficients.
             tuple(streams(cluster).uniform(self.low, self.high, dim).tolist())
             for cluster in range(clusters)
         ]
@@ -672,6 +682,7 @@ class Domain(Shift):
         offsets = [0] * len(sources)
         if self.offset_labels:
             classes = [source.classes for source in sources]
+            # Classes of a dataset come behind those of all earlier ones.
             offsets = list(itertools.accumulate(classes[:-1], initial=0))
         return tuple(
             c.plant_cluster(p, sources[p].name, source=p, offset=offsets[p])
@@ -737,6 +748,7 @@ class Natural(Shift):
                 "samples or more; "
                 f"{len(clients)} clients ask for that: lower num_clients, train or validation"
             )
+        # Random groups, in ascending order.
         chosen = np.sort(streams(EVERYONE).permutation(enough)[: len(clients)])
         numbers = groups[chosen].tolist()
         # Clients that are numbered from 0 already need no names.
@@ -915,6 +927,7 @@ def shift_to_table(shift: Shift | Mapping[str, Any], where: str = "shift") -> di
         shift: the shift, or a table of it.
         where: how the user finds it.
     """
+    # A shift of one's own is not imported to be stored.
     if isinstance(shift, Mapping) and ":" in str(shift.get("kind")):
         return to_plain(shift)
     made = shift if isinstance(shift, Shift) else parse_shift(shift, where)

@@ -182,8 +182,10 @@ class Source:
                 classes = max(len(names), int(pool.y.max()) + 1) if len(pool) else 1
         if test is None:
             no_columns = {column: values[:0] for column, values in columns.items()}
+            # No rows, but the shapes and types of the pool.
             kept = Samples(pool.x[:0], pool.y[:0], no_columns)
         else:
+            # Test images are normalized by the constants of the training images.
             x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
             if parts_held != parts:
                 raise DataError(
@@ -338,6 +340,7 @@ def _compute_moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
         weight = torch.bincount(x[:, channel].flatten(), minlength=256).to(torch.float64)
         weight = weight / weight.sum()
         center = float((weight * values).sum())
+        # Four digits, as the constants of papers have.
         mean.append(round(center, 4))
         std.append(round(max(1e-4, float((weight * (values - center) ** 2).sum()) ** 0.5), 4))
     return tuple(mean), tuple(std)
@@ -393,6 +396,7 @@ def _convert_targets(
             raise DataError(
                 "y has fractions; expected whole numbers as classes, or classes=0 for regression"
             )
+    # A column of one class a sample is a list of classes.
     one = y.squeeze(-1) if y.ndim == 2 and y.shape[1] == 1 else y
     if one.ndim == 1:
         return y.float() if classes == 0 else one.long()
@@ -418,6 +422,7 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
                 f"{name} has shape {tuple(x.shape)}, channels last; expected channels first: "
                 f"{name}.transpose(0, 3, 1, 2)"
             )
+        # Gray images get a channel axis.
         return x[:, None] if x.ndim == 3 else x
     if x.is_floating_point():
         return x if x.dtype == torch.float16 else x.float()
@@ -428,6 +433,7 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
             "which models do not see "
             "them exactly: scale them, or give them as floats"
         )
+    # Half of int64, and enough for LARGEST.
     return x.to(torch.int32)
 
 
@@ -458,6 +464,7 @@ def _convert_inputs(
         part = _convert_input(value, f"x[{key!r}]")
         whole, mean, std = not part.is_floating_point(), (), ()
         if part.dtype == torch.uint8 and part.ndim == 4:
+            # Any targets do: only the images are measured.
             pixels = Samples(part, part[:, 0, 0, 0])
             mean, std = found.setdefault(
                 place, Source("x", pixels, pixels, 0).channel_constants(normalize)
@@ -470,6 +477,8 @@ def _convert_inputs(
         parts.append(
             InputPart(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std)
         )
+        # All parts travel in one tensor of float32, which holds whole numbers up to LARGEST
+        # exactly.
         tensors.append(part.reshape(len(part), -1).float())
     lengths = [len(one) for one in tensors]
     if len(set(lengths)) > 1:
@@ -497,6 +506,7 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
         missing = [part.name for part in parts if part.name not in x]
         if missing:
             raise DataError(f"x has no {missing[0]!r}; expected {describe_parts(parts)}")
+        # In the order of training, whatever the order given.
         x = {part.name: x[part.name] for part in parts}
     flat, found, _ = _convert_inputs(
         x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)}
@@ -547,6 +557,7 @@ def encode_labels(
             if isinstance(label, str):
                 continue
             what = f"{label!r}, which is no text, among labels that are"
+            # NaN is unequal to itself.
             if label is None or label != label:
                 what = "no label"
             raise DataError(
@@ -592,6 +603,7 @@ def number_clients(
             f"clients has shape {owners.shape}; expected one value for each of the {samples} "
             "samples"
         )
+    # NumPy would turn None among words into a word.
     given = clients if isinstance(clients, list | tuple) else owners.tolist()
     for place, one in enumerate(given):
         if one is None or one != one or not str(one).strip():
@@ -667,10 +679,13 @@ def _to_tensor(value: Any, name: str) -> Tensor:
         raise DataError(
             f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}"
         )
+    # PyTorch takes the machine's byte order only.
     kind = array.dtype.newbyteorder("=")
     if kind.kind in "ui" and kind != np.uint8:
         kind = np.dtype(np.int64)
     elif kind.itemsize > 8:
         kind = np.dtype(np.float64)  # torch has no longer floats
     array = np.ascontiguousarray(array, dtype=kind)
+    # PyTorch warns about memory that may not be written. ascontiguousarray also ends negative
+    # strides, which it refuses.
     return torch.from_numpy(array if array.flags.writeable else array.copy())

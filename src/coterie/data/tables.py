@@ -174,6 +174,7 @@ def read_table(
                 )
             )
         entries += one.names
+    # Codes alone are whole numbers; with numbers they become a part of their own.
     whole = bool(codes) and not numbers
     kind = torch.int32 if whole else torch.float32
     if fitted:
@@ -272,9 +273,11 @@ def _load_file(path: Path, client: str | None) -> pa.Table:
             return arrow_parquet.read_table(path)
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parse = arrow_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            # An empty field of a column of text is missing, not an empty word.
             convert = arrow_csv.ConvertOptions(strings_can_be_null=True)
             with path.open("rb") as file:
                 header = file.readline()
+            # Semicolons would make one column of the whole file.
             if b";" in header and b"," not in header:
                 raise DataError(
                     f"{path} is separated by semicolons; write it with commas, and points in "
@@ -283,6 +286,7 @@ def _load_file(path: Path, client: str | None) -> pa.Table:
             found = arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
             if client not in found.column_names or not pa.types.is_integer(found[client].type):
                 return found
+            # The ids once more, as they are written.
             as_text = arrow_csv.ConvertOptions(
                 include_columns=[client], column_types={client: pa.string()}
             )
@@ -431,6 +435,7 @@ def _convert_column(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; "
             f"leave it out of features, or encode = {{ {name} = 'codes' }}"
         )
+    # An empty entry is NaN in all categories, so that it is filled as one.
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
     entries = tuple(f"{name}={one}" for one in known)
     return _InputColumn(name, spread, entries, filled, numeric=False, categories=tuple(known))
@@ -503,10 +508,12 @@ def _encode_categories(
             column = (
                 column.cast(pa.large_string()) if _is_text(column.type) else column
             ).dictionary_encode()
+        # Each chunk may have a dictionary of its own.
         encoded = column.unify_dictionaries().combine_chunks()
         arrays.append(encoded)
         values += encoded.dictionary.to_pylist()
         ordered += encoded.dictionary.to_pylist() if in_order else []
+    # The categories given, or those of an ordered dictionary, or the values sorted.
     known = (
         list(given)
         if given is not None
@@ -518,6 +525,7 @@ def _encode_categories(
         of_value = np.array(
             [places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64
         )
+        # Any code stands in for an empty entry, which becomes NaN in the next line.
         index = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
         code = np.where(np.asarray(encoded.is_null()), np.nan, of_value[index])
         strange = np.flatnonzero(code < 0)
@@ -632,6 +640,7 @@ def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
             None,
         )
         numbers = sum(bool(_NUMBER.fullmatch(value.strip())) for value in values)
+        # A few numbers among words, such as "1" and "2" among grades, are categories.
         if other is not None and numbers > max(_FEW, len(values) / 2):
             place = column.to_pylist().index(other)
             raise DataError(

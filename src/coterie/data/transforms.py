@@ -39,6 +39,8 @@ def rotate_images(
     if rest == 0:
         return torch.rot90(x, int(turns), (-2, -1))
     height, width = x.shape[-2:]
+    # Each pixel of the result takes the nearest pixel of the image turned back, in coordinates from
+    # the center.
     up, right = (
         (height - 1) / 2 - np.arange(height)[:, None],
         np.arange(width)[None, :] - (width - 1) / 2,
@@ -47,8 +49,10 @@ def rotate_images(
     column = np.rint((width - 1) / 2 + right * cosine + up * sine).astype(np.int64)
     row = np.rint((height - 1) / 2 - (up * cosine - right * sine)).astype(np.int64)
     inside = torch.from_numpy((row >= 0) & (row < height) & (column >= 0) & (column < width))
+    # The clip makes every index legal; what is outside is filled below.
     place = torch.from_numpy(row.clip(0, height - 1) * width + column.clip(0, width - 1))
     turned = x.flatten(-2)[..., place.flatten()].reshape(x.shape)
+    # Floats are normalized already: their gray is 0.
     outside = torch.tensor(0 if x.is_floating_point() else fill, dtype=x.dtype)
     return torch.where(inside, turned, outside)
 
@@ -65,6 +69,7 @@ def blur_images(
     if radius == 0:
         return x
     smooth = ImageFilter.GaussianBlur(radius)
+    # Pillow takes channels last, and gray images without that axis.
     images = x.movedim(1, -1).squeeze(-1).contiguous().numpy()
     out = (
         np.stack([np.asarray(Image.fromarray(image).filter(smooth)) for image in images])
