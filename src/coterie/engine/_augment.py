@@ -36,21 +36,27 @@ class CropFlip:
         """
         height, width = x.shape[-2:]
         places = torch.arange(x.shape[1], device=x.device)
+        # bits: members x samples. The key is mixed once for the step and once for the sample, so
+        # that neighbors share no draws. native/steps.h makes the same draws: change both together.
         bits = splitmix(splitmix(self.keys[members, None] + step) + places)
         span = 2 * self.padding + 1
+        # remainder is never negative, although the bits are signed.
         down, right = bits.remainder(span), splitmix(bits).remainder(span)
         mirror = (splitmix(splitmix(bits)) & 1).bool()
         line, along = (torch.arange(size, device=x.device) for size in (height, width))
         rows = line + (down - self.padding)[..., None]
+        # A mirrored image reads its columns backwards, so that crop and mirror are one gather.
         along = torch.where(mirror[..., None], along.flip(0), along)
         columns = along + (right - self.padding)[..., None]
         inside = ((rows >= 0) & (rows < height))[..., :, None] & (
             (columns >= 0) & (columns < width)
         )[..., None, :]
+        # Clamped places keep the gather in range; `inside` then replaces what lies in the padding.
         index = (
             rows.clamp(0, height - 1)[..., :, None] * width
             + columns.clamp(0, width - 1)[..., None, :]
         )
+        # Members x samples x pixels, the same for all channels.
         index, inside = index.flatten(2), inside[:, :, None]
         moved = (
             x.flatten(3)

@@ -126,10 +126,13 @@ class Engine(ABC):
             part = slice(start, min(start + step, len(rows)))
             now = work.select_clients(part)
             changing = [rows[part], *(() if now.moments is None else (now.moments,))]
+            # A block that runs out of memory may have taken some steps: it starts again from these
+            # copies.
             before = [tensor.clone() for tensor in changing]
             try:
                 losses[part] = self._train_block(rows[part], now)
             except torch.OutOfMemoryError:
+                # A block of one client cannot become smaller.
                 if step == 1:
                     raise ModelError(
                         "the memory does not hold the training of one client: take a smaller batch"
@@ -157,6 +160,8 @@ class Engine(ABC):
         rates = None if work.rates is None else work.rates.to(rows.device)
         for step in range(work.num_steps):
             for size, members in work.group_by_size(step):
+                # Members are distinct and in ascending order: as many as there are rows are all
+                # rows, which are then trained in place, without copies.
                 whole = len(members) == len(rows)
                 part, state = (
                     (rows, optimizer) if whole else (rows[members], optimizer.select_rows(members))
@@ -164,6 +169,8 @@ class Engine(ABC):
                 loss, grads, buffers = self.compute_gradients(
                     part, *work.gather_batch(members, step, size)
                 )
+                # The gradient of mu / 2 * ||w - anchor||^2 is mu * (w - anchor), on trained
+                # parameters only.
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
@@ -173,6 +180,8 @@ class Engine(ABC):
                     step + 1,
                     None if rates is None else rates[members, step, None],
                 )
+                # The optimizer does not move running statistics: the forward pass has made the new
+                # ones.
                 if self.layout.size > trainable:
                     part[:, trainable:] = buffers
                 losses[members, step] = loss.to(losses)
@@ -189,6 +198,7 @@ class Engine(ABC):
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for step in range(work.num_steps):
+            # A client whose Poisson batch is empty takes its step all the same, with noise alone.
             members = private.active_clients(step)
             if not len(members):
                 continue
@@ -198,6 +208,7 @@ class Engine(ABC):
             )
             found, sums = self._sum_clipped_gradients(part, work, members, step, private.dp.clip)
             grads = private.add_noise(sums, members, step)
+            # The proximal term says nothing of the samples, so it needs neither clip nor noise.
             if work.anchor is not None and work.prox:
                 grads = grads.add_(
                     part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox
@@ -221,6 +232,7 @@ class Engine(ABC):
         alone, owner, _ = work.split_into_samples(members, step)
         sums = torch.zeros_like(rows[:, : self.layout.trainable])
         total = rows.new_zeros(len(rows))
+        # Each sample needs a row of parameters and a gradient of its own.
         size = max(
             1,
             _MAX_MODEL_ENTRIES.get(rows.device.type, _MAX_MODEL_ENTRIES["cuda"])
@@ -266,12 +278,16 @@ class Engine(ABC):
             block: number of models run at once.
         """
         alone, work = self.runs_one_by_one(table.device), pairs.to_sample_device()
+        # A loss that joins samples is no mean over them, so parts of a set cannot be added up.
         if getattr(self.objective, "whole", False):
             return self._measure_joint_loss(table, pairs, inputs, block)
+        # Totals may hold some blocks when the memory runs out, so a smaller block begins again at
+        # zero.
         while True:
             totals = {name: table.new_zeros(len(pairs.models)) for name in self.metrics}
             step = 1 if alone else max(1, block // self._block_divisor)
             try:
+                # Where models share sets, each set is prepared once for all of its models.
                 if alone or len(pairs.set_sizes) < len(pairs.models):
                     self._measure_sets(table, work, pairs.sets, inputs, step, totals)
                 else:
@@ -280,11 +296,13 @@ class Engine(ABC):
                     )
                 break
             except torch.OutOfMemoryError:
+                # By then a call has one model and one sample.
                 if self._block_divisor > _MAX_INPUT_ENTRIES["cuda"]:
                     raise ModelError(
                         "the memory does not hold the measurement of one model on one sample"
                     ) from None
                 self._halve_blocks()
+        # A set without samples gives 0 / 0, which is NaN.
         means = torch.stack(list(totals.values())) / pairs.set_sizes[pairs.sets].to(table)
         return dict(zip(totals, means.cpu(), strict=True))
 
@@ -299,6 +317,7 @@ class Engine(ABC):
     ) -> None:
         """Prepare each set once, in pieces, and run every model on it; `sets` is on the CPU."""
         size, most = self._chunk_sizes(pairs, table)
+        # On the CPU: to ask a device for the numbers of the sets would wait for it.
         order = torch.argsort(sets, stable=True)
         found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
         who = order.to(table.device).split(repeats.tolist())
@@ -329,6 +348,7 @@ class Engine(ABC):
     ) -> None:
         """Run a block of models at once, each on its own set; no set is padded."""
         size, most = self._chunk_sizes(pairs, table)
+        # zip of nothing cannot be unpacked into two names.
         numbers, who = zip(*group_equal_values(count), strict=True) if len(count) else ((), ())
         for number, members in zip(numbers, move_indices(who, table.device), strict=True):
             for part in members.split(min(block, most)):
@@ -417,6 +437,7 @@ class Engine(ABC):
             places = work.sample_indices[number, : int(pairs.set_sizes[number])]
             if not len(places):
                 continue
+            # `prepare_inputs` takes sets x places: here one set, whose samples all models share.
             of = torch.tensor([number], device=places.device)
             for part in who.split(step):
                 models = pairs.models[part].to(table.device)

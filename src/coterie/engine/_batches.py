@@ -67,6 +67,7 @@ def draw_batches(
         for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
     ]
     steps = max((len(batches) for batches, _ in schedules), default=0)
+    # The first batch of a client is its largest.
     width = max((len(b) for batches, _ in schedules for b in batches[:1]), default=1)
     order = np.full((len(schedules), steps, width), -1, dtype=np.int64)
     length = np.zeros((len(schedules), steps), dtype=np.int64)
@@ -99,10 +100,13 @@ def _draw_poisson_batches(
     """Draw batches by Poisson sampling: each sample by a draw of its own, in as many steps."""
     sizes = samples.tolist()
     count = torch.tensor([count_steps(local, n) for n in sizes], dtype=torch.int64)
+    # Steps of an epoch; a number of steps without epochs counts as one epoch.
     each = count if local.steps is not None else count // max(1, local.epochs)
     drawn = [
         [
             np.flatnonzero(row < poisson_rate(local, n))
+            # One uniform draw for each step and sample: the sample is in the batch with probability
+            # `rate`.
             for row in rng.generator(purpose, client).random((number, n))
         ]
         for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True)
@@ -131,6 +135,7 @@ def _draw_client_batches(
         return [order[start : start + size] for start in range(0, stop, size)]
 
     batches: list[np.ndarray] = []
+    # A pass gives at least one batch, as size <= samples; the last pass may be used in part.
     if local.steps is not None:
         while len(batches) < local.steps:
             batches += draw_epoch()
@@ -166,6 +171,7 @@ def smallest_batch_size(local: LocalTraining, samples: int) -> int:
     """
     size = min(local.batch_size, samples)
     rest = samples % size if samples else 0
+    # The smaller batch is the last of a pass: fewer steps than full batches do not reach it.
     reached = local.steps is None or local.steps > samples // max(1, size)
     return rest if rest and reached and not local.drop_last else size
 
@@ -177,4 +183,5 @@ def last_epoch_mean(
     inside = (torch.arange(schedule.num_steps) >= schedule.last_epoch[:, None]) & (
         schedule.batch_sizes > 0
     )
+    # The losses of steps that were not taken are NaN; a client without steps gets 0 / 0, NaN.
     return torch.where(inside, losses, 0).sum(1) / inside.sum(1)

@@ -84,10 +84,14 @@ class _ProductCounter(TorchDispatchMode):
         self.simple = self.simple and is_simple(name, args)
         if name in ("mm", "bmm"):
             self.count += out.numel() * args[0].shape[-1]
+        # Their first argument is what the product is added to.
         elif name in ("addmm", "baddbmm"):
             self.count += out.numel() * args[1].shape[-1]
+        # Each output is a sum over the kernel of its channel.
         elif name == "convolution":
             self.count += out.numel() * args[1][0].numel()
+        # A recurrent layer is one operation on a CPU: in each step of time and for each sample,
+        # input and hidden state are multiplied by a matrix each.
         elif name == "mkldnn_rnn_layer":
             self.count += args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
         return out
@@ -178,6 +182,7 @@ def make_engine(
             f"{name!r}, expected 'auto' "
             "or 'loop'"
         )
+    # The loop engine runs any module: what it cannot run is wrong with the module or its inputs.
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
@@ -200,6 +205,8 @@ def make_engine(
                 )
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
+                # A compiler can be installed, so its absence is worth a warning. A module that
+                # cannot be traced is usual, and a warning only where a program was asked for.
                 if name == "compiled" or isinstance(error, CompilerError):
                     other = "vmap" if is_batching_worthwhile(layout, x, batch_size) else "loop"
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
@@ -209,6 +216,8 @@ def make_engine(
             loop, *against, "the products of a batch are too large for many clients at once"
         )
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
+    # vmap warns where an operation has no batching rule: it then loops over clients, and the loop
+    # engine is the better choice. All other warnings are passed on below.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         problem = _find_failure(engine, x, y)
@@ -250,6 +259,7 @@ def _make_loop_engine(
     layout: Layout, objective: Objective, x: Tensor, y: Tensor, precision: str
 ) -> tuple[LoopEngine, tuple[str, Exception] | None]:
     """Return the loop engine, with channels last where that works, and why it cannot be run."""
+    # A module that views what a convolution returns fails with channels last, so this is a trial.
     convolves = any(isinstance(part, nn.Conv2d) for part in layout.train_module.modules())
     if convolves and x.device.type == "cpu":
         loop = LoopEngine(layout, objective, precision, channels_last=True)
@@ -264,6 +274,8 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
     layout = engine.layout
     rows = torch.cat([layout.flatten_rewritten(layout.train_module)[None]] * 2)
     inputs = layout.zero_inputs(2)
+    # The names of the layers that are running: one that fails stays at the end, as its second hook
+    # is not called.
     trail: list[str] = []
     handles = []
     for module in engine.modules:
@@ -272,6 +284,7 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
             handles.append(
                 part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name))
             )
+            # What a hook returns would replace the layer's output: `and None` returns nothing.
             handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
     x2, y2 = torch.stack([x, x]), torch.stack([y, y])
     try:
@@ -291,5 +304,7 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
 
 def default_block(layout: Layout, device: str) -> int:
     """Return how many clients to train at once: parameters, gradients, moments near 32 MB."""
+    # Numbers of all rows of a block. Parameters, gradients and two moments of 4 bytes each make 32
+    # MB, near the caches of a CPU; a device gets a hundred times as much.
     budget = 2_000_000 if device == "cpu" else 200_000_000
     return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))

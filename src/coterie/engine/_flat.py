@@ -40,6 +40,8 @@ class FlatModel:
             _copy_to_device(module, device) for module in (layout.train_module, layout.eval_module)
         )
         for part in self.train_module.modules():
+            # PyTorch's fused kernel writes into running statistics, which here are this model's own
+            # row.
             if isinstance(part, FunctionalBatchNorm):
                 part.in_place = True
         self._channels_last = self._conv_weight_names() if channels_last else frozenset()
@@ -52,6 +54,7 @@ class FlatModel:
         self._input_buffers: list[tuple[dict, str, str, Tensor]] = []
         # buffers that are neither, with a copy of each
         self._fixed_buffers: list[tuple[dict, str, Tensor, Tensor]] = []
+        # Both modules share one row, so that evaluation needs no copy of what was trained.
         for module in (self.train_module, self.eval_module):
             self._bind_tensors(module)
 
@@ -81,6 +84,8 @@ class FlatModel:
                 continue
             own = _bind_parameter(module, parameter, views[name])
             if name in gradients and module is self.train_module:
+                # A backward pass adds to a gradient that is there, in place: all of them land in
+                # one vector.
                 own.grad = gradients[name]
         shared: dict[int, Tensor] = {}
         for path, part in module.named_modules():
@@ -110,10 +115,12 @@ class FlatModel:
         def view_slot(slot: Slot) -> Tensor:
             part = vector[slot.start : slot.stop]
             if turned and slot.name in self._channels_last:
+                # Input channels are innermost in memory; the view has PyTorch's order of axes.
                 outputs, inputs, height, width = slot.shape
                 return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
             return part.view(slot.shape)
 
+        # A vector of the trained part ends where the untrained slots begin.
         return [view_slot(slot) for slot in self.layout.slots if slot.stop <= len(vector)]
 
     def copy_from_row(self, own: Tensor, other: Tensor) -> None:
@@ -125,6 +132,7 @@ class FlatModel:
         self._copy_vector(other, own, False)
 
     def _copy_vector(self, target: Tensor, source: Tensor, turned: bool) -> None:
+        # The two orders are the same then: one copy moves the whole vector.
         if not self._channels_last:
             target.copy_(source)
             return
@@ -139,6 +147,7 @@ class FlatModel:
         for buffers, name, view in self._running_stats:
             buffers[name] = view
         for buffers, name, buffer, value in self._fixed_buffers:
+            # What a module has counted or changed for one client must not reach the next one.
             buffers[name] = buffer.copy_(value)
 
     def store_row(self, row: Float[Tensor, " params"]) -> None:
@@ -189,6 +198,7 @@ class FlatOptimizer:
     def __init__(self, model: FlatModel, local: LocalTraining) -> None:
         self.model, self.local, self.arguments = model, local, local.optimizer_arguments
         self.moments = [torch.zeros_like(model.trained) for _ in range(local.num_moments)]
+        # The fused kernels take the number of steps as a tensor of this type.
         self.taken = torch.zeros((), dtype=torch.float32, device=model.trained.device)
         self._number = 0  # of the last step of this training
         self._row_optimizer: RowOptimizer | None = None  # of what has no fused kernel
@@ -221,6 +231,8 @@ class FlatOptimizer:
         local, kind = self.local, self.local.optimizer
         self._number = 0
         if local.custom_optimizer:
+            # A new object in each training: nobody knows the form of the state of a foreign class,
+            # so it always starts fresh.
             parameter = nn.Parameter(self.model.trained)
             parameter.grad = self.model.gradient
             self._custom = make_custom_optimizer(
@@ -230,6 +242,7 @@ class FlatOptimizer:
             self._row_optimizer = RowOptimizer(
                 local, self.model.trained[None], taken=None if taken is None else taken[None]
             )
+            # Views of the moments, which are stored at the end of the training.
             self._row_optimizer.state = [one[None] for one in self.moments]
         elif kind == "sgd" and taken is not None and self.arguments["dampening"]:
             self._number = int(taken)  # only the first gradient of all is not dampened
@@ -252,6 +265,8 @@ class FlatOptimizer:
     def _step_fused(self, rate: float) -> None:
         given, parameters, gradients = self.arguments, [self.model.trained], [self.model.gradient]
         if self.local.optimizer == "sgd":
+            # In its first step PyTorch takes the whole gradient as momentum. Without dampening a
+            # momentum that starts at zero becomes the same.
             torch._fused_sgd_(
                 parameters, gradients, self.moments, weight_decay=given["weight_decay"], momentum=given["momentum"],
                 lr=rate, dampening=given["dampening"], nesterov=given["nesterov"], maximize=False,

@@ -36,6 +36,7 @@ class GraphCapture:
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # Other threads may call CUDA during the capture, which the default error mode refuses.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = function(*tensors)
 
@@ -74,6 +75,8 @@ class ReplayedFunction:
         if shape not in self._captured and not self._try_capture(shape, tensors):
             return self._function(*tensors)
         held, replay = self._captured[shape]
+        # A graph reads and writes fixed addresses: arguments are copied in, and results are copied
+        # out before the next replay overwrites them.
         for place, tensor in zip(held, tensors, strict=True):
             place.copy_(tensor)
         return tuple(result.clone() for result in replay())

@@ -63,6 +63,7 @@ class LoopEngine(Engine):
         self.channels_last = channels_last and not has_unsafe_convolution(layout.train_module)
         self._is_cross_entropy = objective == cross_entropy
         self._thread_local = threading.local()  # a model and its optimizers in each thread
+        # A trial of the engine hooks these modules, to name the layer that fails.
         model = self._flat_model(next(layout.train_module.parameters()).device)
         self.modules = (model.train_module, model.eval_module)
 
@@ -87,6 +88,7 @@ class LoopEngine(Engine):
     def train(self, rows: Tensor, work: TrainingWork, block: int) -> Tensor:
         """See `Engine.train`; `block` has no effect. Modules may draw from PyTorch's generator."""
         if rows.device.type == "cpu":
+            # Otherwise the C library gives the activations of each step back to the system.
             pages.keep_small_blocks()
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for row in range(len(rows)):
@@ -108,6 +110,7 @@ class LoopEngine(Engine):
         away, anchor = None, None
         if work.anchor is not None and work.prox:
             away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
+            # In the order of the model's vector, so that one subtraction serves all tensors.
             model.copy_from_row(anchor, work.anchor[number, : self.layout.trainable])
         moments = None if work.moments is None else work.moments[number]
         taken = None if work.steps_taken is None else work.steps_taken[number]
@@ -131,6 +134,7 @@ class LoopEngine(Engine):
         alone, owner, _ = work.split_into_samples(members, step)
         model, places = self._flat_model(rows.device), owner.tolist()
         total, sums = rows.new_zeros(len(rows)), torch.zeros_like(rows[:, : self.layout.trainable])
+        # own: the sum of the clipped gradients of one client, whose samples follow each other.
         own, loaded = torch.zeros_like(model.gradient), -1
         for sample, row in enumerate(places):
             if row != loaded or self.layout.size > self.layout.trainable:
@@ -155,6 +159,7 @@ class LoopEngine(Engine):
         with self._forward_precision(x.device):
             outputs = model.train_module(x)
         outputs = outputs.to(self.layout.dtype)
+        # For cross-entropy PyTorch's own mean is one call instead of two.
         loss = (
             functional.cross_entropy(outputs, y)
             if self._is_cross_entropy
@@ -166,6 +171,7 @@ class LoopEngine(Engine):
 
     def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Set PyTorch's products for forward and backward passes."""
+        # Autocast belongs around the forward pass alone: backward operations take its types.
         return product_precision("full" if self.precision == "bf16" else self.precision, device)
 
     def _forward_precision(self, device: torch.device) -> AbstractContextManager[None]:

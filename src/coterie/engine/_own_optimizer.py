@@ -16,6 +16,7 @@ from coterie._util.importing import import_object
 from coterie.errors import ConfigError
 from coterie.rng import Rng
 
+# Of the trial below: several steps, since an optimizer's state acts from the second one on.
 _STEPS, _RATE = 4, 0.01
 
 
@@ -40,10 +41,13 @@ def make_custom_optimizer(
             f"{what} is {kind!r}; expected a class that extends torch.optim.Optimizer"
         )
     arguments = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+        # Study files have lists where torch.optim has tuples, such as betas.
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
     }
     try:
         return kind(list(parameters), lr=lr, **arguments)  # type: ignore[call-arg]
+    # A foreign class may raise anything.
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
@@ -64,6 +68,7 @@ def check_custom_optimizer(path: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{said} ({error}); expected numbers, texts, true or false, and lists of them"
         ) from error
+    # The text is a key of the cache, which a mapping cannot be.
     _check_elementwise(path, text)
 
 
@@ -73,6 +78,8 @@ def _check_elementwise(path: str, options: str) -> None:
     start, *gradients = torch.from_numpy(
         Rng(0).generator("optimizer.check").normal(size=(1 + _STEPS, 12))
     )
+    # The parts that are compared have gradients of very different size: an optimizer that uses the
+    # norm of a tensor steps otherwise on the parts than on the whole.
     scale = torch.tensor([1.0] * 6 + [100.0] * 3 + [0.01] * 3, dtype=torch.float64)
     steps = [gradient * scale for gradient in gradients]
     arguments = json.loads(options)

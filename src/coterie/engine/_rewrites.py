@@ -70,6 +70,7 @@ def grad_and_value(
             wrapped, others = steps._wrap_all_tensors((trained, rest), level)
             steps._create_differentiable(wrapped)
             loss, aux = function(wrapped, *others)
+            # A tensor that the loss does not depend on has a gradient of zero.
             found = {name: torch.zeros_like(leaf) for name, leaf in wrapped.items()}
             if loss.requires_grad:
                 grads = torch.autograd.grad(
@@ -116,6 +117,7 @@ class StridedMaxPool(nn.Module):
         best: Tensor | None = None
         for i in range(self.height):
             for j in range(self.width):
+                # Entry (i, j) of every window.
                 part = x[..., i : rows : self.height, j : columns : self.width]
                 best = part if best is None else self._elementwise_max(best, part)
         assert best is not None
@@ -123,6 +125,8 @@ class StridedMaxPool(nn.Module):
 
     @staticmethod
     def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
+        # torch.maximum shares the gradient between equal entries; without gradients its value is
+        # enough.
         if not torch.is_grad_enabled():
             return torch.maximum(best, part)
         return torch.where((part > best) | part.isnan(), part, best)
@@ -143,6 +147,7 @@ class UnfoldedConv2d(nn.Module):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
         self.kernel, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
+        # The only text that comes here is "valid": `unfold_convolution` refuses "same".
         self.padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
 
     def output_sides(self, x: Tensor) -> tuple[int, int]:
@@ -156,6 +161,8 @@ class UnfoldedConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
+        # Samples x (channels * kernel) x places become (channels * kernel) x (samples * places), so
+        # that the weights multiply the whole batch at once.
         windows = functional.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
         return self.multiply_windows(windows.transpose(0, 1).flatten(1), x)
 
@@ -164,6 +171,7 @@ class UnfoldedConv2d(nn.Module):
         y = torch.mm(self.weight.flatten(1), windows)
         if self.bias is not None:
             y = y + self.bias[:, None]
+        # Outputs x (samples * places) become samples x outputs x rows x columns.
         return y.unflatten(1, (len(x), *self.output_sides(x))).transpose(0, 1)
 
 
@@ -208,6 +216,8 @@ class _ExtractWindows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Add up what the windows say of each pixel."""
+        # Places in the slice of one kernel entry are distinct; the entries come in a fixed order, so
+        # that the sums always round alike.
         found = grads[0].new_zeros(ctx.size)
         for number, (rows, columns) in enumerate(_window_slices(ctx.size, ctx.windows)):
             found[..., rows, columns] += grads[0][:, number]
@@ -231,6 +241,7 @@ class WindowedConv2d(UnfoldedConv2d):
             return functional.conv2d(
                 x, self.weight, self.bias, self.stride, self.padding, self.dilation
             )
+        # pad takes the last axis first.
         padded = functional.pad(
             x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0])
         )
@@ -244,6 +255,7 @@ def unfold_convolution(
     conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d
 ) -> UnfoldedConv2d | None:
     """Return a convolution as a matrix product; None for groups or another kind of padding."""
+    # A subclass may compute something else.
     plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
     if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":
         return None
@@ -256,6 +268,7 @@ def _as_pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 def make_strided_pool(pool: nn.MaxPool2d) -> StridedMaxPool | None:
     """Return the same pooling over strided slices, or None where windows overlap or are padded."""
+    # See `unfold_convolution`: a subclass may compute something else.
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return None
     kernel, stride = _as_pair(pool.kernel_size), _as_pair(pool.stride)
@@ -292,6 +305,7 @@ def _replace_layers(
             else:
                 setattr(parent, name, new)
 
+    # The module itself may be such a layer: as a child it can be replaced.
     holder = nn.ModuleList([copy_module(module)])
     visit(holder)
     return holder[0].train(module.training)

@@ -55,6 +55,8 @@ class VmapEngine(Engine):
     ) -> None:
         super().__init__(layout, objective, precision)
         self._eval_module = with_strided_pools(layout.eval_module)
+        # On a CPU a client's bits must not depend on the block; a device has a tolerance instead,
+        # and few launches count more.
         trained = {
             "cpu": with_unfolded_convolutions(layout.train_module),
             "other": with_windowed_convolutions(layout.train_module),
@@ -79,6 +81,7 @@ class VmapEngine(Engine):
         loss = self._objective(
             functional_call(module, tensors, (x,)).to(self.layout.dtype), y
         ).mean()
+        # functional_call writes buffers that the module has replaced back into `tensors`.
         return loss, {name: tensors[name] for name in state}
 
     def _model_outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
@@ -97,6 +100,7 @@ class VmapEngine(Engine):
             product_precision(self.precision, rows.device),
             UnbatchedProducts() if cpu else nullcontext(),
         ):
+            # A graph takes tensors by position.
             if self._replayed is not None and not cpu:
                 loss, grads, after = self._replayed(
                     rows, x, y, *(inputs[name] for name in self.layout.inputs)
@@ -141,6 +145,8 @@ class VmapEngine(Engine):
                 return torch.stack(
                     [self._forward_one(views, x, given, i) for i in range(len(rows))]
                 )
+            # With a shared batch, vmap makes one product of all clients' weights, whose rounding
+            # depends on how many they are: not on a CPU.
             if len(x) == 1 and not cpu:
                 return self._forward_shared(views, x[0], given)
             return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)

@@ -76,6 +76,7 @@ class RawSamples:
         if not self.is_images or not self.mean:
             return torch.zeros(channels, dtype=self.dtype, device=self.device)
         mean, std = self._channel_stats
+        # Black is 0 before normalization.
         return (-mean / std).flatten()
 
     @cached_property
@@ -173,6 +174,8 @@ class TrainingWork:
             step: which.
             query: how many gradients of its batch were asked for before.
         """
+        # The step becomes number 0 of the new training, so its keys already hold what the number
+        # adds to them.
         only = slice(step, step + 1)
         return replace(
             self,
@@ -209,6 +212,7 @@ class TrainingWork:
         """
         sizes = self.batch_sizes[members, step]
         owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
+        # A sample's place in its batch: its number less that of the first sample of its client.
         place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         owner, who, place = (
             each.to(self.samples.device) for each in (owner, members[owner], place)
@@ -246,6 +250,7 @@ class TrainingWork:
         values = {name: value[members, step] for name, value in self.inputs.items()}
         if self.dropout_keys is not None:
             keys, names = self.dropout_keys
+            # All dropout layers get one key, and each mixes in a number of its own.
             values |= dict.fromkeys(names, step_keys(keys[members], step))
         x = self.samples.prepare_inputs(places)
         if self.augment is not None:
@@ -265,9 +270,11 @@ class TrainingWork:
         start = 0
         while start < len(lengths):
             size = lengths[start]
+            # So many steps that their inputs stay within `_GATHERED` entries, but at least one.
             most = start + max(
                 1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.input_shape))))
             )
+            # A gather has one size of batch: a batch of another size begins a new one.
             stop = next(
                 (step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths)
             )
@@ -319,6 +326,7 @@ class TrainingTotals:
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
     """Return the keys of a step's dropout masks from those of a training: 64 bits, wrapping."""
+    # The product wraps at 64 bits and is read as signed, as native/steps.h computes it.
     away = step * _GOLDEN % (1 << 64)
     return keys + (away - (1 << 64) if away >> 63 else away)
 
@@ -390,6 +398,7 @@ def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"
 
     Entries are checked only where the row's sum is not finite.
     """
+    # A sum shows a NaN or an infinity in one pass, but may also overflow by itself.
     lost = ~torch.isfinite(rows.sum(1)).cpu()
     if bool(lost.any()):
         suspect = lost.nonzero().flatten()
@@ -404,11 +413,13 @@ def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]
         >>> first_equal_rows(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])).tolist()
         [0, 1, 0]
     """
+    # An expanded row, such as a shared first model.
     if len(rows) and rows.stride(0) == 0:
         return torch.zeros(len(rows), dtype=torch.int64)
     sums = rows.sum(1).tolist()
     first, open_ = torch.arange(len(rows)), list(range(len(rows)))
     while open_:  # each time, rows with the same sum are compared with the first of them
+        # A NaN equals no key, so a row with one leads itself and is not compared.
         leader: dict[float, int] = {}
         pairs = [(row, leader.setdefault(sums[row], row)) for row in open_]
         later = [(row, other) for row, other in pairs if row != other]
@@ -416,6 +427,7 @@ def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]
         for (row, other), is_ in zip(later, same, strict=True):
             if is_:
                 first[row] = other
+        # Rows that differ in spite of equal sums look for another leader among themselves.
         open_ = [row for (row, _), is_ in zip(later, same, strict=True) if not is_]
     return first
 

@@ -32,8 +32,10 @@ def find_positions(split: Int[Tensor, "clients samples"], wanted: int) -> SplitP
     chosen = split == wanted
     count = chosen.sum(1)
     width = max(1, int(count.max()))
+    # A stable sort brings the chosen positions to the front and keeps their order.
     order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :width]
     inside = torch.arange(order.shape[1]) < count[:, None]
+    # 0 is a valid index for gathers, and `count` says where the positions end.
     return SplitPositions(torch.where(inside, order, 0), count)
 
 
@@ -141,6 +143,7 @@ class ClientData:
 
     def sample_indices(self, split: str) -> Int[Tensor, "clients samples"]:
         """Return the indices of each client's samples of a split among all samples."""
+        # All samples lie in one table, a padded row of equal width for each client.
         return self.rows[:, None] * self.samples_per_row + self.splits[split].indices[self.rows]
 
     def draw_keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
@@ -165,6 +168,8 @@ class ClientData:
         test = self.federation.tests[number]
         if not test.noise:
             return None
+        # 62 bits are positive in int64. The stream belongs to the test set, not to a client, so
+        # that every process draws the same noise.
         key = rng.generator(f"noise.test.{test.name}").integers(1 << 62)
         sigma = torch.full((sets,), test.noise, dtype=torch.float64)
         return InputNoise(torch.full((sets,), int(key)), sigma, len(test.x))

@@ -71,8 +71,11 @@ class ClientModel:
             ids: the clients.
             rng: the streams of the run; its round does not matter.
         """
+        # Round -1 comes before the first: a first model does not depend on the round that asks for
+        # it.
         if self.init == "per_client":
             return torch.stack([self._draw(rng.at_round(-1), client) for client in ids.tolist()])
+        # The stream of EVERYONE is the same in each process, so all of them start from one model.
         if rng.seed not in self.first_models:
             self.first_models[rng.seed] = self._draw(rng.at_round(-1), EVERYONE)
         return self.first_models[rng.seed].expand(len(ids), -1)
@@ -104,6 +107,7 @@ class ClientModel:
         Columns that clients do not share, of statistics or parameters, are as before.
         """
         start = self.layout.trainable
+        # The merge has averaged the statistics already, or there are none.
         if self.buffers == "average" or start == self.layout.size:
             return self.sharing.keep_local(before, merged)
         own = before[:, start:]
@@ -121,6 +125,7 @@ def _find_input_conversion(
     Whole numbers stay whole for a module that can take them (an embedding needs them), and are
     numbers of `dtype` for others, such as a linear layer.
     """
+    # Two samples are enough to try the module.
     x = federation.x[0, :2]
     if federation.parts or x.is_floating_point() or is_images(x[0]):
         return InputConversion(federation.parts)
@@ -128,6 +133,7 @@ def _find_input_conversion(
     try:
         with torch.no_grad():
             layout.eval_module(x)
+    # The module refuses whole numbers, as a linear layer does.
     except MODULE_ERRORS:
         return InputConversion()
     return layout.arguments

@@ -38,6 +38,7 @@ def check_device(device: str) -> None:
 
 def _why_no_cuda() -> str:
     """Say why there is no CUDA device, and what to do."""
+    # A build for ROCm answers to the name of CUDA as well.
     if torch.version.cuda is None and torch.version.hip is None:
         return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (pytorch.org/get-started)"
     return f"PyTorch {torch.__version__} finds no CUDA device: look at its driver (nvidia-smi)"

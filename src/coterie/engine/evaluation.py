@@ -120,6 +120,7 @@ class Evaluator:
         size = max(1, _MAX_COMPLETED_ENTRIES // table.shape[1])
         for pairs in torch.arange(len(models)).split(size):
             received = table[models[pairs].to(table.device)]
+            # Each pair gets a model of its own: the part of the sender, the rest of the receiver.
             completed = sharing.keep_local(own[clients[pairs].to(own.device)], received)
             rows = torch.arange(len(pairs))
             losses.append(self._score_pairs(completed, rows, clients[pairs], split))
@@ -130,7 +131,10 @@ class Evaluator:
     ) -> Float[Tensor, " pairs"]:
         """Score models that are not in the cache, which has the losses of one table a split."""
         known = self.cache.get(split)
+        # One table is kept for a split: a single model that differs drops all losses.
         if known is None or not torch.equal(known[0], table):
+            # A row for every client of the federation, since views of other clients share the
+            # cache.
             shape = len(self.data.federation), len(table)
             known = table.clone(), torch.full(shape, torch.nan, dtype=self.layout.dtype)
             self.cache[split] = known
@@ -242,6 +246,7 @@ class Evaluator:
             recall[rows[:, None], present] = means[metrics.ACCURACY.name][which]
             counts[rows[:, None], present] = size
             for name in values:
+                # Means times sizes are sums again, in float64 so that the detour costs no digit.
                 sums = means[name].double() * size
                 if name == metrics.ACCURACY.name:  # numbers of right answers are whole
                     sums = sums.round()

@@ -68,6 +68,7 @@ class InputNoise:
         normal = draw_gaussian(
             splitmix(start + places[loud] % self.samples_per_row), math.prod(x.shape[2:])
         )
+        # One axis for each of x, so that a client's sigma meets all of its entries.
         scale = self.sigma[who].reshape(-1, *(1 for _ in x.shape[1:]))
         x[loud] += (scale * normal.reshape(len(who), *x.shape[1:])).to(x.dtype)
         return x
@@ -80,6 +81,9 @@ def draw_gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*bat
     share draws.
     """
     bits = splitmix(keys[..., None] + torch.arange((size + 1) // 2, device=keys.device))
+    # Plus 1 makes a number in (0, 1], whose logarithm is finite: sqrt(-2 ln 2^-32) is 6.66.
     radius = ((bits & _WORD) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    # The shift of a signed number copies the sign, which the mask drops.
     angle = ((bits >> 32) & _WORD).double().mul_(2 * math.pi * 2.0**-32)
+    # All cosines come before all sines: native/steps.h has the same order.
     return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=-1)[..., :size]

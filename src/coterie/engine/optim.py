@@ -144,6 +144,7 @@ class LocalTraining(Configurable):
                 f"{describe_unknown('optimizer', self.optimizer, OPTIMIZERS)}, or "
                 "package.module:Class"
             )
+        # A setting of another optimizer is refused, not ignored, unless it has its default.
         usual = {item.name: item.default for item in fields(self)}
         for name in _OPTIMIZER_ARGUMENTS:
             if (
@@ -253,6 +254,7 @@ class LocalTraining(Configurable):
     def result_settings(self) -> dict[str, Any]:
         """Return what decides results; fields added later only where they differ from defaults."""
         usual = {item.name: item.default for item in fields(self)}
+        # Runs that are older than a field keep their identity as long as it has its default.
         younger = {*ADDED_FIELDS, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
         return (
@@ -324,6 +326,7 @@ class OptimizerState:
         out = OptimizerState(self.values.clone(), self.taken.clone())
         out.values[:, track] = values
         out.values[lost, track] = initial
+        # The moments may be on a device; steps are counted on the CPU.
         out.taken[:, track] = taken.masked_fill(lost.cpu(), 0)
         return out
 
@@ -386,8 +389,10 @@ class RowOptimizer:
         rate: Any = self.local.lr if lr is None else lr
         count: Any = number
         if self.taken is not None:  # each client has its own
+            # float64, in which beta^t and 1 - beta^t keep their digits.
             count = (self.taken + number)[:, None].double()
         decay, kind = self.arguments["weight_decay"], self.local.optimizer
+        # Decoupled decay comes before the step, as in torch.optim.AdamW.
         if decay and kind == "adamw":
             rows.mul_(_match_dtype(rows, 1 - rate * decay))
         elif decay:
@@ -404,6 +409,7 @@ class RowOptimizer:
         if momentum:
             own = grads
             if dampening:
+                # The first gradient of all is not dampened, as in torch.optim.SGD.
                 later = (count > 1).double() if isinstance(count, Tensor) else count > 1
                 own = grads * _match_dtype(rows, 1 - dampening * later)
             velocity = self.state[0].mul_(momentum).add_(own)
@@ -413,6 +419,9 @@ class RowOptimizer:
     def _step_adam(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         first, second = self.state
         beta1, beta2 = self.arguments["betas"]
+        # m = beta1 m + (1 - beta1) g, and v = beta2 v + (1 - beta2) g^2; both start at zero, which
+        # the divisions by 1 - beta^t correct. eps comes after the correction, as in
+        # torch.optim.Adam.
         first.lerp_(grads, 1 - beta1)
         second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         scale = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.arguments["eps"])
@@ -425,6 +434,7 @@ class RowOptimizer:
         spread = square
         if self.arguments["centered"]:
             mean = others[-1].lerp_(grads, 1 - alpha)
+            # The variance is the mean square less the squared mean.
             spread = torch.addcmul(square, mean, mean, value=-1)
         change = grads / spread.sqrt().add_(self.arguments["eps"])
         if momentum:
@@ -434,12 +444,14 @@ class RowOptimizer:
     def _step_adagrad(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
         total = self.state[0].addcmul_(grads, grads)
         change = grads / total.sqrt().add_(self.arguments["eps"])
+        # The rate is lr / (1 + (t - 1) lr_decay), with t from 1, as in torch.optim.Adagrad.
         rows.sub_(
             change * _match_dtype(rows, rate / (1 + (count - 1) * self.arguments["lr_decay"]))
         )
 
     def select_rows(self, chosen: Tensor) -> "RowOptimizer":
         """Return the optimizer of some rows, on copies of their state."""
+        # Its state is replaced below, so that of a matrix without entries costs nothing.
         part = RowOptimizer(self.local, torch.empty(0, 0))
         part.state = [one[chosen] for one in self.state]
         part.taken = None if self.taken is None else self.taken[chosen]

@@ -115,5 +115,6 @@ class Workload:
         if local.steps is None:
             samples = local.epochs * int(federation.count_samples("train").sum())
         else:
+            # An upper bound: the batches of a client with fewer samples are smaller.
             samples = local.steps * local.batch_size * len(federation)
         return Workload(rounds, samples * (rounds + 1), local.batch_size, local.custom_optimizer)

@@ -10,6 +10,7 @@ import torch
 from coterie.errors import ConfigError, require
 
 Precision = Literal["full", "tf32", "bf16"]
+# Reentrant: the loop engine sets the precision of a forward pass within that of a whole step.
 _LOCK = RLock()
 
 

@@ -106,6 +106,7 @@ class PrivateSteps:
         """Return those of one step, as a training of its own."""
         return replace(
             self,
+            # 1 for a client that takes the step, which is number 0 here.
             step_counts=(self.step_counts > step).to(torch.int64),
             normal=lambda row, _step, number: self.normal(row, step, number),
             query=query,
@@ -131,6 +132,8 @@ class PrivateSteps:
         scale = self.dp.noise_multiplier * self.dp.clip
         if scale:
             for row, client in enumerate(members.tolist()):
+                # One client at a time from a stream of its own: the noise does not depend on who
+                # else trains.
                 noise = torch.from_numpy(self.normal(client, step, self.query)) * scale
                 sums[row] += noise.to(sums)
         return sums.div_(self.expected[members, None].to(sums))
@@ -155,6 +158,7 @@ def clip_factors(
         norms = gradients.norm(dim=1)
     lost = ~torch.isfinite(norms)
     gradients.masked_fill_(lost[:, None], 0)
+    # A norm of 0 gives infinity, and so a factor of 1.
     factor = (clip / norms).clamp(max=1)
     return torch.where(lost, 0, factor)[:, None]
 
@@ -211,6 +215,7 @@ class PrivacyLedger:
         wanted = {client: row for row, client in enumerate(ids.tolist())}
         found = torch.zeros(len(ids), dtype=torch.float64)
         divergence: dict[int, np.ndarray] = {}
+        # In a fixed order, so that a resumed run adds up the same floating-point sum.
         for (client, query), times in sorted(self.uses.items()):
             if client in wanted and times > 0:
                 divergence[client] = divergence.get(client, 0.0) + times * _renyi_divergences(query)
@@ -273,6 +278,8 @@ def _load_accountant() -> tuple[Any, tuple[float, ...]]:
 def _renyi_divergences(query: PrivateQuery) -> Float[np.ndarray, " orders"]:
     """Return the Rényi divergence of each order."""
     rdp, orders = _load_accountant()
+    # k releases with noise sigma each compose to one with sigma / sqrt(k): the subsample is the
+    # same.
     noise = query.noise / query.gradients**0.5
     if not noise:
         return np.full(len(orders), np.inf)
@@ -284,11 +291,13 @@ def _renyi_divergences(query: PrivateQuery) -> Float[np.ndarray, " orders"]:
 def _smallest_epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
     """Return the smallest epsilon that any order gives."""
     rdp, orders = _load_accountant()
+    # Without noise no order has a finite divergence.
     if not np.isfinite(divergences).any():
         return float("inf")
     with warnings.catch_warnings():
         # the best order is the first or the last: a bound all the same
         warnings.simplefilter("ignore")
+        # The conversion to epsilon can give a negative bound, which says no more than 0.
         return max(
             0.0, float(rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
         )

@@ -105,6 +105,7 @@ class LinearSchedule(LrSchedule):
 
     def lr_factor(self, number: int, total: int) -> float:
         """See `LrSchedule.lr_factor`."""
+        # A run of no steps must not divide by zero.
         return self.start + (self.end - self.start) * min(
             1.0, number / (self.length or max(1, total))
         )
@@ -228,6 +229,7 @@ class CustomSchedule(LrSchedule):
         what = f"lr_schedule {self.path!r}"
         found = import_object(self.path, what)
         try:
+            # Binding checks the number of arguments without a call.
             inspect.signature(found).bind(0, 1)
         except (TypeError, ValueError) as error:
             raise ConfigError(
@@ -331,8 +333,10 @@ def compute_learning_rates(
                     f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), "
                     "their number"
                 )
+            # What is trained before the first exchange (round -1) has the rate of round 0.
             found *= schedule.lr_factor(max(0, round), rounds or 0)
             continue
+        # Clients with as many steps share their factors; no step is taken at the zeros behind them.
         for total in own.unique().tolist():
             factors = [schedule.lr_factor(step, total) for step in range(total)] + [0.0] * (
                 length.shape[1] - total

@@ -97,6 +97,8 @@ class StepwiseTraining:
         started = time.perf_counter()
         trainable = self.engine.layout.trainable
         shape = len(params), 1, trainable
+        # The moments of a training with GRADIENT_ONLY: its momentum ends as the gradient. The
+        # middle axis is that of moments, of which there is one.
         found = pages.empty(*shape, dtype=params.dtype, device=params.device).zero_()
         work = replace(
             self.work.single_step(step, self._asked.get(step, 0)),
@@ -106,6 +108,7 @@ class StepwiseTraining:
             seed_torch=lambda row: self.seed_torch(step, row),
         )
         losses = self.engine.train(params, work, self.block)[:, 0]
+        # Each gradient of a batch has private noise of its own, and is charged by its number.
         self._asked[step] = self._asked.get(step, 0) + 1
         self.record_query(step, self._asked[step])
         first = self.losses[:, step].isnan()
@@ -192,6 +195,8 @@ class _TrackOptimizer:
         """Take a step; a client with a batch now had one in each step before."""
         columns = _select_columns(steps.only, steps.engine.layout.trainable)
         inside = isinstance(columns, slice)
+        # A range gives views that change in place; indices give copies, which are written back
+        # below.
         rows, slope = params[:, columns], gradient[:, columns]
         if self._optimizer is None:
             moments = None if self.moments is None else self.moments[:, :, columns]
@@ -199,6 +204,7 @@ class _TrackOptimizer:
         active, rate = steps.active_clients(step), None
         if steps.work.rates is not None:
             rate = steps.learning_rates(step)[:, None].to(params.device)
+        # One count serves all, as a client that takes part now took part in each step before.
         self._calls += 1
         self.taken += active
         if bool(active.all()):

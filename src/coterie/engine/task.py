@@ -94,6 +94,7 @@ class Task:
         client_model = ClientModel.from_spec(model, federation, options)
         layout = client_model.layout
         data = ClientData.load(federation, loss, options.dtype, options.device)
+        # Eight samples for trials of the module; few samples are repeated.
         first_samples = torch.arange(8) % max(1, len(data.samples))
         x = data.samples.prepare_inputs(first_samples)
         y = data.samples.prepare_targets(first_samples)
@@ -297,8 +298,10 @@ class Task:
         started = time.perf_counter()
         first = None
         if optimizer is not None:
+            # One model is trained, with one state, which all clients hold alike.
             first = OptimizerState(optimizer.values[:1], optimizer.taken[:1])
         trained = pool.train(params, rng, local, optimizer=first)
+        # Everybody's samples are in the pool, so each client is charged with all of its queries.
         totals.privacy.charge_clients(pool.trainer.totals.privacy, self.ids.tolist())
         totals.seconds += time.perf_counter() - started
         if optimizer is not None and trained.optimizer is not None:

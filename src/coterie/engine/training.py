@@ -122,6 +122,7 @@ class Trainer:
         )
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
+        # NaN marks the steps that a client does not take; anywhere else it is a divergence.
         active = schedule.batch_sizes > 0
         info = {
             metrics.LOSS.name: last_epoch_mean(losses, schedule),
@@ -228,6 +229,7 @@ class Trainer:
     ) -> TrainingWork:
         """Return a local training as engines take it, from a fresh optimizer; see `train`."""
         data, device = self.data, self.data.device
+        # -1 pads short batches: 0 is a valid index, and `batch_sizes` ends each batch before it.
         order = schedule.sample_order.clamp(min=0)
         indices = data.sample_indices("train").gather(1, order.flatten(1)).reshape(order.shape)
         dropout_keys = None
@@ -294,6 +296,7 @@ class Trainer:
             stream = streams.generator(f"{purpose}.dp.{step}.{query}", int(ids[row]))
             return stream.standard_normal(size)
 
+        # q n = min(batch_size, n): the divisor must not depend on the draw.
         expected = self.data.count_samples("train").clamp(max=local.batch_size).double()
         return PrivateSteps(local.dp_settings, expected, schedule.poisson_steps, draw_normal)
 
@@ -358,8 +361,10 @@ class Trainer:
         x = self.data.samples.prepare_inputs(torch.zeros(1, dtype=torch.int64))
         try:
             with torch.no_grad():
+                # A copy, since a forward pass in training mode changes running statistics.
                 copy.deepcopy(self.layout.train_module)(x)
         except ValueError as error:
+            # The text of the error is that of `FunctionalBatchNorm`.
             return "more than one value a channel" not in str(error)
         except MODULE_ERRORS:  # left to the engines
             return True
@@ -397,5 +402,6 @@ class Trainer:
 def _joins_samples(module: nn.Module) -> bool:
     """Return whether a layer's output for a sample, or its statistics, depend on other samples."""
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        # It normalizes each sample alone, but its running statistics are means over samples.
         return module.track_running_stats
     return isinstance(module, FunctionalBatchNorm | nn.modules.batchnorm._BatchNorm)
