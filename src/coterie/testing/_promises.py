@@ -36,6 +36,7 @@ def are_identical(a: Any, b: Any) -> bool:
         return (
             a.dtype == b.dtype
             and a.shape == b.shape
+            # Tolerances of 0: equal, and NaN equals NaN.
             and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
         )
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
@@ -58,6 +59,7 @@ def check_pure_call(function: Callable[[Any], Any], given: Any, what: str) -> An
     for item in dataclasses.fields(before):
         kept = are_identical(getattr(before, item.name), getattr(given, item.name))
         assert kept, f"{what} changed its argument {item.name}: copy what you change in place"
+    # The copy from before the first call: equal arguments, even if the first call changed its own.
     second = function(before)
     assert are_identical(first, second), (
         f"{what} gave two results for the same arguments: it draws random numbers or remembers something"

@@ -46,6 +46,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
         again = parse_shift(table)
     assert again == shift, f"read from its own table {table} it is another shift"
     before = copy.deepcopy(source)
+    # The second plan is of the shift that was read from its table: both must be the same.
     first, second = (_plan_clients(one, source, num_clients) for one in (shift, again))
     kept = are_identical((before.train, before.test), (source.train, source.test))
     assert kept, "apply changed the dataset: copy what you change in place"
@@ -54,6 +55,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
         "which compare by value"
     )
     x = source.train.x[:8]
+    # Each transform once, in the order of the clients.
     for transform in dict.fromkeys(one for client in first for one in client.recipe.transforms):
         kept = x.clone()
         out, twice = transform(x), transform(x)
@@ -113,6 +115,7 @@ def check_partition(
         before = copy.deepcopy(source.train)
         with assert_accepted("every client gets samples, every sample one client or none"):
             first, second = (
+                # Two generators in the same state.
                 shift.find_owners(source.train, number, Rng(0).generator("testing.partition"))
                 for _ in range(2)
             )

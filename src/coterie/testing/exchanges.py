@@ -37,17 +37,20 @@ def check_exchange(
             exchanges[number].set_active(torch.tensor(groups[number]))
             return action(number, exchanges[number])
 
+        # A thread for each host: hosts wait for each other's messages.
         with ThreadPoolExecutor(len(groups)) as pool:
             return list(pool.map(run_on_host, range(len(groups))))
 
     def make_message(number: int, step: int) -> Message:
         ids = torch.tensor(groups[number])
+        # Each row tells its client and its step, so that a wrong message is recognized.
         params = ids[:, None].float() * 10 + torch.arange(3.0) + 100 * step
         return Message(
             params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]}
         )
 
     def peers_to_pull(number: int) -> Tensor:
+        # An unused slot in the middle: slots must not move.
         return torch.tensor(
             [[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]]
         )
@@ -63,6 +66,7 @@ def check_exchange(
 
     def ask_for_invalid_ids(number: int, exchange: Exchange) -> None:
         own = torch.tensor([[i] for i in groups[number]])
+        # The client itself, and an id behind the population.
         for wrong in (own, torch.full_like(own, population)):
             try:
                 exchange.pull(make_message(number, 0), wrong)
@@ -109,10 +113,12 @@ def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
     assert torch.equal(inbox.field_by_slot("samples")[inbox.mask], peers[inbox.mask].float() + 1), (
         "a field is another peer's"
     )
+    # 3 parameters, 1 count of samples and 2 entries of "row", of 4 bytes each.
     assert bool((inbox.bytes[inbox.mask] == 3 * 4 + 4 + 2 * 4).all()), (
         "a message is counted with its payload in bytes"
     )
     assert not inbox.bytes[~inbox.mask].any(), "what did not arrive costs nothing"
+    # A slot in which nothing arrived has a weight all the same: mix must ignore it.
     weights = torch.where(inbox.mask, 0.25, 7.0)
     own = torch.ones(len(peers), 3)
     mixed = inbox.mix(weights, own=own, own_weight=torch.full((len(peers),), 0.5))

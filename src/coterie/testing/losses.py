@@ -17,6 +17,7 @@ from coterie.rng import Rng
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
+    # Looser than rounding of float32: sums of another length may round differently.
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -119,6 +120,7 @@ def _check_alone(
 def _describe_engines(
     loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor
 ) -> str:
+    # The client in question is the second: a value kept from the first would show.
     many, labels = torch.stack([outputs.flip(0), outputs]), torch.stack([targets.flip(0), targets])
     try:
         found = vmap(loss)(many, labels)
@@ -167,12 +169,14 @@ def check_metric(
         "the metric changes the targets that it gets: compute with copies"
     )
     order = torch.from_numpy(Rng(0).generator("testing.order").permutation(number))
+    # A draw may be the identity; the reverse order never is.
     for other in (order, torch.arange(number).flip(0)):
         again = _compute_value(found, outputs.detach()[other], targets[other])
         same = math.isclose(again, value, rel_tol=1e-4, abs_tol=1e-6) or (
             math.isnan(again) and math.isnan(value)
         )
         assert same, f"the metric is {value:.6g}, and {again:.6g} with the samples in another order"
+    # A client may have a single sample, or samples of one class.
     _compute_value(found, outputs.detach()[:1], targets[:1], "of a single sample")
     _compute_value(
         found, outputs.detach(), targets[:1].expand_as(targets).clone(), "of equal targets"
@@ -221,6 +225,7 @@ def _compute_value(metric: Metric, outputs: Tensor, targets: Tensor, which: str 
         math.inf * sign if end is None else end
         for sign, end in ((-1, metric.least), (1, metric.most))
     )
+    # Rounding may carry a value just over the end of its range.
     slack = 1e-6 * max(1.0, abs(value))
     inside = low - slack <= value <= high + slack
     assert inside, f"{words} is {value:.6g}; expected {_describe_range(metric)}, as it says itself"

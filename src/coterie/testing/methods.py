@@ -122,6 +122,7 @@ class _RunFactory:
     ) -> Loop:
         ids = self.federation.ids.tolist() if ids is None else ids
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
+        # No planted clusters: the record is not looked at.
         record = Record(torch.full((self.federation.population,), -1))
         return Loop(
             self.make_task(ids), self.method, exchange, self.settings, rng or Rng(3), record
@@ -172,10 +173,12 @@ def run_grouped(
         _run_to_end(loop)
         return loop
 
+    # A thread for each host: hosts wait for each other's messages.
     with ThreadPoolExecutor(len(groups)) as pool:
         loops = list(pool.map(run_host, range(len(groups))))
     ids = torch.tensor([i for group in groups for i in group])
     params = torch.cat([loop.state.params for loop in loops])
+    # Back to the order of ids, in which the simulation has them.
     return params[torch.argsort(ids)]
 
 
@@ -226,6 +229,7 @@ def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
     while not loop.is_finished:
         state = loop.state
         before = copy.deepcopy(state)
+        # A name that the report does not declare is a warning in a run, and a fault here.
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", Undeclared)
             loop.run_next_round()
@@ -249,6 +253,7 @@ def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
 
 def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
     """Nothing is kept outside the state: a run is the same while another one goes on."""
+    # The same method object serves both runs.
     one, other = make.make_loop(), make.make_loop(rng=Rng(4))
     while not one.is_finished:
         one.run_next_round()
@@ -264,6 +269,7 @@ def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
 def _check_repeats(make: _RunFactory, whole: Tensor) -> None:
     """The same seed gives the same bytes, interrupted or not; another seed gives another result."""
     federation, method, settings = make.federation, make.method, make.settings
+    # Stopped in the middle, then resumed to the full number of rounds.
     half = dataclasses.replace(settings, rounds=settings.rounds // 2)
     with tempfile.TemporaryDirectory() as name:
         once, parts = Path(name) / "once", Path(name) / "parts"
@@ -293,12 +299,14 @@ def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
     """Hosting the clients in any grouping, with the server anywhere, gives the bytes of the simulation."""
     number = make.federation.population
     ids = list(range(number))
+    # The server is at another host each time.
     groupings = {
         "one client a host": ([[i] for i in ids], number - 1),
         "uneven blocks": ([ids[:1], ids[1 : number // 2 + 1], ids[number // 2 + 1 :]], 1),
         "mixed order": ([ids[::2][::-1], ids[1::2]], 0),
     }
     for name, (groups, place) in groupings.items():
+        # Without a server role any host may come first.
         server = place if make.method.server else 0
         result = run_grouped(
             make.federation,
@@ -319,6 +327,7 @@ def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
 
 def _check_cohorts(make: _RunFactory) -> None:
     """With some of the clients in a round, and with one, the state stays finite."""
+    # Half of the clients, and a single one.
     for participation in (0.5, 1 / make.federation.population):
         settings = dataclasses.replace(make.settings, participation=participation)
         params = dataclasses.replace(make, settings=settings).run_to_end()
@@ -339,13 +348,16 @@ def _check_cohorts(make: _RunFactory) -> None:
 
 def _check_silence(make: _RunFactory) -> None:
     """A peer that never answers has no influence; when nobody answers, the state stays finite."""
+    # Every message is lost.
     alone = Faulty(InMemory(make.federation.ids, make.federation.population), drop=1.0)
     assert bool(torch.isfinite(make.run_to_end(alone)).all()), (
         "when nothing arrives the models are not finite"
     )
     silent = make.federation.population - 1
+    # The silent client's data change: nobody else may notice.
     changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
     other = changed.x[silent].flip(0)
+    # Whole numbers (images, tokens) stay in their range.
     changed.x[silent] = other * 3 + 1 if other.is_floating_point() else changed.x.max() - other
     others = torch.arange(silent)
     results = [
@@ -366,12 +378,14 @@ def _check_newcomer_model(make: _RunFactory) -> None:
     """A newcomer's model is the server's: no client's own model or memory is in it, and a cluster has one."""
     loop = make.make_loop()
     _run_to_end(loop)
+    # Columns that a newcomer does not receive are not compared.
     trained = loop.task.sharing.trained
 
     def newcomer_models(state: State) -> Tensor:
         return trained.select_from(loop.newcomer_models(state))
 
     models = newcomer_models(loop.state)
+    # Everything that clients keep moves; the server's state stays.
     moved = dataclasses.replace(
         loop.state,
         params=loop.state.params + 1,
@@ -385,6 +399,7 @@ def _check_newcomer_model(make: _RunFactory) -> None:
     )
     _, info = loop.served_models()
     label = info.get("label", torch.zeros(len(models), dtype=torch.int64))
+    # argmax finds the first client with the same label.
     first_of_cluster = (label[:, None] == label).to(torch.int8).argmax(1)
     _check_equal(
         models,
@@ -410,8 +425,10 @@ def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
         else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
     )
     rng = _RelabeledRng(3, -1, tuple(order.tolist()))
+    # The streams move with the clients, so that only a dependence on ids is left.
     result = dataclasses.replace(make, federation=moved).run_to_end(rng=rng)
     gap = float((result - whole[order]).abs().max())
+    # Sums over clients run in the order of ids: another order rounds differently.
     assert gap < 1e-9, (
         f"relabeling the clients changes the result by {gap:.3g}: something depends on ids or on the order of rows"
     )
@@ -431,6 +448,7 @@ class _RelabeledRng(Rng):
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
         """Return the draws of the old pairs."""
+        # `ids` are mapped by `generator`; the columns are the other members, which moved too.
         return super().pairs(purpose, ids, population)[:, list(self.order)]
 
 
@@ -446,6 +464,7 @@ class _SilentPeer(Faulty):
         inbox = super().pull(message, peers)
         arrived = inbox.mask & (inbox.peers != self.silent)
         table = inbox.table.clone()
+        # NaN spreads to every result that the model has any part in.
         table[self.silent] = torch.nan
         return dataclasses.replace(inbox, table=table, mask=arrived, bytes=inbox.bytes * arrived)
 
@@ -473,6 +492,7 @@ def _are_equal(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, Tensor):
         return (
+            # NaN equals NaN here.
             bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
             if a.is_floating_point()
             else torch.equal(a, b)

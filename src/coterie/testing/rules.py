@@ -38,6 +38,7 @@ def check_aggregation(
     """
     function, path = import_again(rule, "the aggregation rule")
     stream = Rng(0).generator("testing.aggregation")
+    # One model (nothing arrived), a pair, and several, in both precisions.
     for count, dtype in (
         (1, torch.float32),
         (2, torch.float64),
@@ -47,6 +48,7 @@ def check_aggregation(
         models = torch.from_numpy(stream.normal(size=(count, 7))).to(dtype)
         samples = torch.from_numpy(stream.integers(1, 50, size=count)).to(dtype)
         alike = torch.from_numpy(stream.random(count)).to(dtype)
+        # On a client `before` is its own model, the first; on a server it is another one.
         cases = (
             ((alike, models[0]),)
             if similarity
@@ -66,9 +68,11 @@ def check_aggregation(
             assert bool(torch.isfinite(merged).all()), (
                 f"merged from {count} finite models, the model is not finite"
             )
+            # The client's own model stays first.
             order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
             told = None if known is None else known[order]
             turned = function(ReceivedModels(models[order], samples[order], told, before))
+            # Another order of the sums rounds differently.
             limit = 1e-5 if dtype == torch.float32 else 1e-10
             close = torch.allclose(turned, merged, rtol=limit, atol=limit)
             assert close or not relabel, (
@@ -100,6 +104,7 @@ def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> 
     function, path = import_again(rule, "the selection rule")
     stream = Rng(0).generator("testing.selection")
     population = 7
+    # In round 0 nothing is known.
     for round in (0, 4):
         for client in (0, population - 1):
             known = _make_known(stream, round, client, population)
@@ -121,6 +126,7 @@ def _make_known(
     count = torch.from_numpy(stream.integers(0, round + 1, size=population))
     candidates = torch.arange(population) != client
     measured = (count > 0) & candidates
+    # What a client measured itself is not reported by peers.
     told = ~measured & candidates & torch.from_numpy(stream.random(population) < 0.5) & (round > 0)
     value = torch.from_numpy(stream.random(population))
     return PeerKnowledge(
@@ -143,6 +149,7 @@ def _ignores_ids(
 ) -> bool:
     """Whether the members that a client chooses are the same under other ids, but for ties."""
     order = torch.from_numpy(stream.permutation(len(known.candidates)))
+    # `order` gives the old id of each new one, `place` the new id of each old one.
     place = torch.argsort(order)
     tensors = {
         name: getattr(known, name)[order]

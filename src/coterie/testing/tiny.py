@@ -63,6 +63,7 @@ def tiny_federation(
 
     cluster = torch.arange(num_clients) % clusters
     parts = [draw_samples(int(c), samples) for c in cluster]
+    # 0 is training, 1 validation.
     split = torch.zeros(num_clients, samples, dtype=torch.int64)
     split[:, train:] = 1
     names = tuple(f"rule {c}" for c in range(clusters))
@@ -70,6 +71,7 @@ def tiny_federation(
         x=torch.stack([x for x, _ in parts]),
         y=torch.stack([y for _, y in parts]),
         split=split,
+        # One test set for each cluster, which its clients share.
         tests=tuple(TestSet(*draw_samples(c, 30), names[c]) for c in range(clusters)),
         test_of=cluster,
         ids=torch.arange(num_clients),
@@ -98,6 +100,7 @@ class TinyTokens(nn.Module):
     ) -> Float[Tensor, "samples positions scores"]:
         """Return the scores of each position's target."""
         seen = self.embedding(tokens)
+        # Shifted by one position: a position sees the one before, and the first sees zeros.
         before = functional.pad(seen, (0, 0, 1, 0))[:, :-1]
         return self.scores(torch.tanh(seen + self.before(before)))
 
@@ -108,6 +111,7 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
 
     def draw_samples(number: int) -> Samples:
         x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
+        # A permutation modulo the count: balanced classes and writers.
         y, writer = (
             torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12)
         )
