@@ -37,8 +37,11 @@ STYLE: dict[Any, Any] = {
     "legend.handlelength": 2.6,
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
+    # TrueType: publishers refuse Type 3 fonts, matplotlib's default.
     "pdf.fonttype": 42,
+    # Text stays text, in the reader's font.
     "svg.fonttype": "none",
+    # Ids in an SVG are random without a salt: equal runs must give equal files.
     "svg.hashsalt": "coterie",
     "savefig.dpi": 200,
     "text.parse_math": False,  # a $ in a name is a $
@@ -170,6 +173,7 @@ def plot(
         path.parent.mkdir(parents=True, exist_ok=True)
         # of a name; the table has it whole
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        # Without a date the same runs give the same bytes.
         stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[
             path.suffix.removeprefix(".")
         ]

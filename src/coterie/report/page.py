@@ -116,6 +116,7 @@ def render_page(data: Mapping[str, Any], first: str, *, connect: str = "'none'")
 
 def fill_template(name: str, slots: Mapping[str, str]) -> str:
     """Return a file of the page with each [[name]] in it replaced."""
+    # A function as replacement: in a text `re.sub` would interpret backslashes.
     return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], load_asset(name))
 
 
@@ -127,7 +128,9 @@ def load_asset(name: str) -> str:
 
 def encode_for_script(data: Mapping[str, Any]) -> str:
     """Encode data as JSON that cannot end the script element around it."""
+    # NaN is not JSON: `allow_nan=False` raises instead of writing a page that no browser reads.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # "<" cannot begin "</script>"; U+2028 and U+2029 end a line in older JavaScript.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -211,6 +214,7 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
         values = [run.final_values(metric.name).reindex(ids).to_numpy(float) for run in group]
         cells = []
         for client in ids:
+            # A seed in which the metric is not defined does not count.
             known = [own[client] for own in values if math.isfinite(own[client])]
             mean = float(sum(known)) / len(known) if known else None
             cells.append(render_cell(mean, metric.format_value(mean)))
@@ -358,6 +362,7 @@ def _describe_evaluation(config: Mapping[str, Any]) -> str:
 
 def render_cell(value: float | None, text: str, css: str = "") -> str:
     """Render one number of a table, with its exact value for programs."""
+    # `repr` gives the shortest text that reads back as the same number.
     exact = "" if value is None else f' data-value="{value!r}"'
     style = f" class={css!r}" if css else ""
     return f"<td{exact}{style}>{text}</td>"

@@ -93,6 +93,7 @@ def draw_curves(
             "--metric or --split"
         )
     if splits:
+        # A line from top to bottom at each change, in the color of the method.
         for place, (name, group) in enumerate(groups.items()):
             color = select_style(place)["color"]
             for index, clusters in _find_cluster_changes(group[0]):
@@ -110,6 +111,7 @@ def draw_method_curve(
 ) -> list[tuple[int, float, float, int]]:
     """Draw the curve of a method; return its rounds, means, deviations, and the number of seeds."""
     split, metric, cluster = what
+    # A run that is still going on may not have this metric yet.
     recorded = [run for run in group if len(build_dense_table(run, split, metric.name)[0])]
     x, tables = align_seeds(recorded, split, metric.name)
     if not len(x):
@@ -129,6 +131,7 @@ def draw_band(
     scale: float,
 ) -> list[tuple[int, float, float, int]]:
     """Draw a curve with its band over seeds; return its points and number of seeds."""
+    # Seeds that lack a round do not count in it.
     mean, spread = nan_mean_std(values)
     style = select_style(place)
     axes.plot(x, scale * mean, label=name, color=style["color"], linestyle=style["linestyle"])
@@ -154,15 +157,18 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
     groups = _select_reading_groups(runs)
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
+    # All panels share one color scale.
     counts = {name: _sum_reads(group) for name, group in groups.items()}
     most = max(int(count.max()) for count in counts.values())
     figure, panels = make_panels(len(groups))
+    # A square root: a few frequent pairs would hide all others on a linear scale.
     norm, rows, names = PowerNorm(0.5, 0, most), [], merge_client_names(run for _, run in runs)
     for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
         cluster = pad_planted_clusters(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
         axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
+        # Between two cells: imshow centers cell i at i.
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
@@ -203,6 +209,7 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
     kinds = {name: group[0].method_kind for name, group in group_by_name(runs).items()}
     bands, others = [], []
     for row in zip(table["method"], table["mean"], table["std"], strict=True):
+        # Random and Oracle bound what peers can give: they are drawn across.
         (bands if kinds[row[0]] in ("random", "oracle") else others).append(row)
     figure, axes = make_single_figure()
     scale = shown.scale
@@ -240,6 +247,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
         if not done:
             continue
         ids, cluster = done[0].index.to_numpy(np.int64), group[0].client_clusters
+        # Mean over seeds, client by client; NaN where a seed lacks the client.
         values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
         planted = cluster.reindex(ids).to_numpy()
         names = load_cluster_names(
@@ -249,6 +257,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
             mine = planted == c
             # Multiples of the golden ratio spread points evenly and the same in every drawing.
             jitter = 0.5 * ((ids[mine] * 0.618033988749895) % 1) - 0.25
+            # Each cluster once in the legend; clients without a known cluster are not named.
             label = names[c] if c >= 0 and c not in named else None
             named.add(c)
             axes.plot(
@@ -292,6 +301,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
     start = 0
     for _, run in runs:
         if after and (value := find_setting(run, after)):
+            # At least round 1, however small the scale is.
             start = max(start, 1, round(value * float(run.config.get("scale", 1.0))))
     groups = _select_reading_groups(runs)
     if not groups:
@@ -308,11 +318,13 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
         count = counts[name]
         cluster = pad_planted_clusters(group, len(count))
         order = np.argsort(cluster, kind="stable")
+        # Neighbors on the circle are clients of one cluster.
         angle = np.empty(len(cluster))
         angle[order] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
         x, y = np.cos(angle), np.sin(angle)
         for i, row in enumerate(count):
             for j in np.argsort(-row, kind="stable")[:peers]:
+                # Fewer peers than asked for: the rest of the order has zeros.
                 if row[j]:
                     ends = [x[i], x[j]], [y[i], y[j]]
                     axes.plot(*ends, color="#777777", lw=0.4, alpha=0.6, zorder=1)
@@ -361,6 +373,7 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
         found_clusters = [int(g) for g in np.unique(found[np.isfinite(found)])]
         bottom = np.zeros(len(found_clusters))
         for number, column in enumerate(columns):
+            # Above 8 clusters the palette would repeat: matplotlib's has 10.
             color = COLORS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
             height = np.zeros(len(found_clusters))
             for place, g in enumerate(found_clusters):
@@ -411,6 +424,7 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
         return [str(name) for name in stored["classes"]], np.array(stored["labels"])
     cluster = run.client_clusters.to_numpy()
     names = load_cluster_names(study, (int(c) for c in np.unique(cluster)))
+    # One column for each cluster, 1 where the client is in it.
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
 
 
@@ -423,11 +437,13 @@ def find_setting(run: StoredRun, name: str) -> Any:
         run.config,
     )
     value = next((place[name] for place in places if name in place), None)
+    # bool is a subclass of int.
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
     """Count how often each client used each other's model from a round on, all seeds together."""
+    # Seeds can name different numbers of clients; matrices must agree to be added.
     population = max(run.population for run in group)
     tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
     return np.sum([graph.count_reads(table, population) for table in tables], axis=0)
@@ -485,6 +501,7 @@ def _scale_deviation(scale: float, spread: float | None) -> float | None:
 
 
 def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
+    # Aligned with the columns of `values`, one for each id; NaN for other ids.
     planted = run.client_clusters.reindex(range(values.shape[1])).to_numpy()
     names = load_cluster_names(
         run.folder.parent.parent, (int(c) for c in run.client_clusters.unique() if c >= 0)
@@ -503,6 +520,7 @@ def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.n
 
 def select_style(place: int) -> dict[str, Any]:
     """Return color, dash and mark of a method by its position: 64 differ from one another."""
+    # Colors repeat after 8; dashes and marks shift by one at each repetition.
     turn = (place + place // 8) % 8
     return {"color": COLORS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
 
@@ -655,6 +673,7 @@ def draw_setting_lines(
         axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **select_style(place))
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
+    # A factor of 20 is more than a decade: equal steps would crowd the small values.
     if values.min() > 0 and values.max() / values.min() >= 20:
         set_log_scale(axes, "x")
     axes.set(xlabel=SETTING_TITLES.get(setting, setting), ylabel=format_axis_label(metric))
@@ -734,6 +753,7 @@ def draw_sensitivities(
 
 def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
     """Return mean and deviation over seeds, ordered by first run and setting value."""
+    # Categories keep the order of first appearance; `groupby` would sort names by letter.
     for column in (first, *others):
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))

@@ -38,9 +38,11 @@ def write_studies(
         DataError: when a folder holds no run, or one of them is given twice.
     """
     folders = [Path(folder) for folder in studies]
+    # Two paths may lead to one folder.
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"a study was given twice: {', '.join(map(str, folders))}; give each once")
     if out is None:
+        # The parents: of a single study the common path would be its own folder.
         out = Path(os.path.commonpath([one.resolve().parent for one in folders])) / PAGE
     path = Path(out)
     sections = []
@@ -50,6 +52,7 @@ def write_studies(
         metric = Metric("loss")
         if runs:
             metric = stored_runs.collect_metrics(runs)[stored_runs.main_metric(runs)]
+        # Relative, so that the folder can be moved; with slashes on Windows too.
         link = Path(os.path.relpath(Path(report).resolve(), path.resolve().parent)).as_posix()
         sections.append(_StudySection(folder, content, metric, quote(link)))
     names = [section.name for section in sections]
@@ -159,6 +162,7 @@ def _render_verdicts(section: _StudySection) -> str:
         parts.append(f'<p class="standing">{escape(section.standing)}</p>')
     lines = ""
     for pair in section.pairs:
+        # Labels may contain commas: `quote` encodes them, so that a plain comma separates.
         named = ",".join(quote(label, safe="") for label in (pair.method_a, pair.method_b))
         text = escape(pairs.describe_pair(pair, section.metric))
         lines += f'<li><a href="{section.format_link(pair=named)}">{text}</a></li>'

@@ -58,6 +58,7 @@ class _MLflow:
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         folder.mkdir(parents=True, exist_ok=True)
+        # A database file in the folder, no server.
         self._client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         found = self._client.get_experiment_by_name(PROJECT)
         place = (folder / "artifacts").resolve().as_uri()
@@ -83,6 +84,7 @@ class _WeightsAndBiases:
         import wandb  # pyright: ignore[reportMissingImports]
 
         folder.mkdir(parents=True, exist_ok=True)
+        # Offline and without git or system statistics: nothing about the machine is stored.
         quiet = wandb.Settings(
             mode="offline", silent=True, console="off", disable_git=True, x_disable_stats=True
         )
@@ -158,6 +160,7 @@ def feed_while_running(
             "seconds": step.seconds,
             **{f"train/{name}": value for name, value in step.reported.items()},
         }
+        # NaN differs from itself: rounds without an evaluation have no score.
         writers[key].log(
             step.round + 1, {name: value for name, value in values.items() if value == value}
         )
@@ -218,6 +221,7 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
         name = f"{split}/{metric}" if model == "current" else f"{model} {split}/{metric}"
         for key in (name, f"{name}/cluster {cluster}") if cluster >= 0 else (name,):
             total = sums.setdefault(index, {}).setdefault(key, [0.0, 0.0])
+            # Sum and count of each mean.
             total[0] += value
             total[1] += 1
     for index in sorted(sums):
@@ -229,6 +233,7 @@ def _iterate_flat_settings(value: Any, path: str = "") -> Iterator[tuple[str, An
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _iterate_flat_settings(inner, f"{path}.{key}" if path else str(key))
+    # Lists of tables (methods, shifts) get their place as a part of the path.
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for place, inner in enumerate(value):
             yield from _iterate_flat_settings(inner, f"{path}.{place}")

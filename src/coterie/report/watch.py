@@ -41,11 +41,13 @@ class FolderFollower:
     def compute_signature(self) -> str:
         """Return a short text that changes whenever a file of a run does."""
         digest = hashlib.sha256()
+        # Sorted: the order in which a file system lists files must not change the signature.
         for path in sorted(self._iterate_files()):
             try:
                 found = path.stat()
             except FileNotFoundError:  # replaced or deleted since it was listed
                 continue
+            # Time and size, not the content: the page asks every two seconds.
             digest.update(f"{path} {found.st_mtime_ns} {found.st_size}\n".encode())
         return digest.hexdigest()[:16]
 
@@ -55,6 +57,7 @@ class FolderFollower:
 
     def load_message(self) -> dict[str, Any]:
         """Return the page's data: `signature`, `subtitle` and `overview` as HTML, and `data`."""
+        # Requests run in threads: one of them loads, the others wait and take its result.
         with self._lock:
             signature = self.compute_signature()
             if self._read is None or self._read[0] != signature:
@@ -94,6 +97,7 @@ class WatchServer:
 
     def __init__(self, folder: str | Path, *, port: int = 0) -> None:
         self.follower = FolderFollower(Path(folder))
+        # 192 random bits.
         self.token = secrets.token_urlsafe(24)
         try:
             self._server = ThreadingHTTPServer(
@@ -103,6 +107,7 @@ class WatchServer:
             raise ConfigError(
                 f"port {port} of {HOST} cannot be used ({error.strerror}); choose another --port"
             ) from error
+        # A connection that a browser keeps open must not keep the process alive.
         self._server.daemon_threads = True
         self._thread = Thread(target=self._server.serve_forever, name="coterie-watch", daemon=True)
         self._thread.start()
@@ -143,6 +148,7 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
     class PageHandler(BaseHTTPRequestHandler):
         """Answers GET / with the page and GET /data with new content; refuses the rest."""
 
+        # The default tells the version of Python.
         server_version, sys_version = "coterie", ""
 
         def do_GET(self) -> None:
@@ -173,8 +179,10 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
 
         def _is_authorized(self, given: dict[str, list[str]]) -> bool:
             """Whether the request names this host (a rebound name would not) and the token."""
+            # The port of this connection, since the server may have chosen it.
             port = self.connection.getsockname()[1]
             secret = given.get("token", [""])[0]
+            # `compare_digest` takes equally long for every wrong token.
             return is_local_request(self.headers.get("Host", ""), port) and hmac.compare_digest(
                 secret.encode(), token.encode()
             )
@@ -184,6 +192,7 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
+            # The address and the page hold the token: nothing is cached or sent to other sites.
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("Referrer-Policy", "no-referrer")

@@ -57,6 +57,7 @@ def build_payload(
     """
     home = runs[0].folder.parent.parent
     folder = folder or home
+    # The page may be about a single run, whose study has the files.
     if folder != runs[0].folder:
         home = folder
     metric = main_metric(runs)
@@ -76,6 +77,7 @@ def build_payload(
     called = [client_names.get(client) for client in range(population)]
     results = summarize_runs(runs, folder, problems)
     ranking = rank_runs(runs, problems, folder, whole=results)
+    # Without clusters a mean over clusters is the mean over clients.
     if not names:
         for part in ("rows", "pairs"):
             results[part] = _select_overall_rows(results[part])
@@ -191,6 +193,7 @@ def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dic
     """
     description = {name: value for name, value in description.items() if name != "client_names"}
     chosen = sample_clients(cluster)
+    # Short descriptions, and older ones without labels, stay whole.
     if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
         return description
     labels = np.array(description["labels"])
@@ -207,6 +210,7 @@ def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dic
 def _find_study_place(study: str, home: Path) -> str:
     """Return the path of a study's folder below the output folder; it may be renamed."""
     whole, parts = home.resolve(), Path(study).parts
+    # A name may have several parts, "paper/study"; only the tail of the path must match it.
     return study if whole.parts[-len(parts) :] == parts else whole.name
 
 

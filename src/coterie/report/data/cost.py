@@ -74,6 +74,7 @@ def _compute_run_cost(run: StoredRun) -> dict[str, float]:
 
 def _cumulative_bytes(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
     """Return the bytes per client up to each round; after the run's end, its total."""
+    # Entry r + 1 is the total after round r; entry 0 is the warm-up, round -1, with 0 bytes.
     totals = np.concatenate([[0.0], compute_bytes_per_client(run)])
     return totals[np.minimum(rounds + 1, len(totals) - 1)]
 

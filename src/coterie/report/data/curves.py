@@ -38,8 +38,11 @@ def build_curves(
     for place, runs in enumerate(groups.values()):
         for split, metric in _find_recorded_metrics(runs):
             rounds, tables = align_seeds(runs, split, metric)
+            # A curve needs two points.
             if len(rounds) < 2:
                 continue
+            # [seeds, lines, rounds]; line 0 is over clients, 1 over clusters, then one for each
+            # cluster.
             stacked = np.full((len(tables), 2 + len(members), len(rounds)), np.nan)
             for seed, values in enumerate(tables):
                 stacked[seed, 0] = _mean_over_clients(values)
@@ -136,6 +139,7 @@ def _build_client_curves(
         return []
     shown = thin_indices(len(rounds), CLIENT_POINTS)
     mean, _ = nan_mean_std(np.array([values[shown] for values in tables]))
+    # Ids 0 to n - 1 are all clients: no column is left out.
     values = mean if len(chosen) == chosen[-1] + 1 else mean[:, chosen]
     return [
         {"method": place, "rounds": rounds[shown].tolist(), "values": pack_array(values, "q16")}

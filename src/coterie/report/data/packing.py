@@ -31,6 +31,7 @@ def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
             if finite.any()
             else (0.0, 0.0)
         )
+        # Steps 0 to 65,534 hold the values, 65,535 stands for NaN; 1.0 where all values are equal.
         step = (high - low) / 65534 or 1.0
         out |= {"low": low, "step": step}
         whole = np.where(
@@ -55,11 +56,13 @@ def build_dense_table(
     table = run.metrics
     chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
     rows = table.loc[chosen.to_numpy()]
+    # `place` is the row of each value.
     rounds, place = np.unique(rows["round"].to_numpy(np.int64), return_inverse=True)
     values = np.full((len(rounds), int(run.client_clusters.index.to_numpy().max()) + 1), np.nan)
     values[place, rows["client"].to_numpy(np.int64)] = rows["value"].to_numpy(float)
     if np.isnan(values).all():
         rounds, values = rounds[:0], values[:0]
+    # `ffill` runs down the rounds, client by client.
     return rounds, pd.DataFrame(values).ffill().to_numpy()
 
 
@@ -79,11 +82,13 @@ def align_seeds(
     if not tables:
         return np.zeros(0, dtype=np.int64), []
     rounds = np.unique(np.concatenate([own for _, own, _ in tables]))
+    # A run that is not finished bounds the rounds: its last one is not its end.
     rounds = rounds[
         rounds <= min((own[-1] for done, own, _ in tables if not done), default=rounds[-1])
     ]
     out = []
     for _, own, values in tables:
+        # The last own round at or before each common one; -1 before the first.
         at = np.searchsorted(own, rounds, side="right") - 1
         out.append(np.where((at >= 0)[:, None], values[np.maximum(at, 0)], np.nan))
     return rounds, out
@@ -107,6 +112,7 @@ def sample_clients(
         >>> sample_clients(np.array([1, 0, 1, 0, 1]), 3).tolist()
         [0, 1, 4]
     """
+    # By cluster, then by id: evenly spaced places sample each cluster in proportion.
     order = np.lexsort((np.arange(len(cluster)), cluster))
     return np.sort(order[thin_indices(len(cluster), most)])
 
@@ -118,6 +124,7 @@ def nan_mean_std(
 
     A single value has no deviation: it is NaN, as `summary.mean_std_over_seeds` has None.
     """
+    # Without numpy's nanmean, which warns when all are missing.
     known = np.isfinite(stacked)
     count = np.maximum(known.sum(0), 1)
     mean = np.where(known, stacked, 0).sum(0) / count

@@ -36,7 +36,9 @@ def assign_cells(
 
     A cell holds one client while the population fits; else equally many of one cluster.
     """
+    # The last key is the main one: by cluster, then by id.
     order = np.lexsort((np.arange(len(cluster)), cluster))
+    # Clients in a cell, rounded up.
     size = -(-len(cluster) // most)
     cell, place, last, inside = np.empty(len(cluster), dtype=np.int64), -1, None, 0
     for client in order:
@@ -60,7 +62,9 @@ def build_reads(
     cell = assign_cells(cluster)
     side = int(cell.max()) + 1
     last = max(run.num_rounds for run in chain.from_iterable(active.values()))
+    # Fewer frames for large heatmaps, so that the page stays small.
     frames = max(1, min(last, MOST_FRAMES, FRAME_BUDGET // (side * side * len(active))))
+    # The round before which each frame ends; at least one round each.
     ends = np.unique(np.ceil(np.arange(1, frames + 1) * last / frames).astype(np.int64))
     shown = sample_clients(cluster)
     methods = []
@@ -84,6 +88,7 @@ def _build_method_reads(
         table = run.edges.loc[(run.edges["purpose"] != "missing").to_numpy()]
         reader, read = table["reader"].to_numpy(np.int64), table["read"].to_numpy(np.int64)
         frame = np.searchsorted(ends, table["round"].to_numpy(np.int64), side="right")
+        # One number for (frame, row, column): one bincount fills the whole array.
         code = (frame * side + cell[reader]) * side + cell[read]
         counts += np.bincount(code, minlength=counts.size).reshape(counts.shape)
         whole = whole + graph.count_reads_sparse(table, population)
@@ -124,11 +129,14 @@ def _find_top_peers(
     """Find the peers that some clients read most, and how often; 0 times if unused."""
     peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
     for row, client in enumerate(clients):
+        # The entries of one row of a CSR matrix.
         own = slice(whole.indptr[client], whole.indptr[client + 1])
         read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
+        # Most read first, ties by id.
         order = np.lexsort((read, -count))[: peers.shape[1]]
         peers[row, : len(order)], times[row, : len(order)] = (
             read[order],
+            # The largest number of "u16".
             np.minimum(count[order], 65535),
         )
     return peers, times
@@ -180,12 +188,14 @@ def build_labels(
         rounds = first_rounds[thin_indices(len(first_rounds), LABEL_POINTS)]
         scores = []
         for own, values in tables:
+            # The last own round at or before each shown one, at least the first.
             at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
             scores.append([_score_labels(row, cluster) for row in values[at]])
         ari, nmi, number = nan_mean_std(np.array(scores))[0].T.tolist()
         # Of a large population only the last labels are shown: the page must stay small.
         shown_rounds = rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:]
         shown = first_values[np.searchsorted(first_rounds, shown_rounds)]
+        # 65535 in "u16" stands for no label.
         labels = np.where(np.isfinite(shown), shown, 65535).astype(np.int64)
         out.append(
             {
