@@ -46,10 +46,12 @@ def pack_table(
     kept, parts, room = [], [], 0
     for chunk in rows.split(_CHUNK_ROWS):
         array = chunk.numpy()
+        # Compared as bits, because a negative zero equals zero and must not be lost.
         some = _view_as_bits(array) != 0
         kept.append(np.packbits(some, axis=1))
         parts.append(array[some])
         room += parts[-1].nbytes
+        # Without a narrower type the entries already take more than the table: stop early.
         if table.dtype != torch.bool and room > table.nbytes:
             return whole, None
     out = {name + _KEPT: np.concatenate(kept)}
@@ -60,6 +62,7 @@ def pack_table(
     if sum(values.nbytes for values in out.values()) > _MAX_SHARE * table.nbytes:
         return whole, None
     return (
+        # The tensors share the memory of the arrays.
         {key: torch.from_numpy(values) for key, values in out.items()},
         {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")},
     )
@@ -77,12 +80,14 @@ def unpack_table(
     """
     (rows, columns), dtype = header["shape"], getattr(torch, header["dtype"])
     kept = tensors[name + _KEPT].numpy()
+    # On large pages, as the tables of a running method are.
     out = pages.empty(rows, columns, dtype=dtype)
     values, start = (
         None if dtype == torch.bool else _widen_values(name, tensors, out.numpy().dtype),
         0,
     )
     for first in range(0, rows, _CHUNK_ROWS):
+        # `count` leaves out the bits that fill up the last byte of a row.
         some = np.unpackbits(kept[first : first + _CHUNK_ROWS], axis=1, count=columns).view(bool)
         part = out[first : first + _CHUNK_ROWS].numpy()
         if values is None:
@@ -116,11 +121,14 @@ def _narrow_values(values: np.ndarray) -> dict[str, np.ndarray]:
             for kind in kinds
             if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max
         )
+        # The fitting type alone is not stored: the tensor itself has it.
         return {_SHORT: values.astype(fits)}
     if values.dtype != np.float64:
         return {_SHORT: values}
+    # A value beyond float32 becomes infinite, and counts as one that does not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float32)
+    # Compared as bits, so that the payload of a NaN counts as well.
     long = _view_as_bits(narrow.astype(np.float64)) != _view_as_bits(values)
     return {_SHORT: narrow[~long], _LONG: values[long], _WHICH: np.packbits(long)}
 

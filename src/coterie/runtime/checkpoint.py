@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
+# A continued run may change these: more rounds, another speed. Results do not depend on the rest.
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
+# Left out where they are unset, so that identities from before they existed still count.
 _OPTIONAL = (
     "loss",
     "metrics",
@@ -86,6 +88,8 @@ def compute_identity(
     if settings.local.needs_rounds:
         kept["rounds"] = settings.rounds
     own = {k: v for k, v in all_settings(method).items() if v is not None or k not in _NEWER_FIELDS}
+    # Order and form of this list are part of every stored identity: changing them orphans
+    # checkpoints.
     what = [
         method.kind,
         own,
@@ -110,10 +114,12 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Before anything of the state is read: blocks hold it elsewhere.
     loop.gather_state()
     tensors, compact = {"state.params": loop.state.params}, {}
     for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
         for k, v in _list_tensors(owner).items():
+            # Only memory and shared state can be tables of the whole population.
             parts, header = _compact.pack_table(f"state.{part}.{k}", v)
             tensors |= parts
             compact |= {} if header is None else {f"state.{part}.{k}": header}
@@ -138,6 +144,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         FILE: partial(_write_tensors, tensors, meta),
         **_make_result_files(loop, run, timing, done=False),
     }
+    # In one replacement: the manifest then never names a mixture of two rounds.
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
 
 
@@ -179,13 +186,16 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     Raises:
         CheckpointError: when every checkpoint is damaged, or it belongs to another run.
     """
+    # A killed process may have left temporary files, which are hidden and never read.
     for unfinished in folder.glob(".*.tmp"):
         unfinished.unlink()
     if not has_run(folder):
         return {}
+    # Before a checkpoint is chosen, so that the warning names all damaged files.
     faults = {
         name: manifest.describe_fault(folder, name) for name in (FILE, METRICS, EDGES, PROVENANCE)
     }
+    # The previous checkpoint serves where the newest is damaged.
     name, found = _find_newest(folder)
     if found["identity"] != run:
         raise CheckpointError(
@@ -205,6 +215,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         )
     # `_fill_fields` moves each to its place
     tensors = _load_tensors(folder / name, found.get("compact", {}), "cpu")
+    # The times are lost with a damaged provenance file; results do not depend on them.
     earlier = (
         {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
     )
@@ -212,6 +223,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     def select_tensors(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
+    # The loop's first state gives the names, the classes and the devices.
     state = loop.state
     memory, shared = (
         _fill_fields(state.memory, select_tensors("state.memory.")),
@@ -228,8 +240,10 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(select_tensors("exchange."))
+    # After all tensors: nothing above may depend on the new round.
     loop.next_round, loop.train_samples = found["round"], found["samples"]
     loop.skipped_rounds = [(first, last) for first, last in found.get("skipped", ())]
+    # The last step, when everything is in place: blocks receive their parts.
     loop.scatter_state()
     return earlier
 
@@ -238,6 +252,7 @@ def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str,
     """Return the tensors of a checkpoint; compact tables are unpacked."""
     if not compact:
         return load_file(str(path), device=device)
+    # "#" marks the parts of compact tables, which need other tensors to be read.
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
     return tensors | {
@@ -298,6 +313,7 @@ def count_stored_rounds(folder: Path) -> int | None:
 
 def _load_provenance(folder: Path) -> dict[str, Any]:
     """Load what a run noted of itself; nothing when the file is missing or damaged."""
+    # A damaged file must not claim that a run is done.
     if manifest.describe_fault(folder, PROVENANCE):
         return {}
     return json.loads((folder / PROVENANCE).read_text("utf-8"))

@@ -22,6 +22,7 @@ def count_clients(wanted: float, population: int, setting: str) -> int:
     """
     if wanted < 1:
         return round(wanted * population)
+    # A whole number may come as a float, such as 3.0 from a command line.
     fits = wanted == round(wanted)
     require(fits, setting, wanted, "a share below 1, a whole number, or a list")
     return round(wanted)
@@ -40,6 +41,7 @@ def find_client(wanted: int | str, population: int, names: Sequence[str], settin
         ConfigError: when there is no such client.
     """
     if isinstance(wanted, str):
+        # A name wins over a number: clients may be called "0" or "1".
         if wanted in names:
             return names.index(wanted)
         if names and not wanted.isdecimal():

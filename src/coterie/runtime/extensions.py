@@ -99,6 +99,7 @@ class AcceptanceExtension(Extension):
 
     def start(self, task: Task, rng: Rng, params: Float[Tensor, "clients params"]) -> None:
         """Let every client trust every other one."""
+        # The losses before any training are what `Reputation` compares with later.
         losses = own_losses(task.for_round(rng.at_round(-1)), params)
         self.state = Reputation.from_first_losses(losses, task.population)
 
@@ -113,6 +114,7 @@ class AcceptanceExtension(Extension):
 
     def prepare_round(self, rnd: Round, rows: Int[Tensor, " rows"]) -> Round:
         """Put the judging exchange around the round's, and take away members in quarantine."""
+        # A cohort's rows, because the wrapper numbers clients by their rows in the round.
         whole = len(rows) == len(self.state.first)
         reputation = self.state if whole else self.state.take_rows(rows)
         exchange = AcceptingExchange(rnd.exchange, self.rules, rnd.task, reputation, rnd.index)
@@ -128,6 +130,7 @@ class AcceptanceExtension(Extension):
         """Remember which members the clients refused and accepted, and add both to the report."""
         assert isinstance(rnd.exchange, AcceptingExchange)
         new, info = rnd.exchange.finish_round(info)
+        # Clients that did not take part keep what they remember.
         if len(rows) < len(self.state.first):
             new = zip_tensors(self.state, new, lambda old, update: old.index_copy(0, rows, update))
         self.state = new

@@ -43,6 +43,7 @@ def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric)
     of_outputs = metric.on_samples if built_in is None else built_in.function is not None
     if not of_outputs or not bool(values.isna().any()):
         return values
+    # A client without a loss counts as diverged too: `reindex` gives it NaN.
     diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))
     return pd.Series(values.loc[values.notna().to_numpy() | diverged])
 
@@ -81,6 +82,7 @@ def explain_cluster_metrics(
         measures |= {metrics.WAS.name: lambda: metrics.wasserstein_silhouette(counts, label)}
         measures |= {metrics.WADB.name: lambda: metrics.wasserstein_davies_bouldin(counts, label)}
     for name, measure in measures.items():
+        # The measures give their reasons as warnings, which become text of the report.
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", metrics.Undefined)
             scores[name] = measure()
@@ -107,6 +109,7 @@ def compute_reductions(
         for how, entry in metrics.REDUCTIONS.items()
         if found is not None or how == "sample_weighted"
     }
+    # float64, as the table of metrics has it.
     return {name: torch.full((len(accuracy),), value).double() for name, value in values.items()}
 
 
@@ -121,10 +124,12 @@ def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
         table: the metrics table of a run, with the evaluations of the newest models on the test
             sets.
     """
+    # The maximum is over test data of the newest models, as papers report it.
     tests = table[(table["split"] == "test") & (table["model"] == "current")]
     out = {}
     for metric, largest in metrics.MAXIMA.items():
         rows = pd.DataFrame(tests[tests["metric"] == metric.name])
+        # Columns of the pivot are sorted: values are in the order of client ids.
         history = rows.pivot_table(
             index="round", columns="client", values="value", observed=True
         ).to_numpy(dtype=float)
@@ -142,6 +147,7 @@ def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, 
         table: the metrics table of a run.
         names: of the metrics.
     """
+    # Round -1 is the warm-up, in which nothing is mixed.
     rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
     found = {name: rounds.loc[(rounds["metric"] == name).to_numpy()] for name in names}
     means = {
@@ -150,6 +156,7 @@ def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, 
         if len(rows)
     }
     return {
+        # In the order of client ids, as `add_metrics` expects values.
         name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy())
         for name, one in means.items()
     }

@@ -58,6 +58,7 @@ class Tracker:
     def start(params: Float[Tensor, "clients params"], keep: bool = True) -> "Tracker":
         """Return the tracker before the first evaluation; `keep` stores best models."""
         number = len(params)
+        # No loss is infinite at first, so that the first evaluation is the best one so far.
         nothing = torch.full((number,), torch.inf, dtype=params.dtype)
         zero = torch.zeros(number, dtype=torch.int64)
         return Tracker(nothing, params.clone() if keep else params[:0].clone(), zero, zero.bool())
@@ -81,12 +82,16 @@ class Tracker:
             patience: see `Settings`.
             rounds: rounds since the last call.
         """
+        # `<`, not `<=`: of equal losses the earlier model stays, and patience is used up. A NaN is
+        # never better.
         better = measured & ((loss < self.best_loss) | unknown)
         worse = measured & ~better
+        # `rounds` counts for the rounds between two evaluations.
         bad = torch.where(better, 0, self.bad + rounds * worse.to(torch.int64))
         stopped = self.stopped | (bad >= patience) if patience is not None else self.stopped
         best = self.best
         if len(best) and bool(better.any()):
+            # `where` copies, so that earlier trackers stay as they are.
             best = torch.where(better.to(params.device)[:, None], params, self.best)
         return Tracker(torch.where(better, loss, self.best_loss), best, bad, stopped)
 
@@ -122,6 +127,7 @@ class Loop:
     ) -> None:
         schedule = settings.schedule
         require(schedule in self.schedules, "schedule", schedule, " or ".join(self.schedules))
+        # Every draw of the task comes from streams of the run; see decision 003.
         self.task, self.rng = task.for_round(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
@@ -191,12 +197,14 @@ class Loop:
     @property
     def is_untrained(self) -> bool:
         """Whether every round so far was left out."""
+        # Round -1, the warm-up, is not a round of training that could be left out.
         left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped_rounds)
         return left_out > 0 and left_out >= self.next_round
 
     def skip_rounds(self, to: int) -> None:
         """Leave out rounds so that `to` is the next one; results mark them as not trained."""
         first, last = self.next_round, to - 1
+        # A gap that follows the last one extends it.
         if self.skipped_rounds and self.skipped_rounds[-1][1] == first - 1:
             first = self.skipped_rounds.pop()[0]
         self.skipped_rounds.append((first, last))
@@ -213,6 +221,7 @@ class Loop:
         return self.task.for_round(self.rng.at_round(index))
 
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        # Reachable are the members of the cohort: the others publish nothing in this round.
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
@@ -238,11 +247,13 @@ class Loop:
 
     def _warm_up(self) -> None:
         settings, everybody = self.settings, torch.arange(len(self.task))
+        # The warm-up is round -1, with random streams of its own.
         rng = self.rng.at_round(-1)
         local = settings.local
         if settings.warmup_epochs is not None:
             local = dataclasses.replace(local, epochs=settings.warmup_epochs, steps=None)
         info: Info = {}
+        # Methods that train first begin with the training of round 0.
         if (
             isinstance(self.method, PeerMethod)
             and self.order == "exchange_first"
@@ -250,6 +261,7 @@ class Loop:
         ):
             before, task = self.state.params, self.task
             params, info, moments = task.train(before, rng, local, optimizer=self.state.moments)
+            # The extensions see the training before the method does.
             for extension in self.extensions:
                 extension.note_warm_up(task, before, params)
             new = self.method.remember_update(
@@ -258,6 +270,7 @@ class Loop:
             self.state = dataclasses.replace(new, moments=moments)
         self.exchange.begin_round(rng)
         self.exchange.set_active(self.task.ids)
+        # Everybody takes part in the warm-up, whatever the participation.
         whole = self._make_round(-1, everybody, torch.arange(self.task.population))
         self.state = check_returned_state(
             self.method, "enroll", self.method.enroll(whole, self.state), self.task
@@ -268,15 +281,19 @@ class Loop:
         rng = self.rng.at_round(index)
         self.exchange.begin_round(rng)
         cohort = self._choose_cohort(rng)
+        # A mask of the population, so that the order of a drawn cohort does not matter.
         taking = torch.zeros(self.task.population, dtype=torch.bool)
         taking[cohort] = True
         rows = (taking[self.task.ids] & ~self.tracker.stopped).nonzero().flatten()
         self.exchange.set_active(self.task.ids[rows])
+        # Others may wait for this process even without active clients here: `skip_round` serves
+        # them. In the server role the method does that, so it runs.
         if not len(rows) and not getattr(self.exchange, "server", False):
             self.exchange.skip_round(self.method.exchanges)
             self._finish_round(index, rows, {})
             return
         rnd = self._make_round(index, rows, cohort)
+        # All rows: the state itself instead of a copy.
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
@@ -293,6 +310,7 @@ class Loop:
 
     def _choose_cohort(self, rng: Rng) -> Tensor:
         method, population = self.method, self.task.population
+        # Peers need no common cohort when everybody takes part.
         if not method.server and self.settings.participation == 1:
             return torch.arange(population)
 
@@ -313,6 +331,7 @@ class Loop:
         if "train_samples" in info:
             self.train_samples += int(info["train_samples"].sum())
         self._record_info(index, ids[rows], info)
+        # The last round is evaluated in any case: the final choice needs it.
         last = index + 1 == self.settings.rounds
         if index >= 0 and (index + 1) % self.settings.validate_every and not last:
             return
@@ -328,6 +347,8 @@ class Loop:
                 else params.index_copy(0, rows.to(params.device), trained)
             )
         measured = torch.zeros(len(ids), dtype=torch.bool)
+        # A server serves every client after each round, so all are measured; of peers only the
+        # ones that took part have changed.
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
             values = self._task_at(index).evaluator.evaluate_split(judged, "validation")
@@ -338,6 +359,7 @@ class Loop:
                 .evaluator.evaluate_split(judged[measured], "validation")
             )
         for name, value in values.items():
+            # NaN for a client that was never measured.
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
             self.validation[name] = known.masked_scatter(measured, value.cpu())
         unknown = self.task.count_samples("validation") == 0
@@ -349,6 +371,7 @@ class Loop:
         )
         new = self.tracker.stopped & ~before
         if bool(new.any()):
+            # A stopped client publishes this model from now on.
             models = (
                 self.tracker.best
                 if self.settings.stopped_broadcast == "best"
@@ -385,10 +408,12 @@ class Loop:
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         lost = info.get(name := metrics.DIVERGED.name)
+        # That a model diverged is recorded without a declaration of the method.
         if lost is not None and bool(lost.any()):
             self.record.add_metrics(
                 index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))}
             )
+        # Each undeclared name is warned of once in a run.
         for key in sorted(
             set(info)
             - RESERVED_REPORT_KEYS
@@ -425,6 +450,7 @@ class Loop:
     def _make_evaluation_round(self, index: int) -> Round:
         """Return a round in which all clients ask the server, even outside the round's cohort."""
         population = torch.arange(self.task.population)
+        # All clients ask for their model, not only the round's cohort.
         self.exchange.agree_on_cohort(lambda: population)
         self.exchange.set_active(self.task.ids)
         return self._make_round(index, torch.arange(len(self.task)), population)
@@ -495,6 +521,7 @@ class Loop:
                 self.record.clusters[self.record.table_ids(self.task.ids[seen])]
             )
             if label is not None:
+                # -1 marks an unknown cluster: a comparison needs all of them.
                 truth = planted if bool((planted >= 0).all()) else None
                 scores, reasons = final_metrics.explain_cluster_metrics(
                     label, truth, self.task.class_counts()[seen]
@@ -511,6 +538,7 @@ class Loop:
         model = "best" if self.settings.evaluate == "best_val" else "current"
         labeled = self.computes_run_metrics and bool(
             {"reductions", "clusters"} & set(self.settings.metrics)
+            # Blocks gather these values; the driver computes from them.
         )
         served, known = (
             self._fetch_served_models(last)

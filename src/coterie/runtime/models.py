@@ -132,6 +132,7 @@ class ModelSpec:
     def from_json(stored: Mapping[str, Any]) -> "ModelSpec":
         """Return the specification that `as_json` returned as plain values."""
 
+        # JSON has lists only, and the specification compares tuples.
         def parse_entries(name: str) -> tuple[TensorEntry, ...]:
             return tuple(
                 TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name]
@@ -175,6 +176,7 @@ class Models(Described):
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title and a short description by name."""
+        # Not strict: names are empty where clients are numbers.
         recipe, names = self.spec, dict(zip(self.spec.ids, self.spec.names, strict=False))
         return f"Models of {recipe.label!r} with seed {recipe.seed}", {
             "clients": f"{len(recipe.ids)} ({format_clients(names, recipe.ids)})",
@@ -193,6 +195,7 @@ class Models(Described):
             ConfigError: when there is no such client here.
         """
         ids, names = self.spec.ids, self.spec.names
+        # A name wins over a number: clients may be called "0" or "1".
         if isinstance(client, str) and client in names:
             return names.index(client)
         number = int(client) if not isinstance(client, str) or client.isdecimal() else -1
@@ -229,6 +232,7 @@ class Models(Described):
                 one.
         """
         row = self.load_row(client, which)
+        # A copy for each client: filling one must not change another.
         module = copy.deepcopy(self._make_template()).cpu().eval()
         return fill_module(
             module,
@@ -275,6 +279,8 @@ class Models(Described):
             else:
                 value = row[one.start : one.stop].reshape(one.shape)
             kind = getattr(torch, one.dtype)
+            # Rows hold floating-point numbers; a counter is rounded, because truncation would lose
+            # 1 where a merge left 2.9999.
             whole = value.is_floating_point() and not kind.is_floating_point
             found[one.name] = (value.round() if whole else value).to(kind).clone()
         return found
@@ -291,6 +297,7 @@ class Models(Described):
             )
         own = make_template(resolve_model(self.network, recipe.inputs.features, recipe.outputs))
         found = {
+            # `get_extra_state` may give entries that are no tensors.
             name: tuple(tensor.shape)
             for name, tensor in own.state_dict().items()
             if isinstance(tensor, Tensor)
@@ -324,6 +331,7 @@ class Models(Described):
             x: inputs, as `convert_inputs` returns them.
             module: of any of the clients.
         """
+        # The input type is that of the weights; without weights there is nothing to match.
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         numbers = self.spec.inputs.to_numbers(x, dtype)
         return InputConversion(self.spec.inputs.parts, self.spec.whole)(
@@ -378,6 +386,7 @@ class Models(Described):
         if kind == "probabilities":
             return chances
         if recipe.form == "labels":
+            # Each label is a choice of its own, so there is no largest one.
             return (chances > 0.5).to(torch.int64).numpy()
         classes = chances.argmax(-1 if recipe.form == "class" else recipe.class_axis).numpy()
         return np.array(recipe.class_names)[classes] if recipe.class_names else classes
@@ -389,6 +398,7 @@ class Models(Described):
         tensors = {f"{_FIXED}{name}": tensor.cpu().clone() for name, tensor in self.fixed.items()}
         tensors |= stack_fitted(self.fitted)
         kept = self.spec.tensors.get(self.spec.evaluated)
+        # Rows that the checkpoint has are not stored twice.
         if kept is not None and kept[0] == FILE:
             tensors[_ROWS], tensors[_ROW_OF] = _deduplicate_rows(
                 self.loaded_rows[self.spec.evaluated].cpu()
@@ -410,6 +420,7 @@ def collect_models(
     """
     task, settings = loop.task, loop.settings
     federation, layout, objective = task.data.federation, task.layout, task.trainer.loss
+    # One row for each sample: `y` has clients and samples as its first two axes.
     y = federation.y.flatten(0, 1)
     outputs = objective.num_outputs(y, federation.classes)
     own = make_template(resolve_model(model, federation.features, outputs))
@@ -419,13 +430,16 @@ def collect_models(
         assert loop.evaluated_models is not None, "the final evaluation comes before"
         slots, rows = remove_endpoints(layout, loop.evaluated_models)
         held = {evaluated: rows}
+    # A method whose models are no modules says why; results do not need the file.
     except ModelError as error:
         missing = f"{loop.method.kind}: {error}"
     tensors = {}
+    # Where the rows are the checkpoint's own columns, the file points to it.
     if slots is layout.slots and not missing:
         tensors |= {"best_val": (checkpoint.FILE, "tracker.best")} if len(loop.tracker.best) else {}
         tensors |= {} if loop.method.server else {"final": (checkpoint.FILE, "state.params")}
     if not missing:
+        # Otherwise the file of models holds the rows itself.
         tensors.setdefault(evaluated, (FILE, _ROWS))
     state, hidden, fixed = _list_entries(own, slots, layout.other_tensors())
     recipe = ModelSpec(
@@ -550,6 +564,7 @@ def _deduplicate_rows(
     seen: dict[bytes, int] = {}
     firsts, index = [], []
     for place, row in enumerate(rows):
+        # Equal models have equal bytes; a hash of them takes less memory than the bytes.
         key = hashlib.blake2b(row.contiguous().numpy().tobytes()).digest()
         if key not in seen:
             seen[key] = len(seen)
@@ -578,6 +593,8 @@ def _load_stored_row(
     """Load one row of a tensor of a file that was written after so many rounds."""
     _check_file(folder, name)
     with safe_open(str(folder / name), framework="pt") as file:
+        # The file of models is written at the end; the checkpoint may belong to a run made longer
+        # since.
         found = rounds if name == FILE else json.loads((file.metadata() or {})["coterie"])["round"]
         if found != rounds:
             raise CheckpointError(
@@ -585,4 +602,5 @@ def _load_stored_row(
                 "resume it to its end"
             )
         row = int(file.get_tensor(_ROW_OF)[place]) if tensor == _ROWS else place
+        # A slice reads one row from the file, not the whole population.
         return file.get_slice(tensor)[row : row + 1][0]

@@ -103,6 +103,7 @@ def separate_newcomers(
             "would take part; "
             "expected two or more"
         )
+    # Participants first, so that their rows are the same in both federations.
     order = torch.cat([others, new])
     return NewcomerSplit(federation.select_clients(others), federation.select_clients(order), order)
 
@@ -127,7 +128,9 @@ def choose_newcomers(
     count = count_clients(wanted, population, "new_clients")
     expected = f"1 to {population - 2} of the {population} clients"
     require(1 <= count < population, "new_clients", wanted, expected)
+    # A stream of its own, so that the choice does not shift any other draw.
     drawn = Rng(seed).at_round(-1).generator("new_clients").permutation(population)[:count]
+    # Ascending, as `Message` and the tables have clients.
     return torch.from_numpy(drawn).sort().values
 
 
@@ -209,12 +212,14 @@ def join_newcomers(
     )
     reachable = torch.ones(task.population, dtype=torch.bool)
     if going is None:
+        # Newcomers do not read each other while the others are frozen.
         reachable[rows] = False
     door = InMemory(task.ids, task.population)
     now = JoinContext(loop.method, loop.settings, loop.order, loop.rng, task, rows, door, reachable)
     if not isinstance(loop.method, ServerMethod):
         models = iterate_peer_models(now, join_states(loop, task), going)
     else:
+        # The server's state is that of the participants alone.
         taking, last = loop.task, loop.next_round - 1
         context = ServerContext(
             last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.sharing
@@ -251,11 +256,13 @@ def evaluate_newcomers(
     tracker: Tracker | None = None
     params = None
     for place, (params, judged) in enumerate(models):
+        # The model as received is tested before any training.
         if place == 0 and now.method.server:
             record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
         if best:
             loss = measured.evaluator.evaluate_split(judged, "validation")[metrics.LOSS.name].cpu()
             tracker = tracker or Tracker.start(judged)
+            # Without patience: newcomers train all of their rounds.
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
     final = tracker.best if tracker is not None else params
@@ -299,6 +306,7 @@ def _choose_received_models(
     offer = Reply.to_every_client(table, len(own)).to_inbox()
     if not own.sharing.shares_all:
         offer = replace(offer, part=own.sharing, own=mine)
+    # A model that diverged must not be chosen: argmin would return the place of a NaN.
     losses = own.score(offer).nan_to_num(nan=torch.inf)
     chosen = table[losses.argmin(1).to(table.device)]
     return own.apply_buffer_policy(mine, chosen), chosen
@@ -313,6 +321,8 @@ def _iterate_cohort_models(
     received, chosen = _choose_received_models(now, table)
     yield received, received
     fresh, old = method.init_state(task, now.rng), loop.state
+    # What members of the run remember moves into tables of the whole population; see
+    # `_make_enlarger`.
     memory = (
         None
         if old.memory is None
@@ -325,6 +335,7 @@ def _iterate_cohort_models(
         )
     for index in range(loop.next_round, loop.next_round + now.settings.new_client_rounds):
         taking = torch.zeros(task.population, dtype=torch.bool)
+        # Newcomers are in every cohort, in addition to the ones that the rule draws.
         taking[rows] = True
         cohort = method.select_cohort(
             state.shared, now.rng.at_round(index), task.population, now.settings.participation
@@ -337,6 +348,7 @@ def _iterate_cohort_models(
         rnd = replace(rnd, reachable=taking)
         new, _ = check_returned_round(method, "round", method.round(rnd, part), rnd.task)
         state = state.replace_rows(active, new)
+        # Evaluation is of all clients, not of the cohort alone.
         now.exchange.set_active(task.ids)
         params = method.serving_model(now.make_round(index, task, state.params), state)[0]
         yield params[rows], params[rows]
@@ -370,6 +382,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             return rows[:0]
         rng, cohort = now.rng.at_round(going.next_round + index), torch.arange(len(going.task))
         if settings.participation != 1:
+            # Drawn among the others: their cohorts do not depend on how many newcomers there are.
             cohort = method.select_cohort(
                 going.state.shared, rng, len(going.task), settings.participation
             )
@@ -377,14 +390,17 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
 
     def exchange_models(index: int, state: State, active: Tensor) -> State:
         new = state
+        # A pass of the newcomers in their count of rounds, then one of the others in theirs.
         passes = [(index, rows)] + (
             [(going.next_round + index, active)] if going is not None and len(active) else []
         )
         for number, learning in passes:
             now.begin_round(number, now.task.ids)
+            # Both passes read the models of before: `state`, not `new`.
             rnd = now.make_round(number, now.task, state.params)
             rnd = rnd if going is None else replace(rnd, reachable=reachable)
             found, _ = method.exchange_with_retries(rnd, state)
+            # Only the rows that learn in this pass change.
             new = new.replace_rows(learning, found.select_rows(learning))
         return new
 
@@ -412,6 +428,8 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
                 state = train_models(index, state, active, local)
             now.begin_round(index, now.task.ids)
             rnd = now.make_round(index, now.task, state.params)
+            # Enrolling concerns everybody's messages, but only newcomers keep what they learn from
+            # it.
             state = state.replace_rows(rows, method.enroll(rnd, state).select_rows(rows))
             judged = state.params[rows]
         elif now.order == "train_first":
@@ -442,6 +460,7 @@ def join_states(loop: Loop, task: Task) -> State:
         and bool(tracker.stopped.any())
         and len(tracker.best)
     ):
+        # A stopped client publishes its best model, as in the run.
         published = torch.where(
             tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params
         )
@@ -451,6 +470,7 @@ def join_states(loop: Loop, task: Task) -> State:
         if old.memory is None
         else zip_tensors(fresh.memory, old.memory, _make_enlarger(loop.method.kind))
     )
+    # The newcomers' rows come after the others', who are the first `count`.
     params = torch.cat([published, fresh.params[count:]])
     if old.moments is None:
         return State(params, memory)
@@ -468,6 +488,7 @@ def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that copies a table into the same places of a larger one."""
 
     def enlarge_table(new: Tensor, before: Tensor) -> Tensor:
+        # A dimension that shrinks has another meaning, so places cannot be matched.
         if any(a < b for a, b in zip(new.shape, before.shape, strict=True)):
             raise ConfigError(
                 f"new_clients: {kind} remembers a table of {tuple(before.shape)} where a larger "
@@ -475,6 +496,7 @@ def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
                 f"begins with {tuple(new.shape)}; a client cannot join it"
             )
         out = new.clone()
+        # The population's clients are the first in both tables.
         out[tuple(slice(0, size) for size in before.shape)] = before.to(new.dtype)
         return out
 

@@ -46,6 +46,8 @@ class _ColumnTable:
             for name in self.columns:
                 dtype = _TYPES.get(name, "int32")
                 chunk[name] = np.ascontiguousarray(
+                    # Contiguous copies: a broadcast value would otherwise be one number that
+                    # pretends to be a column.
                     np.broadcast_to(np.asarray(values[name], dtype=dtype), rows)
                 )
             self.chunks.append(chunk)
@@ -58,6 +60,7 @@ class _ColumnTable:
             out[name] = (
                 np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
             )
+        # The joined columns replace the chunks, so that the next call is free.
         if len(self.chunks) > 1:
             self.chunks = [out]
         return out
@@ -96,6 +99,8 @@ class Record:
     def _name_code(self, text: str) -> int:
         if text not in self.names:
             self.names.append(text)
+        # Codes are places in the list, so names keep their order: files must be the same bytes
+        # after a restart.
         return self.names.index(text)
 
     def add_metrics(
@@ -118,12 +123,14 @@ class Record:
             values: metrics by name, a value a client; NaN where undefined.
         """
         if self.hidden is not None:
+            # Attackers have no rows of metrics; see `simulation.attackers`.
             seen = ~self.hidden[ids]
             ids, values = (
                 ids[seen],
                 {name: value[seen.to(value.device)] for name, value in values.items()},
             )
         clients = self.table_ids(ids)
+        # Sorted, so that the order in which a method reports does not change the files.
         for metric, value in sorted(values.items()):
             self._metrics.add_rows(
                 len(clients),
@@ -143,6 +150,7 @@ class Record:
     def list_refused(self, round: int) -> list[tuple[int, int]]:
         """Return (reader, read) of each model that its reader refused in a round."""
         out = list[tuple[int, int]]()
+        # Looked for only where anything was refused: otherwise the name has no code.
         for chunk in self._edges.chunks if "refused" in self.names else []:
             found = (chunk["round"] == round) & (chunk["purpose"] == self._name_code("refused"))
             out += zip(chunk["reader"][found].tolist(), chunk["read"][found].tolist(), strict=True)
@@ -171,6 +179,7 @@ class Record:
         if "peers" not in info:
             return
         peers = info["peers"]
+        # -1 is an empty slot.
         asked = peers >= 0
         reader = ids[:, None].expand_as(peers)[asked]
         # A method that reports peers alone received and mixed all of them.
@@ -184,6 +193,7 @@ class Record:
         if "bytes" in info:
             size = info["bytes"][asked]
         names = ["mix", "probe", "missing"]
+        # 0, 1 and 2 are places in `names`: mix, probe, missing.
         kind = torch.where(arrived, torch.where(weight > 0, 0, 1), 2)
         if "slots_refused" in info:
             names.append("refused")
@@ -201,6 +211,7 @@ class Record:
             reader=self.table_ids(reader),
             read=self.table_ids(peers[asked]),
             purpose=kinds[kind].numpy(),
+            # The weight of what did not arrive is 0, whatever the method planned.
             weight=torch.where(arrived, weight, 0).double().cpu().numpy(),
             bytes=size.cpu().numpy(),
             **further,
@@ -238,6 +249,7 @@ class Record:
                 else:
                     columns[column] = pa.array(values)
             buffer = io.BytesIO()
+            # In memory and with fixed options: equal tables give equal bytes.
             pq.write_table(pa.table(columns), buffer, compression="zstd")
             files[name] = buffer.getvalue()
         # arrow's pool keeps two megabytes more whenever a table outgrows a size
@@ -259,4 +271,5 @@ class Record:
         self.names = list(names)
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
             arrays = {name: tensors[f"{prefix}.{name}"].numpy() for name in table.columns}
+            # No empty chunk: the checkpoint of a fresh run restores to a fresh record.
             table.chunks = [arrays] if len(arrays["round"]) else []

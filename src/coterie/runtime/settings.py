@@ -151,9 +151,11 @@ class Settings(Configurable):
         synchronous schedule only. Losses and metrics are stored as plain values. What has an import
         path is imported when a run begins, so that results can be read where it cannot be imported.
         """
+        # The class is frozen; `check` runs when it is created.
         object.__setattr__(
             self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
         )
+        # A dictionary removes repetitions and keeps the order.
         requested = dict.fromkeys(normalize_metric_setting(one) for one in self.metrics)
         object.__setattr__(self, "metrics", tuple(requested))
         every = self.validate_every
@@ -167,11 +169,13 @@ class Settings(Configurable):
         require(
             not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it"
         )
+        # "acceptance = true" and a table of its defaults are stored in the same form.
         judges = (
             None if self.acceptance is None or self.acceptance is False else self.acceptance_rules
         )
         if judges is not None:
             object.__setattr__(self, "acceptance", to_plain(judges))
+        # None without attacks, so that identities of runs without them stay the same.
         object.__setattr__(
             self, "attacks", tuple(to_plain(one) for one in self.attack_list) or None
         )

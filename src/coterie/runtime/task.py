@@ -39,6 +39,7 @@ def make_task(
         ModelError: when the module cannot be trained on such data.
     """
     local = settings.local
+    # Imports fail here, before anything is written, and with the name of the setting.
     for name, path in custom_functions(method).items():
         import_function(path, f"{method.kind}: {name} {path!r}")
     clusters = None
@@ -47,6 +48,7 @@ def make_task(
             raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
         clusters = federation.truth.cluster
     local.check_imports()
+    # The first two axes are clients and samples; a loss sees samples.
     targets = federation.y.flatten(0, 1)
     loss = settings.custom_loss or default_loss(targets, federation.classes)
     outputs = loss.num_outputs(targets, federation.classes)
@@ -72,8 +74,10 @@ def make_task(
     work = Workload.of_run(local, settings.rounds, federation)
     build = partial(Task.build, model=spec, options=options, workload=work, secret=secret)
     pooled = None
+    # The pooled clients are one more task of the same model.
     if "pool" in method.needs:
         pooled = build(federation.pool_clients() if pool is None else pool)
+    # `host` removes planted clusters; the task gets them only where the method declares them.
     task = build(federation.host(federation.ids), clusters=clusters, pool=pooled)
     task.trainer.check_batches(local)
     task.trainer.check_private(local)

@@ -110,11 +110,14 @@ def forecast_memory(
     record = int(_TABLES * _ENTRY * clients * rounds * (_METRICS + reads))
     kept = clients * row * (1 + keeps_best + moments)
     models = clients * row * held
+    # What the allocator may lose between tensors: at most half of the models, and `_FRAGMENTED`.
     models, trained = (
         models + min(models // 2, _FRAGMENTED),
         min(block, clients) * row * _BLOCK_ROWS,
     )
+    # A round holds what clients remember before it and after it.
     memory = 2 * remembered + published
+    # A checkpoint needs a copy of the stored rows; the copies of a round are free by then.
     writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES if stored else 0
     return Forecast(models, trained, data, memory, record, writing, int(2 * received * row))
 
@@ -171,6 +174,7 @@ def extrapolate_bytes(
     for (first, itemsize), (second, _) in zip(small, larger, strict=True):
         entries = 1
         for a, b in zip(first, second, strict=True):
+            # `rest`: the dimension grew by less than the step, so it has reached its limit.
             slope, rest = divmod(b - a, step)
             entries *= b if rest else b + slope * (population - sizes[1])
         total += entries * itemsize
@@ -185,6 +189,8 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     population counts its clients' share of what they remember and publish, and all of what a server
     keeps.
     """
+    # Small integers among the hyperparameters may be limits of a table, such as a number of peers:
+    # both trial populations should be larger than all of them.
     limits = [
         value
         for value in dataclasses.asdict(method).values()
@@ -194,7 +200,9 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
         task.population, len(task), max(4, _TRIAL_BYTES // (task.layout.size * task.dtype.itemsize))
     )
     larger = min(max([16, *limits]) + 8, most)
+    # Two members apart, so that growth by every member shows.
     sizes = max(1, larger - 2), larger
+    # One client alone: nothing can be extrapolated.
     if sizes[0] == larger:
         return 0, 0
     small, larger_ = (_list_memory_shapes(method, task, size) for size in sizes)
@@ -210,6 +218,7 @@ def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Sha
     """List the shapes of a small population's memory, server state and published extras."""
     part = task.first_clients_alone(size)
     state = check_returned_state(method, "init_state", method.init_state(part, Rng(0)), part)
+    # Peers publish extras; with a server there are none to count.
     sent = (
         list(method.publish(part, state).fields.values()) if isinstance(method, PeerMethod) else []
     )
@@ -261,6 +270,7 @@ def _parse_numbers(path: Path) -> dict[str, int]:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
         return {}
+    # "max" and other words are no numbers, and so no limit.
     pairs = [(words[0], words[1]) if len(words) > 1 else ("", words[0]) for words in lines if words]
     return {name: int(number) for name, number in pairs if number.isdigit()}
 
@@ -288,10 +298,13 @@ def _iterate_cgroup_limits(
         else:
             limit, used = "memory.max", "memory.current"
         folder = base / name.lstrip("/")
+        # A group has the limits of all groups above it.
         for place in [folder, *(up for up in folder.parents if up.is_relative_to(base))]:
             most, now = _parse_numbers(place / limit).get(""), _parse_numbers(place / used).get("")
             if most is not None and now is not None:
                 table = _parse_numbers(place / "memory.stat")
+                # Inactive pages of files count as used, and the kernel frees them when memory is
+                # short.
                 yield most - now + table.get("total_inactive_file", table.get("inactive_file", 0))
 
 
@@ -316,6 +329,7 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
     Raises:
         ConfigError: with the numbers.
     """
+    # Where the limit is unknown, nothing is refused.
     if limit is None or wanted.needed_bytes <= limit:
         return
     names = {

@@ -53,6 +53,7 @@ class SequentialLoop(Loop):
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has "
                 "a server"
             )
+        # Before the first round, because nothing may be written for a method that cannot do it.
         check_messages(method, self.task, self.state, settings.schedule)
 
     def _apply_method(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -68,6 +69,7 @@ class SequentialLoop(Loop):
         last = self.settings.stopped_broadcast == "last"
         models = self.state.params if last else self.tracker.best
         state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
+        # Stopped clients publish in every exchange, as if they acted with these models.
         messages = method.publish_all(self.task.select_clients(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
@@ -112,6 +114,7 @@ class LiveExchange:
         Raises:
             ConfigError: when the method publishes something else than its `messages` announced.
         """
+        # A method that exchanges more often has no table for that exchange.
         if self._number >= len(self.boards):
             raise ConfigError(
                 f"a method pulled more often in a round than the {len(self.boards)} exchanges "
@@ -132,6 +135,7 @@ class LiveExchange:
     def update(self, rows: Int[Tensor, " rows"], messages: Sequence[Message]) -> None:
         """Replace the messages of some clients."""
         for board, message in zip(self.boards, messages, strict=True):
+            # In place: clients that act later read the new rows.
             board.params[rows] = message.params
             for name, value in message.fields.items():
                 board.fields[name][rows] = value
@@ -177,6 +181,7 @@ def run_sequential_round(
     if early and schedule == "sequential_exchange":
         state, info = method.train_locally(rnd, state)
         together = {**info, "trained": state.params}
+    # Copies: rows are assigned below, and the caller's state must not change.
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.sharing
     boards = _make_published_messages(method, shares, rnd.task, state)
@@ -186,16 +191,19 @@ def run_sequential_round(
         for board, message in zip(boards, kept, strict=True)
     ]
     live = LiveExchange(boards, rnd.task.population)
+    # The order is drawn from the round's own stream, for all clients that take part.
     order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
     # a client that trains first may choose other peers than from its state now
     readings = (
         None if early and schedule == "sequential" else _predict_reads(method, rnd, state, live)
     )
     if readings is None:
+        # One client at a time, since a later choice may depend on an earlier action.
         acted = [torch.tensor([row]) for row in order]
     else:
         acted = group_into_waves(order, readings)
     infos: list[Info] = []
+    # Each wave reads the tables as the waves before left them.
     for rows in acted:
         own, info = state.select_rows(rows), {}
         part = dataclasses.replace(rnd, task=rnd.task.select_clients(rows))
@@ -210,6 +218,7 @@ def run_sequential_round(
             own, trained = method.train_locally(part, own)
             info = {**info, **trained}
         _assign_rows(state, rows, own)
+        # After the whole wave: its clients do not depend on each other.
         live.update(rows, _make_published_messages(method, shares, part.task, own))
         infos.append(info)
     joined = _join_reports(infos, acted) | together
@@ -231,6 +240,7 @@ def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) 
     Raises:
         ConfigError: when it cannot say in advance what it publishes.
     """
+    # One client is enough, since `publish` has the same form for all.
     one = torch.zeros(1, dtype=torch.int64)
     try:
         method.publish_all(task.select_clients(one), state.select_rows(one))
@@ -272,6 +282,7 @@ class _PeerProbe(ExchangeWrapper[LiveExchange]):
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Record the peers and stop, unless there are none."""
         self._left -= 1
+        # An exchange without any peers brings nothing, so the probe goes on to the next one.
         if self._left and not bool((peers >= 0).any()):
             return self.inner.pull(message, peers)
         raise _PeersAsked(peers, last=not self._left)
@@ -285,6 +296,7 @@ def _predict_reads(
     A client chooses its peers from its state before the round. In a later exchange the choice may
     depend on what was read in an earlier one, so it is not known in advance.
     """
+    # Prediction uses the same tables; `set_active` starts the count of exchanges again.
     live.set_active(rnd.ids)
     door = narrow_exchange(_PeerProbe(live), rnd.task.sharing, state.params)
     try:
@@ -292,10 +304,12 @@ def _predict_reads(
     except _PeersAsked as asked:
         if not asked.last:
             return None
+        # Peers that are not active do not act in this round, so nobody has to wait for them.
         row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
         return [
             [row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()
         ]
+    # The method ended without asking for anybody.
     return [[] for _ in range(len(rnd.ids))]
 
 
@@ -322,8 +336,10 @@ def group_into_waves(
     wave = [0] * len(order)
     acted: set[int] = set()
     for row in order:
+        # A client that reads one which acted before comes in a later wave.
         before = [wave[other] + 1 for other in readings[row] if other in acted]
         wave[row] = max([wave[row], *before])
+        # A client that is read before it acts must not act earlier than its reader.
         for other in readings[row]:
             if other not in acted:
                 wave[other] = max(wave[other], wave[row])
@@ -336,6 +352,7 @@ def _join_reports(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Te
     """Join the reports of the waves in the order of the rows."""
     if not infos:
         return {}
+    # The inverse of the order of the waves.
     place = torch.argsort(torch.cat(list(rows)))
     return {name: torch.cat([info[name] for info in infos])[place] for name in infos[0]}
 

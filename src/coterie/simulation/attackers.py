@@ -49,7 +49,9 @@ def choose_attackers(federation: Federation, attacks: Sequence[Attack], seed: in
             count = count_clients(wanted, population, where)
             expected = f"a share that is at least one of {population} clients"
             require(count >= 1, where, wanted, expected)
+            # Clients of earlier attacks are not free.
             free = np.array([row for row in range(population) if row not in taken])
+            # A stream for each attack: adding one does not change the clients of those before it.
             stream = Rng(seed).at_round(-1).generator(f"attackers.{number}")
             rows = free[stream.permutation(len(free))[:count]].tolist()
             short = len(rows) < count
@@ -88,6 +90,7 @@ def flip_labels(federation: Federation, groups: AttackGroups) -> Federation:
         raise ConfigError(
             f"attack {LABEL_FLIP!r} flips classes; these targets are not one class a sample"
         )
+    # Validation and test labels stay: an attacker changes what it trains on.
     flips = torch.zeros_like(federation.split, dtype=torch.bool)
     flips[torch.cat(rows)] = True
     flips &= federation.split == SPLITS["train"]
@@ -134,9 +137,12 @@ class AttackExtension(Extension):
             return info
         weights, peers = info["weights"].double().cpu(), info["peers"]
         mixed = info["arrived"] & (weights > 0)
+        # clamp: -1 is an empty slot, which the last condition removes from the result.
         theirs = mixed & self.attackers[peers.clamp(min=0)] & (peers >= 0)
+        # The own model counts in the whole weight.
         whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
         share = torch.where(theirs, weights, 0).sum(1) / whole
+        # 0 / 0 is NaN where a client mixed nothing: it has no share, and means leave it out.
         reads = theirs.sum(1).double() / mixed.sum(1)
         return {**info, metrics.ATTACKER_WEIGHT.name: share, metrics.ATTACKER_READS.name: reads}
 

@@ -183,6 +183,7 @@ class Run(Described):
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
         for name, rows in tests.groupby("metric", sort=False, observed=True):
             metric = known[str(name)]
+            # The same clients are left out as in reports.
             value = select_defined(pd.Series(rows["value"]), losses, metric).to_numpy(float)
             mean, away = (
                 (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
@@ -261,18 +262,22 @@ def simulate(
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
     with (
+        # Outermost: a library may run out of memory anywhere inside.
         _memory.translate_memory_errors(settings.device),
         nullcontext() if folder is None else claim_folder(folder),
     ):
+        # Under the claim: no other process can begin a run in between.
         if folder is not None and not resume and checkpoint.has_run(folder):
             raise RunExistsError(
                 f"{folder} holds a run already; resume it, overwrite it, or choose another folder"
             )
+        # Engines agree up to rounding only: a resumed run keeps the one that it began with.
         began = (
             checkpoint.load_engine(folder)
             if folder is not None and resume and settings.engine == "auto"
             else {}
         )
+        # Newcomers first: the rest of the run is that of a federation without them.
         parts = separate_newcomers(federation, settings, method, seed)
         attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
         federation = attackers.flip_labels(federation, attacked)
@@ -288,6 +293,8 @@ def simulate(
             loop = _make_loop(task, federation, method, settings, seed, exchange, parts, attacked)
         else:
             check_driver_memory(task, taking, method, settings)
+            # The engine and the block of the whole population: a block of clients must not choose
+            # others.
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = RunPlan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.make_attacker_mask(attacked, task.population)
@@ -297,11 +304,13 @@ def simulate(
         )
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
+        # Large tensors of a round are reused in the next one.
         with pages.reuse_pages():
             while not loop.is_finished:
                 loop.run_next_round()
                 if observer is not None:
                     observer(_make_progress(loop, label or method.kind, seed, started))
+                # Not after the last round: the checkpoint below follows at once.
                 if (
                     folder is not None
                     and time.perf_counter() - written >= pause
@@ -369,6 +378,7 @@ def reopen_loop(
     Raises:
         CheckpointError: when the checkpoint is missing, damaged, or belongs to another run.
     """
+    # Without this, an empty folder would look like a run before its first round.
     if not checkpoint.has_run(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun"
@@ -458,6 +468,7 @@ def check_run(
     The arguments and errors are those of `make_task`; a method may refuse data that it cannot use.
     """
     _check_types(federation, method, model, settings)
+    # The forecast makes the method's first state, of two small populations.
     _forecast_run(
         make_task(federation, method, model, settings), federation, method, settings, stored=False
     )
@@ -511,6 +522,7 @@ def _forecast_run(
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
     reads = 0.0 if method.server else _expected_reads(method, task)
+    # A participation above 1 is a count of clients.
     share = (
         settings.participation
         if settings.participation <= 1
@@ -531,6 +543,7 @@ def _forecast_run(
             train_first=(settings.order or method.order) == "train_first",
         )
         + judges,
+        # Optimizer values count only where they outlast a round.
         moments=method.tracks
         * settings.local.num_moments
         * settings.local.persistent_client_optimizer,
@@ -539,6 +552,7 @@ def _forecast_run(
         rounds=0 if elsewhere else settings.rounds,  # the driver has the tables of blocks
         reads=reads,
         stored=stored,
+        # From elsewhere come at most as many models as there are clients.
         received=share * elsewhere if method.server else min(elsewhere, reads * len(task)),
     )
 
@@ -564,6 +578,7 @@ def _make_progress(loop: Loop, label: str, seed: int, started: float) -> Progres
         value = loop.validation.get(name)
         return float("nan") if value is None else float(value[loop.counted].nanmean())
 
+    # The last metric is the one that goes with the loss.
     metric = loop.task.engine.metrics[-1]
     return Progress(
         label=label,

@@ -58,6 +58,7 @@ class _Worker(Generic[J]):
 
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
+    # Only the cores that this process may use, where the system says which.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -81,6 +82,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
         WorkerDied: when a worker ended without a result.
     """
     waiting = iter(jobs)
+    # A look at the first jobs: for a single one, a process would only cost time.
     first = list(islice(waiting, max(1, workers)))
     if len(first) <= 1:
         with use_one_thread():
@@ -91,6 +93,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
     crew: list[_Worker[J]] = []
     try:
         for job in first:
+            # The cores are divided, so that native programs do not compete for them.
             crew.append(_start_worker(work, job, max(1, count_cores() // len(first))))
         while busy := [w for w in crew if w.job is not None]:
             for ready in wait([w.connection for w in busy]):
@@ -98,6 +101,8 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
                 yield from _receive_message(worker, waiting, emit)
     finally:
         for worker in crew:
+            # A closed connection ends a worker that waits for its next job; one that works is
+            # terminated.
             worker.connection.close()
             if worker.job is not None:
                 worker.process.terminate()
@@ -107,6 +112,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
 @contextmanager
 def use_one_thread() -> Iterator[None]:
     """Compute with one thread, so that sums are added in the same order everywhere."""
+    # PyTorch divides sums among its threads, and the division changes their last bits.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,11 +123,13 @@ def use_one_thread() -> Iterator[None]:
 
 
 def _start_worker(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
+    # "spawn": a fork would copy locks that other threads hold.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_jobs, args=(theirs, work, threads), daemon=True)
     with _block_interrupts():
         process.start()
+    # Only the worker holds this end now, so its death shows as the end of the stream.
     theirs.close()
     ours.send(job)
     return _Worker(process, ours, job)
@@ -166,6 +174,8 @@ def _receive_message(
         worker.job = None
         raise value
     else:
+        # The next job is sent before the result is yielded, so the worker does not wait for the
+        # caller.
         worker.job = next(waiting, None)
         if worker.job is not None:
             worker.connection.send(worker.job)
@@ -176,6 +186,7 @@ def _serve_jobs(connection: Connection, work: Work[J, Any], threads: int) -> Non
     """Run jobs in a worker process and send progress and results, until the connection closes."""
     # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # One thread in every process: see `use_one_thread`.
     torch.set_num_threads(1)
     use_threads(threads)
 
