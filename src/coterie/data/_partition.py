@@ -59,6 +59,7 @@ def allocate_samples(
     """
     classes = 1
     for request in requests:
+        # The pool may lack the last classes that a request names.
         named = max(request.labels) + 1 if request.labels else 0
         classes = max(classes, named, len(request.mixture or ()), len(request.counts or ()))
     present = np.bincount(labels, minlength=classes)
@@ -87,6 +88,7 @@ def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " cla
         DataError: with the first shortage found.
     """
     if any(request.reuse for request in requests):
+        # A class may be used again and again, but not if it has no sample at all.
         for label in np.flatnonzero(present == 0):
             if any((request.counts or present)[label] for request in requests):
                 raise DataError(f"class {label}: samples are asked for; the pool has none of it")
@@ -213,6 +215,7 @@ def _count_by_flow(
     passed = flow.flow.toarray()
     counts = np.zeros((len(requests), len(left)), dtype=np.int64)
     for place, group in enumerate(groups, start=1):
+        # What the flow gives the group of each class; its members draw from that in turn.
         budget = passed[place, first:sink].astype(np.int64)
         for row in members[group]:
             counts[row] = _draw_counts(requests[row], budget, generator)

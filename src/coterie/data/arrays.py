@@ -101,6 +101,7 @@ def _build_from_source(
         num_clients=num_clients,
         normalize=normalize,
         test="cluster" if len(source.test) else "client",
+        # The other fields of both classes have the same names and meanings.
         **{item.name: getattr(split, item.name) for item in fields(Split) if item.name != "seed"},
     )
     seed, fold = config.data_seed_and_fold(split.seed)
@@ -192,6 +193,7 @@ def from_table(
         "classes": classes,
         "clusters": clusters,
     }
+    # The same checks as those of a study file.
     source = read_table(
         table, parse_settings(TableOptions, settings, "from_table"), test=test, name=name
     )
@@ -401,6 +403,7 @@ def _join_datasets(read: Sequence[_Items]) -> tuple[Any, Any]:
     """Join the samples of several datasets."""
     parts = {}
     for key in read[0][0]:
+        # Types, shapes and missing parts are compared over all datasets.
         stacks, kinds = [], set()
         for inputs, _ in read:
             if key in inputs:

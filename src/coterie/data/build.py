@@ -258,6 +258,7 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
 
 def _use_unchanged(made: Federation, data: DataConfig) -> Federation:
     """Check a federation that a function returned, which settings of `[data]` do not change."""
+    # These three do not change a finished federation; any other setting would be ignored silently.
     plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
     changed = [
         f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)
@@ -313,6 +314,7 @@ def build_from_sources(
     if data.folds is not None or (
         data.test == "cluster" and not any(len(source.test) for source in sources)
     ):
+        # There is no test set to share, or folds take the tests from the training data.
         data = replace(data, test="client")
     clients = _plan_clients(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
@@ -335,6 +337,8 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
     own = sources[0].clients
     if own and not any(shift.chooses_pool and not isinstance(shift, Domain) for shift in shifts):
         cluster = "cluster" if "cluster" in sources[0].train.columns else None
+        # A dataset that says whose each sample is has natural clients, unless a shift chooses
+        # pools.
         shifts = (Natural(own, cluster), *shifts)
     number = data.num_clients
     if number is None:
@@ -545,11 +549,13 @@ def _arrange_folds(
             )
         source = sources[client.recipe.source]
         if source.classes:
+            # A stable sort keeps the random order within each class.
             own = own[np.argsort(source.train.y.numpy()[own], kind="stable")]
         # Sorted by class, every folds-th sample: a fold has each class in the client's share.
         test = own[number::folds]
         rest = np.delete(own, np.s_[number::folds])
         kept, share, _ = client.shares
+        # The shares are of all samples; the tested fold is already taken out.
         validation = max(1, round(len(rest) * share / (kept + share))) if share else 0
         if validation >= len(rest):
             raise DataError(
@@ -658,6 +664,7 @@ class SampleLayout:
         x = x.float() / 255
         mean, std = self.constants[recipe.source]
         if mean:
+            # One constant a channel, for all places of it.
             shape = (-1, *[1] * (x.ndim - 2))
             x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
         fixed = recipe.noise > 0 and not recipe.redrawn
@@ -737,6 +744,7 @@ class _TestSetMaker:
         )
         sets = []
         for place, recipe in enumerate(recipes):
+            # Several clusters may have equal recipes: their set has no name of one.
             names = {client.cluster_name for client in self.clients if client.recipe == recipe}
             name = names.pop() if len(names) == 1 else "all clients"
             rows = self._select_rows(recipe, limit)
@@ -783,6 +791,7 @@ class _TestSetMaker:
                     own
                 )
                 mixture = tuple(shares.tolist())
+            # test / (own + test) is the fraction.
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             requests.append(SampleRequest(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
@@ -871,6 +880,7 @@ def _join_class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str,
         return _shared_value([source.class_names for source in sources])
     names: list[str] = []
     for source in sources:
+        # Names of some datasets only would be taken for those of others.
         if len(source.class_names) != source.classes:
             return ()
         names += source.class_names

@@ -168,6 +168,7 @@ def load_dataset(
     if name in ("digits", "heart-disease"):
         return load_digits_source() if name == "digits" else heart_disease.load_source()
     folder = None if root is None else Path(root).expanduser() / name
+    # What is on disk comes before a download.
     if folder is not None and folder.is_dir():
         return hub.load_folder(folder, label, STANDARD.get(name)).check()
     if download and name not in GATHERED:
@@ -217,6 +218,7 @@ def convert_returned_data(made: Any, path: str) -> Source | Federation:
             "pair (x, y), or two "
             "such pairs for training and testing"
         )
+    # ((x, y), (x, y)) is training and test data, (x, y) training data alone.
     pairs = all(isinstance(one, tuple) and len(one) == 2 for one in made)
     (x, y), test = made if pairs else (made, None)
     return Source.from_arrays(x, y, test=test, name=path.partition(":")[2])

@@ -425,6 +425,7 @@ class Federation(Described):
         tensors |= stack_fitted(self.fitted)
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
+        # safetensors stores tensors and texts only: everything else becomes one JSON text.
         meta = {
             "population": self.population,
             "classes": self.classes,

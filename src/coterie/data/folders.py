@@ -106,6 +106,7 @@ def load_image_folder(
             inputs.append(_load_picture(file, transform, settings.size))
             labels.append(label.name)
             owners.append(client.name)
+    # A client without pictures would be missing silently.
     silent = [client.name for client in _list_folders(folder) if client.name not in owners]
     if silent:
         raise DataError(
@@ -172,6 +173,7 @@ def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor
         one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one))
         for one in inputs
     ]
+    # Gray pictures have two axes, colored ones three.
     if {one.ndim for one in tensors} == {2, 3}:
         tensors = [one.expand(3, *one.shape) if one.ndim == 2 else one for one in tensors]
     shapes = sorted({tuple(one.shape) for one in tensors})

@@ -93,6 +93,7 @@ def flamby(scale: str = "own") -> Federation:
     require(scale in ("own", "together"), "scale", scale, "'own' or 'together'")
     from sklearn.model_selection import train_test_split
 
+    # A cholesterol of 0 stays, unlike in `load_table`: FLamby takes it for a value.
     rows = _load_rows().drop(columns=["slope", "ca", "thal"]).dropna()
     wide: pd.DataFrame = pd.get_dummies(
         rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float

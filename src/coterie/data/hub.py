@@ -32,6 +32,7 @@ from coterie.errors import ConfigError, DataError, describe_unknown
 
 TEST_SPLITS = ("test", "validation", "valid")
 """Splits used as test set: the first of these that exists."""
+# Pillow's modes of one channel: black and white, 8, 32 and 16 bits, floats.
 _GRAY = ("1", "L", "I", "I;16", "F")
 
 
@@ -203,6 +204,7 @@ def _find_label_column(
             raise ConfigError(f"{name}: {describe_unknown('label column', label, columns)}")
         return label
     named = [column for column in columns if column in names]
+    # "fine_label" is the column of the 100 classes of CIFAR-100.
     for candidate in ("label", "fine_label", *(named if len(named) == 1 else ())):
         if candidate in columns:
             return candidate

@@ -90,6 +90,7 @@ class InputForm:
             DataError: when the inputs are of another kind or shape than those of the training.
         """
         names = _find_columns(x)
+        # A table is encoded as in training; an array holds entries that are encoded already.
         if self.table and names:
             entries = torch.from_numpy(read_inputs(x, self.table))
             if fitted is not None:

@@ -111,6 +111,7 @@ class Client:
         _, validation, test = (
             max(1, round(self.num_samples * part)) if part > 0 else 0 for part in self.shares
         )
+        # Training gets what rounding leaves.
         train = self.num_samples - validation - test
         if train < 1:
             who = f"client {self.name!r}" if self.name else "a client"
@@ -252,6 +253,7 @@ def assign_clusters(
             f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, "
             f"{num_clients}"
         )
+    # The cluster of each client in blocks, and its place within the cluster.
     blocks, turns = [], []
     for place, size in enumerate(sizes):
         blocks += [place] * size

@@ -151,6 +151,7 @@ class DirichletPerClient(Shift):
             # The total is divided by the class shares of the pool; else each class that occurs has
             # the full value.
             scale = prior if self.concentration_total is not None else (prior > 0).astype(float)
+            # Each client draws from its own stream.
             mixture = draw_dirichlet(self.concentration_levels[level] * scale, prior, streams(row))
             name = f"dirichlet {self.concentration_levels[level]:g} {meaning}"
             new = replace(client, mixture=tuple(mixture.tolist()))
@@ -306,6 +307,7 @@ class KFold(Shift):
             place = client.recipe.source
             classes, fold = sources[place].classes, row % self.folds
             block = np.array_split(np.arange(classes), self.folds)[fold]
+            # A counter of remainders for each block of each dataset.
             primary, slot = round(self.primary * client.num_samples), place * self.folds + fold
             rest = client.num_samples - primary
             counts = spread_evenly(rest, classes, next_rest[place])
@@ -434,6 +436,7 @@ def _parse_labels(group: str | Sequence[int]) -> tuple[int, ...]:
 
 def _format_labels(labels: Sequence[int]) -> str:
     """Write 0 to 9 and 35 as "0-9,35"."""
+    # Each run is a list of consecutive labels.
     runs: list[list[int]] = []
     for label in sorted(set(labels)):
         if runs and label == runs[-1][-1] + 1:
@@ -478,6 +481,7 @@ class Rotation(Shift):
         )
         # No transform for no turn: such clients share the test set of clients without the shift.
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
+        # Notes are part of the fingerprint of the data: the usual fill stays unsaid in them.
         filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
         return tuple(
             c.plant_cluster(
@@ -532,6 +536,7 @@ class Visual(Shift):
             note = f"sigma {self.sigma:g}" + ", drawn anew at every access" * redrawn
             return disturbed.add_note(note)
         if domain == "blur":
+            # Radius 0 changes nothing and needs no transform.
             blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
             return client.plant_cluster(
                 place, domain, transforms=recipe.transforms + blur
@@ -730,8 +735,10 @@ class Natural(Shift):
         """Give each client a group with enough samples."""
         values = self.group_values(sources)
         groups, sizes = np.unique(values, return_counts=True)
+        # A client without a size takes its whole group.
         wanted = max((c.samples or 1 for c in clients), default=1)
         enough = np.flatnonzero(sizes >= wanted)
+        # Where the groups are the clients, the message names one that is too small.
         if len(enough) < len(clients) and self.column == sources[0].clients:
             few = np.flatnonzero(sizes < wanted)
             first = int(groups[few[0]])
@@ -836,6 +843,7 @@ class Partition(Shift):
                 f"{num_clients - 1}, or "
                 "-1 for a sample that nobody gets"
             )
+        # Samples of -1 belong to nobody.
         without = np.flatnonzero(np.bincount(owners[owners >= 0], minlength=num_clients) == 0)
         if len(without):
             raise DataError(

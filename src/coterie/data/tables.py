@@ -118,6 +118,7 @@ class TableOptions(Configurable):
         return tuple(chosen)
 
 
+# A number with a decimal comma counts as one here, and is then named as the error.
 _NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
 # Ids such as 007, which would lose their zeros as numbers.
 _PADDED = re.compile(r"0\d+")
@@ -159,6 +160,7 @@ def read_table(
     read = [_convert_column(tables, feature, columns) for feature in chosen]
     if shared:
         _require_shared_settings(read, tables, columns)
+    # Indicators come behind all other columns of numbers, in the order of these.
     read += [_make_indicator(one) for one in read if one.name in columns.indicate]
     # Numbers come first, then codes: they are the two tensors of an input that has both.
     numbers = [one for one in read if not one.codes]
@@ -321,6 +323,7 @@ class _ArrowTable:
         self.names: tuple[str, ...] = ()
         if client is not None:
             values = self.get_column(client).to_pylist()
+            # NaN is unequal to itself.
             empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
             if empty is not None:
                 raise DataError(
@@ -350,9 +353,11 @@ class _ArrowTable:
     def get_numbers(self, name: str) -> Float[np.ndarray, " samples"]:
         """Return a column of numbers; NaN where it is empty."""
         values = self.get_column(name)
+        # A column without any value has no type to convert.
         if pa.types.is_null(values.type):
             return np.full(len(values), np.nan)
         values = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
+        # safe=False: whole numbers and decimals beyond the digits of float64 are rounded.
         found = np.asarray(
             values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64
         )
@@ -395,6 +400,7 @@ def _convert_column(
 ) -> _InputColumn:
     encode, impute, is_named = columns.encode, columns.impute, name in columns.categories
     if isinstance(encode, Mapping):
+        # A setting by name makes categories of a column, also of one of numbers.
         is_named = is_named or name in encode
         encode = encode.get(name, "one-hot")
     if isinstance(impute, Mapping):
@@ -414,6 +420,7 @@ def _convert_column(
     if isinstance(columns.impute, Mapping):
         words = [str(one) for one in known]
         if impute in words:
+            # What fills a category is its code.
             filled = float(words.index(str(impute)))
         elif impute not in (None, "most-frequent"):
             raise ConfigError(
@@ -522,6 +529,7 @@ def _encode_categories(
     places = {value: place for place, value in enumerate(known)}
     codes = []
     for table, encoded in zip(tables, arrays, strict=True):
+        # A column of empty entries alone has no dictionary: [0] keeps the lookup legal.
         of_value = np.array(
             [places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64
         )
@@ -569,6 +577,7 @@ def _convert_target(
         made.append(torch.from_numpy(np.stack(found, axis=1)))
     all_kinds = itertools.chain.from_iterable(kinds.values())
     whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in all_kinds)
+    # Several columns are targets of a regression or of labels, never one class.
     if len(names) > 1:
         return [one.long() if whole else one.float() for one in made], (), 0
     flat = [one[:, 0] for one in made]

@@ -208,6 +208,7 @@ class Inbox:
         # Terms are added in the order of sender ids, whatever the order of the slots.
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
+        # Weights are rounded to the models' type once, before any product.
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)
         own_weight = own_weight.to(own.dtype)
         if own.shape[1] >= _WIDE and own.device.type == "cpu":
@@ -222,6 +223,7 @@ class Inbox:
         full = (weights != 0).all(0).tolist()
         index, weights, own_weight = (each.to(own.device) for each in (index, weights, own_weight))
         out = own * own_weight[:, None]
+        # Clients at once; a client's sum is the same in any block.
         step = max(1, _CHUNK.get(own.device.type, _CHUNK["cuda"]) // max(1, own.shape[1]))
         for start in range(0, len(own), step):
             rows = slice(start, start + step)
@@ -485,5 +487,6 @@ def make_inbox(
         mask=mask,
         age=torch.zeros_like(index),
         fields=board.fields,
+        # What did not arrive costs nothing.
         bytes=mask * board.row_bytes,
     )

@@ -608,6 +608,7 @@ INTERACTION_CHANGE = Metric(
     on_request=True,
 )
 
+# Every metric defined above, in the order of this file.
 REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
 """Every metric that is built in, in the order in which tables show them."""
 MAIN = (
@@ -769,6 +770,7 @@ def reduce_over_clients(
     values, weights = values.double(), samples.double()
     if how == "client_mean":
         return float(values.mean())
+    # Without known clusters, all clients are one.
     if how == "sample_weighted" or label is None:
         return float((weights * values).sum() / weights.sum())
     total = 0.0

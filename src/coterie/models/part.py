@@ -83,6 +83,7 @@ class ColumnSet:
         return self._fill_rows(values.new_zeros(len(values), self.size), values)
 
     def _fill_rows(self, rows: Tensor, values: Tensor) -> Tensor:
+        # The values of all ranges lie side by side.
         place = 0
         for start, stop in self.ranges:
             rows[:, start:stop] = values[:, place : place + stop - start]
@@ -208,6 +209,7 @@ def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     if any(_matches_pattern([name], plain) for name in layout.frozen):
         return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
     tensors = [name for every in layout.original_names.values() for name in every]
+    # Every module on the way to a tensor: patterns may name any of them.
     modules = {
         ".".join(parts[:end])
         for parts in (name.split(".") for name in tensors)
