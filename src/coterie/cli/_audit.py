@@ -77,6 +77,7 @@ def audit_privacy(
     from coterie.studies import config, leakage
     from coterie.studies.run import load_stored_study
 
+    # A folder of results has its resolved study, to which --set applies as to a file.
     folder = Path(study).is_dir()
     chosen = (
         config.parse_study(

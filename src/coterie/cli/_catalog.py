@@ -107,6 +107,7 @@ def build_catalog() -> str:
 def list_parameters(cls: type[Any]) -> list[Parameter]:
     """List the fields of a dataclass with their defaults and documentation."""
     texts, must = {}, required_fields(cls)
+    # From the base class to the subclass, which may describe a setting again.
     for base in reversed(cls.__mro__):
         texts |= parse_arguments(inspect.cleandoc(base.__doc__ or ""))
     defaults = {
@@ -132,6 +133,7 @@ def parse_arguments(doc: str) -> dict[str, str]:
         >>> parse_arguments(doc)
         {'a': 'the first, and more.', 'b': 'others.', 'c': 'others.'}
     """
+    # The section ends at the first line without indentation.
     match = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
     entries: dict[str, str] = {}
     names: list[str] = []
@@ -141,6 +143,7 @@ def parse_arguments(doc: str) -> dict[str, str]:
             names = [name.strip() for name in head.group(1).split(",")]
             entries |= dict.fromkeys(names, head.group(2))
         elif line.strip():
+            # A line that is indented further continues the entry.
             entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
     return entries
 

@@ -57,6 +57,7 @@ class RunLocation:
     @property
     def option_words(self) -> list[str]:
         """The options, to be given again; nothing for this machine."""
+        # Only what differs from the defaults, so that the command stays short.
         more = [] if self.blocks is None else ["--blocks", str(self.blocks)]
         more += [] if self.gpus is None else ["--gpus", f"{self.gpus:g}"]
         more += ["--cpus", str(self.cpus)] if self.cpus > 1 else []
@@ -78,6 +79,7 @@ class RunLocation:
         """
         from coterie.cluster import place
 
+        # Blocks need Ray: without --on, a Ray on this machine.
         found = place.parse_place(
             "ray:local" if self.on == "local" and self.blocks is not None else self.on
         )
@@ -89,6 +91,7 @@ class RunLocation:
             from coterie.cluster import actors
 
             with actors.open_ray_blocks(found, self.blocks, cpus=self.cpus, gpus=self.gpus) as over:
+                # One run at a time: it has all the blocks.
                 yield over, 1
             return
         if found.kind == "local":
@@ -151,6 +154,7 @@ def _examine_machines(on: str) -> Any:
         from coterie.cluster import slurm
 
         facts = slurm.run_question(found, doctor.make_probe())
+        # Slurm chooses the machine: one answers for the partition.
         return [doctor.Machine(facts["host"], facts)]
     with place.connect_ray(found):
         return doctor.look_at_machines()

@@ -147,6 +147,7 @@ def compare_studies(
         )
         return
     if format_ is not None:
+        # Notes go to standard error: standard output holds the table alone, to be redirected.
         for note in missing:
             typer.echo(f"note: {note}", err=True)
         write = {"latex": _tables.format_latex, "markdown": _tables.format_markdown}[format_.value]
@@ -221,6 +222,7 @@ def _describe_new_clients(folder: Path) -> list[str]:
     from coterie.studies.run import load_stored_study
 
     study, out = load_stored_study(folder)
+    # A summary reads all runs: only for studies that have such clients.
     if all(entry.settings.new_clients is None for entry in study.methods):
         return []
     content = summarize_study(out / study.name)
@@ -300,6 +302,7 @@ def tune_study(
         axes["seeds"] = list(config.load_study(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
     elif "seeds" in chosen.tune:
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
+    # Seeds repeat a trial; they are nothing to choose.
     if not set(axes) - {"seeds"}:
         raise ConfigError(
             "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"

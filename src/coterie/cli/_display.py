@@ -46,6 +46,7 @@ def is_live_terminal(console: Console) -> bool:
 
     Not in a pipe, with TERM = "dumb", NO_COLOR or CI set, or in an old Windows console.
     """
+    # A live line needs a cursor that moves; a log of a build shows every frame of it.
     plain = (
         console.is_dumb_terminal
         or console.legacy_windows
@@ -104,6 +105,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
         tasks: dict[str, TaskID] = {}
         latest: dict[tuple[str, int], int] = {}
         for entry in studies[0].methods:
+            # One more for the warm-up, round -1.
             rounds = sum(
                 (study.scale_method(entry.label).settings.rounds + 1) * len(study.seeds)
                 for study in studies
@@ -120,7 +122,11 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
                 bars.console.print(_format_note(step), highlight=False, markup=False)
                 bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
                 return
+            # -2: one before the warm-up, so that the first report of a resumed run counts the
+            # rounds before it.
             before = latest.get((step.label, step.seed), -2)
+            # A round number that falls begins a new run of the same label and seed, at the next
+            # point of a sweep.
             advance = step.round - before if step.round > before else step.round + 2
             latest[step.label, step.seed] = step.round
             bars.update(tasks[step.label], advance=advance, value=_format_score(step))
@@ -130,6 +136,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
 
 def _make_line_observer(console: Console, every: float = SECONDS) -> Observer:
     """Print a line for each finished run, and otherwise one every few seconds."""
+    # A clock that is never set back.
     started = shown = time.monotonic()
 
     def observe(step: Step | Note) -> None:
@@ -223,6 +230,7 @@ def _build_results_table(
     """
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     count = {row["label"]: row["seeds"] for row in rows}
+    # The order of the study, then what its summary has in addition.
     labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
     cells = {(row["label"], row["cluster"]): row for row in rows}
     leading = {cluster: pairs.find_leaders(rows, compared, metric, cluster) for cluster in clusters}
@@ -243,6 +251,7 @@ def _build_results_table(
 
     # A method needs its name and 11 columns for each cluster.
     fits = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width
+    # If neither way fits, the shorter lines win.
     across = fits or len(labels) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)

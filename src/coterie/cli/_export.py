@@ -93,6 +93,7 @@ def _write_models(
     """Write every file, or none when one of them exists."""
     from coterie.results.export import export_model as write
 
+    # All files first: nothing is written when one of them is in the way.
     there = [path for path in files if path.exists()]
     if there and not force:
         raise ConfigError(
@@ -117,6 +118,7 @@ def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path
     """Find the folder of the one run that the options select."""
     from coterie.runtime import checkpoint, models
 
+    # A run's own folder, or one without any: loading it says what is missing.
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.has_run(folder):
         return folder
     found = {
@@ -176,4 +178,5 @@ def _make_file_name(client: str | int) -> str:
     if text.isdecimal():
         return f"client-{text}"
     safe = "".join(sign if sign.isalnum() or sign in "._-" else "_" for sign in text).strip(".")
+    # Most file systems allow 255 bytes; a character that the cut splits is left out.
     return safe.encode()[:120].decode(errors="ignore") or "client"

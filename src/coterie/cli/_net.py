@@ -40,6 +40,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _check_packages() -> None:
+    # Found without an import, which takes seconds.
     for package in ("cryptography", "zenoh"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -130,6 +131,7 @@ def sign_member(
     _check_packages()
     from coterie.net import identity, setup
 
+    # In a script nobody answers a prompt.
     if not name and not sys.stdin.isatty():
         raise ConfigError(
             f"say which member's request {request} is, as agreed with it: --name NAME"
@@ -290,6 +292,7 @@ def audit_logs(
     for report in reports:
         _print_audit(report)
     contradictions = 0
+    # Each two logs once.
     for a, b in combinations(reports, 2):
         if a.run != b.run or a.node == b.node:
             _print_wrapped(
@@ -419,6 +422,7 @@ def run_demo(
     from coterie.studies.run import load_study_results
 
     place = folder or Path(tempfile.mkdtemp(prefix="coterie-demo-"))
+    # Nothing of another run may be mixed with this one's results.
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} is not empty; choose another folder")
     place.mkdir(parents=True, exist_ok=True)
@@ -565,6 +569,7 @@ def start_nodes(
 
     where = nodes or roster_file.parent
     names = [m.name for m in rosters.loads(roster_file.read_text(encoding="utf-8")).members]
+    # Members on other machines have no node file here.
     files = {name: where / f"{name}.toml" for name in names if (where / f"{name}.toml").exists()}
     if not files:
         raise ConfigError(
@@ -578,6 +583,7 @@ def start_nodes(
         for name in files:
             running.start(name)
         statuses = running.wait(float("inf"))
+    # A status of 0 is success, as of any process.
     bad = {name: status for name, status in statuses.items() if status}
     if bad:
         raise TransportError(f"some nodes failed: {bad}")

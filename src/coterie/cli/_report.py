@@ -44,6 +44,7 @@ def write_reports(
 
     paths = []
     for folder in runs:
+        # With several studies --out names the page of all; each report stays in its folder.
         path, notes = write_report_with_notes(folder, out if len(runs) == 1 else None)
         for note in notes:
             typer.echo(f"note: {note}", err=True)
@@ -139,6 +140,7 @@ def plot_figure(
         "setting": setting,
         "methods": methods,
     }
+    # Options that were not given leave the figure's own defaults.
     given = {name: value for name, value in options.items() if value is not None}
     path = figures.plot(runs, figure, out=out, format=format_, **given)
     typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")

@@ -66,6 +66,7 @@ def build_paper_tables(comparison: PaperComparison) -> list[TextTable]:
             title = "Pairs clearly apart in the paper and not in its order here"
             tables.append(TextTable(title, head, broken, foot))
         else:
+            # All pairs are kept: a line below the last table says it.
             tables[-1] = replace(tables[-1], foot=f"{tables[-1].foot} {foot}".strip())
     return tables
 
@@ -90,6 +91,7 @@ def _build_numbers_table(
     comparison: PaperComparison, lines: Sequence[ComparedNumber], title: str
 ) -> TextTable:
     names = list(dict.fromkeys(line.metric for line in lines))
+    # The deviation over clusters has a column of its own sense: it does not make several metrics.
     several = len({*names} - {STD_OVER_CLUSTERS.name}) > 1
     rows = []
     for line in lines:
@@ -181,6 +183,7 @@ def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextT
             if label in first and len(first) > 1:
                 mean += STAR
             elif label in first:
+                # Each study has two columns, mean and n, behind the method's name.
                 strong.add((i, 2 * j + 1))
             row += [mean, seeds]
         rows.append(tuple(row))

@@ -153,8 +153,10 @@ def run_study(
     if seeds is not None:
         changes.append(f"seeds={config.parse_seeds(seeds)}")
     if engine is not None:
+        # The text of a change is TOML, in which a JSON text is a text too.
         changes.append(f"engine={json.dumps(engine)}")
     if scale is not None:
+        # `repr` keeps all digits.
         changes.append(f"scale={float(scale)!r}")
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
@@ -242,6 +244,7 @@ def list_methods(
                 console.print(f"    {escape(reference)}", highlight=False)
         return
     method = known[name] if name in known else _describe_plugin_method(name)
+    # Lines of one paragraph are joined; rich breaks them at the terminal's width.
     paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", method.description)
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -376,6 +379,7 @@ def _run_and_show(
     from coterie.studies.sweep import expand_sweep, run_sweep
 
     console = Console(stderr=True)
+    # The command that continues, for the message after an interruption.
     again = [
         "coterie",
         "resume",
@@ -383,6 +387,7 @@ def _run_and_show(
         *(["--data-dir", str(data_dir)] if data_dir else []),
     ]
     with (
+        # First, so that it sees an interruption in the other two as well.
         _explain_interruption(out / study.name, shlex.join([*again, *where.option_words])),
         where.open_executor(study.settings.device, workers) as (over, crew),
         _display.show_progress(expand_sweep(study), console, quiet) as observer,
@@ -398,6 +403,7 @@ def _run_and_show(
             notes=observer,
             over=over,
         )
+    # Before the tables: a report exists even if printing fails.
     reports = [write_report(one.folder) for one in done]
     _print_studies(done, as_json)
     for one in done:
@@ -433,6 +439,7 @@ def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        # Without the study's file there is nothing to continue.
         there = (folder / CONFIG).exists()
         text = (
             f"stopped; continue with: {command}" if there else "stopped before anything was written"
@@ -441,8 +448,10 @@ def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
         raise
     except Exception as error:
         full = DiskFull.matches(error)
+        # Other errors are not about writing; the library's own have a message of their own.
         if not full and (not isinstance(error, OSError) or isinstance(error, CoterieError)):
             raise
+        # A lack of memory can be an OSError too; then no file is at fault.
         if not (folder / CONFIG).exists() or OutOfMemory.matches(error):
             raise
         kind = DiskFull if full else ConfigError
@@ -480,6 +489,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
     else:
         raise error
     try:
+        # One line, whatever the message holds: programs read standard error by lines.
         typer.echo(f"coterie: {text}".replace("\n", " "), err=True)
     except OSError:  # standard error is a file on the disk that is full
         sys.stderr = None
@@ -502,6 +512,7 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        # Errors are raised here instead of printed by click, so that all have one form.
         status = app(standalone_mode=False)
     except _Usage as error:
         # empty when a group of commands has shown its help
