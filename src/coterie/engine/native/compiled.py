@@ -78,6 +78,7 @@ class CompiledEngine(Engine):
         by as much as the loop engine in double precision does, and it has to agree on one of three
         batches: a wrong one agrees on none.
         """
+        # The whole batch, and its halves.
         half = len(x) // 2
         parts = (slice(None), slice(half), slice(half, None)) if half else (slice(None),)
         if not any(self._agrees(x[part], y[part]) for part in parts):
@@ -92,6 +93,7 @@ class CompiledEngine(Engine):
         )
         exact = theirs
         if layout.dtype == torch.float32:
+            # Shows how far rounding alone moves the results of the module in float32.
             double = LoopEngine(Layout(layout.train_module, torch.float64), self.objective)
             exact = self._step(double, row.double(), x, y)
 
@@ -131,6 +133,7 @@ class CompiledEngine(Engine):
         self, rows: Float[Tensor, "clients params"], work: TrainingWork, block: int
     ) -> Float[Tensor, "clients steps"]:
         """See `Engine.train`; `block` matters only where another engine trains."""
+        # The base class clips and adds noise; it asks the program for gradients of single samples.
         if work.private is not None:
             return super().train(rows, work, block)
         if not self.program.fits(work):
@@ -143,6 +146,7 @@ class CompiledEngine(Engine):
         """See `Engine.sample_gradients`."""
         if not self.program.fits(work):
             return self._other.sample_gradients(rows, work)
+        # With GRADIENT_ONLY the momentum ends as the gradient: samples x 1 moment x trainable.
         found = torch.zeros(len(rows), 1, self.layout.trainable, dtype=rows.dtype)
         none = torch.zeros(len(rows), dtype=torch.int64)
         losses = self.program.train(
@@ -158,4 +162,6 @@ class CompiledEngine(Engine):
         block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """See `Engine.measure_pairs`; `block` does not matter."""
+        # The program returns loss and score. Without a metric its score is the loss again: left
+        # out.
         return dict(zip(self.metrics, self.program.measure(table, pairs, inputs), strict=False))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from coterie._util.files import cache_folder, write_atomically
 
+# Multiply-add may be fused, and sqrt is an instruction without errno; -w, since generated programs
+# name values that they do not use.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-w")
 _SECONDS = 300
 
@@ -89,6 +91,8 @@ def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
         CompilerError: when there is no compiler, or it fails.
     """
     here = describe_machine()
+    # A cache may be shared by machines with different processors, so the key has all that the
+    # compiler defines for this one. 24 digits are 96 bits: no two programs meet by chance.
     key = hashlib.sha256("\n".join((text, *_FLAGS, *flags, *here)).encode()).hexdigest()[:24]
     library = cache_folder() / "compiled" / f"{key}.so"
     seconds = 0.0
@@ -137,6 +141,7 @@ def _trusted(library: Path) -> bool:
 def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
     for listener in _LISTENERS:
         listener("compiling the model (once for this machine)")
+    # On the file system of the cache, so that os.replace moves the program in one piece.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, built = Path(folder) / "program.cpp", Path(folder) / "program.so"
         source.write_text(text)
@@ -152,5 +157,7 @@ def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
             raise CompilerError(f"the C++ compiler failed: {first}")
         built.chmod(0o600)
         digest = _digest_of(built)
+        # The digest comes last: a process that ends before it leaves a program that is not trusted,
+        # and is compiled again.
         os.replace(built, library)
         write_atomically(library.with_suffix(".sha256"), f"{digest}\n".encode())

@@ -24,6 +24,8 @@ from coterie.engine.native.loops import (
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Ref, Size, evaluate_size
 
+# Axes of N x C x H x W from the outermost to the innermost: neighbors in memory are channels,
+# pixels or samples.
 LAST, PLANES, SAMPLES = (0, 2, 3, 1), (0, 1, 2, 3), (1, 2, 3, 0)
 
 
@@ -55,6 +57,7 @@ class ImageLowering(Lowering):
         """Return whether neighboring pixels fill vectors better than neighboring channels, and a kernel is known."""
         if conv.groups > 1 or conv.taps == 1 or conv.stride != (1, 1):
             return False
+        # Compares the filled share of vectors; pixels have to win by a fifth.
         return width / self._rounded(width) > 1.2 * channels / self._rounded(channels)
 
     def _padded(
@@ -77,6 +80,7 @@ class ImageLowering(Lowering):
         c, order = x.shape[1], tuple(order)
         key = ("padded", x, order, channels, before, after)
         if key not in self._made:
+            # Nothing is added, so the images themselves will do.
             if (before, after, channels) == ((0, 0), (0, 0), c):
                 self._made[key] = self.program.make_contiguous(x, order).memory.pointer
             else:
@@ -97,6 +101,8 @@ class ImageLowering(Lowering):
         """Return memory for images with zeros around them, as `_padded` says: the part inside the zeros."""
         n, c, h, w = shape
         wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
+        # The images fill the inside, so zeros are written to the frame alone. Further channels lie
+        # between those of the images, and need zeros everywhere.
         if channels == c:
             frame = self._target(wide, dtype, order).memory
             many, unit = self._arrays(n, c, order)
@@ -211,6 +217,7 @@ class ImageLowering(Lowering):
         _output_padding: Any,
         groups: int,
     ) -> Value:
+        # The kernel has one row too.
         if len(x.shape) == 3:  # over a sequence: images of one row
             x, w = self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
             wide = _Convolution(
@@ -247,6 +254,8 @@ class ImageLowering(Lowering):
         y = self._images(n, [o, conv.ho, conv.wo], LAST)
         images = self._padded(x, LAST, c, conv.padding, conv.padding)
         cg, og = conv.cg, conv.og
+        # A later group leaves the channels of earlier ones as they are, so its call counts as a
+        # reader of what it writes.
         for group in range(conv.groups):
             part = f"{weights} + {group * og * cg * taps}" if group else weights
             pack = f"pack_outputs<{og}, {cg}, {taps}>({{w}}, {cg * taps}, {taps}, {{p}})"
@@ -292,6 +301,7 @@ class ImageLowering(Lowering):
     ) -> list[Value | None]:
         """Return the gradients of input, weights and bias; None where the mask is false."""
         w = conv.useful(w)
+        # All gradients read it: as an expression it would be computed again for each.
         if g.leaf is None:
             in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
             g = self.program.store(g, PLANES if in_planes else LAST)
@@ -301,6 +311,7 @@ class ImageLowering(Lowering):
             else None
         )
         gw = self._weights_back(g, x, w, conv) if mask[1] else None
+        # The rim of the kernel meets padding alone, so its gradient is zero.
         if gw is not None and any(conv.cut):
             high, wide = conv.cut
             inner, gw = gw, self._op_constant_pad_nd(gw, [wide, wide, high, high])
@@ -313,6 +324,7 @@ class ImageLowering(Lowering):
         if conv.point:
             outputs, inputs = self._pixels(g), self._pixels(x)
             return self._shaped(self._product(self._turned(outputs), inputs), w.shape)
+        # The call can add to the gradient of earlier samples: see `_Function.write_gradients`.
         gw = self._target(w.shape, self.dtype)
         name = _name(gw)
         self.more[name] = "MORE"
@@ -373,6 +385,7 @@ class ImageLowering(Lowering):
             grads = self._padded(g, PLANES, o, room, room)
             frame = f"{conv.ho + 2 * room[0]}, {conv.wo + 2 * room[1]}"
             shape = f"Shape<{o}, 1, {c}, 1, {frame}, {h}, {wide}, {conv.kh}, {conv.kw}, 1, 1, {conv.dh}, {conv.dw}>"
+            # Negative strides read the kernel from its end, so that no copy of it is turned.
             turned = f"{weights} + {taps - 1}, {taps}, {c * taps}, -{conv.kw}, -1"
             call = f"pixels_convolve<{shape}>({n}, {grads}, {turned}, nullptr, {_name(gx)});"
             self.program.emit(call, [_buffer(grads), _buffer(weights)], [_name(gx)])
@@ -440,6 +453,7 @@ class ImageLowering(Lowering):
     ) -> list[Value]:
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
+        # Places are as wide as numbers ("I"), so that vectors of both have as many lanes.
         places = self.program.buffer(product(self._kind.shape), "I")
         windows, many = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
@@ -546,6 +560,7 @@ class ImageLowering(Lowering):
     ) -> Value:
         n, c, h, w = x.shape
         down, right = _copies(x.shape, size, scales)
+        # Each pixel is read several times, with stride 0: N x C x H x down x W x right.
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
         return self._shaped(expand(parts, [n, c, h, down, w, right]), self._kind.shape)
 
@@ -616,6 +631,7 @@ class _Convolution:
             self._rim(1, self.w, self.kw, self.dw, self.wo),
         )
         self.kh, self.kw = self.kh - 2 * self.cut[0], self.kw - 2 * self.cut[1]
+        # A kernel without its rim starts further inside the padding.
         self.padding = (
             self.padding[0] - self.cut[0] * self.dh,
             self.padding[1] - self.cut[1] * self.dw,
@@ -632,6 +648,7 @@ class _Convolution:
             for k in range(kernel)
             if any(0 <= y * stride + k * dilation - padding < size for y in range(out))
         ]
+        # As much at both ends, since a convolution has one padding for both.
         return min(met[0], kernel - 1 - met[-1], padding // dilation) if met else 0
 
     def useful(self, w: Value) -> Value:
@@ -685,5 +702,6 @@ def _name(value: Value) -> str:
 
 def _innermost(x: Value) -> int:
     """Return the axis of an array in memory whose neighbors lie side by side."""
+    # An axis of size 1 has no neighbors, so its stride says nothing.
     wide = [axis for axis, size in enumerate(x.shape) if size != 1]
     return min(wide, key=lambda axis: abs(evaluate_size(x.memory.strides[axis], MANY)), default=3)

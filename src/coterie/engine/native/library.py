@@ -94,6 +94,7 @@ def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     local, given = work.local, work.local.optimizer_arguments
     rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
     beta1, beta2 = given.get("betas", (0.0, 0.0))
+    # Kinds are numbered in the order of OPTIMIZERS: that of `enum Kind` in samples.h.
     rule = Rule(
         address_of(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments, given.get("nesterov", False),
         given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
@@ -108,6 +109,8 @@ def store_samples(samples: RawSamples, dtype: torch.dtype) -> StoredSamples:
     values = None
     if samples.is_images:
         x, channels = samples.x.contiguous(), samples.input_shape[0]
+        # A byte has 256 values: each is prepared once for every channel, by the code that prepares
+        # images, and programs look them up (channels x 256).
         every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.input_shape))
         levels = RawSamples(
             every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std
@@ -136,7 +139,9 @@ def run_on_threads(function: Callable[..., None], job: ctypes.Structure, number:
     if threads <= 1:
         function(ctypes.byref(job), 0, number)
         return
+    # Four ranges for each thread, so that threads which are done early take more.
     size = math.ceil(number / (4 * threads))
+    # ctypes releases the interpreter's lock during a call.
     with ThreadPoolExecutor(threads) as pool:
         starts = range(0, number, size)
         for done in [

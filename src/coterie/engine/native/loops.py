@@ -169,6 +169,7 @@ def expand(value: Value, shape: Sequence[Size]) -> Value:
 
 def reshape(value: Value, shape: Sequence[Size]) -> Value | None:
     """Return a value in another shape, or None where that takes a copy."""
+    # Axes can be split and joined inside a group alone.
     groups = _groups(value.shape, shape)
     leaves = []
     for leaf in value.leaves:
@@ -176,6 +177,7 @@ def reshape(value: Value, shape: Sequence[Size]) -> Value | None:
         for old, new in groups:
             inner = [axis for axis in old if value.shape[axis] != 1]
             for a, b in pairwise(inner):
+                # The axes leave a gap between them.
                 if leaf.strides[a] != leaf.strides[b] * value.shape[b]:
                     return None
             step: Size = leaf.strides[inner[-1]] if inner else 0
@@ -319,6 +321,7 @@ class Program:
             kind: "sum", "max", "min", "any", "all", "argmax", "argmin", or "peak": the largest of a
                 softmax.
         """
+        # Fewer axes make longer loops.
         joined = self._joined(values, axes)
         if joined is not None:
             parts, joined_axes, kept_now = joined
@@ -341,6 +344,8 @@ class Program:
             and order.index(gone[0]) < order.index(kept[-1])
             and evaluate_size(shape[order[-1]], MANY) < 64
         ):
+            # Axes are summed on both sides of one that stays, and the innermost is short. The outer
+            # ones go first: their loops then run along the inner axes, all of which stay in that pass.
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduce(values, first, kind)
             return self.reduce(half, [a for a in gone if a not in first], kind)
@@ -463,6 +468,7 @@ class Program:
             (target, *value.leaves),
             [*kept, *gone],
             split=len(kept),
+            # An index must be that of its own axis.
             merge=not kind.startswith("arg"),
         )
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
@@ -473,6 +479,7 @@ class Program:
             if len(gone) != 1:
                 raise NotTraceableError(f"{kind} over several axes")
             step = nest.names[gone[0]]
+            # The first of equal numbers stays, and a NaN wins over every number, as in PyTorch.
             better = f"{step} == 0 || v {sign} best || (v != v && best == best)"
             body = nest.inner(
                 f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}"
@@ -484,6 +491,7 @@ class Program:
             body = f"{{ const T v = {entry}; best = v > best ? v : best; }}"
             loops = nest.inner(body, '_Pragma("omp simd reduction(max:best)") ')
             return nest.outer(f"{{ T best = -INFINITY; {loops} {place} = best; }}")
+        # `v != v` lets a NaN win: no comparison is true of it afterwards.
         start, take = {
             "max": ("-INFINITY", "best = (v > best || v != v) ? v : best;"),
             "min": ("INFINITY", "best = (v < best || v != v) ? v : best;"),
@@ -510,13 +518,17 @@ class Program:
         sizes: dict[str, int] = {}
         top = 0
         for number, statement in enumerate(self.statements):
+            # Sorted, since the order of a set of texts differs between processes: a model must have
+            # one layout.
             for name in sorted(statement.writes | statement.reads):
                 buffer = self.buffers.get(name)
                 if buffer is None or buffer.place or first[name] != number:
                     continue
+                # Each buffer begins at a multiple of 64 bytes, the longest vector.
                 need = (self.bytes_of(buffer, samples) + _ROOM + 63) // 64 * 64
                 fitting = [piece for piece in free if piece[1] >= need]
                 if fitting:
+                    # The smallest piece that is large enough.
                     start, length = min(fitting, key=lambda piece: (piece[1], piece[0]))
                     free.remove((start, length))
                     if length > need:
@@ -559,6 +571,7 @@ def order_of(value: Value) -> list[int]:
     """Return the axes of a value from the outermost to the innermost, as most of what it is made of lies."""
     axes = range(len(value.shape))
     for leaf in value.leaves:
+        # A leaf that is broadcast along an axis does not tell where that axis lies best.
         if leaf.buffer and all(leaf.strides[a] != 0 for a in axes if value.shape[a] != 1):
             wide = [a for a in by_strides(leaf.strides) if value.shape[a] != 1]
             return [*(a for a in axes if value.shape[a] == 1), *wide]
@@ -602,6 +615,7 @@ class Nest:
         k = 0
         while merge and k + 1 < end:
             a, b = loop[k], loop[k + 1]
+            # A step of the outer axis is a whole run of the inner one, in every leaf.
             if marks[a] == marks[b] and all(
                 leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves
             ):
@@ -609,6 +623,7 @@ class Nest:
                 names[a] = "0"
                 loop.pop(k)
                 end -= 1
+                # The joined axis may now join with the one before it.
                 k = max(0, k - 1)
             else:
                 k += 1
@@ -651,6 +666,8 @@ class Nest:
         """
         axis = self._inner[-1]
         name, size = self.names[axis], self.sizes[axis]
+        # Without columns a part is spread over the lanes of a vector, each of which adds fewer
+        # numbers.
         part = _PART if width else 8 * _PART
         if width:
             starts = " ".join(f"T part{k}[{width}] = {{}};" for k in range(number))

@@ -143,6 +143,8 @@ class Lowering:
         try:
             result = self._result(node)
         except NotTraceableError:
+            # An operation that is not known does no harm where the record has its results as
+            # constants.
             if not all(ref is None or ref.number in self.trace.constants for ref in node.outs):
                 raise
             result = [
@@ -158,6 +160,7 @@ class Lowering:
                 self.values[ref] = None
                 continue
             shape = self.trace.kinds[ref.number].shape
+            # A result that has less than the recorded shape would be read beyond its memory.
             if [evaluate_size(size, MANY) for size in value.shape] != [
                 evaluate_size(size, MANY) for size in shape
             ]:
@@ -177,6 +180,7 @@ class Lowering:
         handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
         if handler is not None:
             try:
+                # An option that the handler does not take must not be passed over.
                 inspect.signature(handler).bind(*args, **kwargs)
             except TypeError:
                 raise NotTraceableError(
@@ -223,6 +227,7 @@ class Lowering:
     def _constant(self, tensor: torch.Tensor) -> Value:
         if tensor.numel() == 1:
             return self._filled(tensor.shape, tensor.item(), tensor.dtype)
+        # Its numbers are written out in the text of the program.
         if tensor.numel() > 1 << 16:
             raise NotTraceableError(
                 "it holds a large tensor that is neither a parameter nor a buffer of numbers"
@@ -295,6 +300,7 @@ class Lowering:
         alpha: Number = 1,
         rounding_mode: Any = None,
     ) -> Value:
+        # PyTorch takes alpha by position as well.
         if rest:
             alpha = rest[0]
         if rounding_mode is not None:
@@ -337,6 +343,7 @@ class Lowering:
         min: Any = None,
         max: Any = None,
     ) -> Value:
+        # No comparison is true of a NaN, which so passes through, as in PyTorch.
         low, high = low if low is not None else min, high if high is not None else max
         if low is not None:
             x = self._map(lambda p, q: f"chosen({p} < {q}, {q}, {p})", x, low)
@@ -359,6 +366,8 @@ class Lowering:
         )
 
     def _op_maximum(self, a: Value, b: Value) -> Value:
+        # A NaN on either side is the result: of the left one by the test, of the right one as no
+        # comparison with it is true.
         return self._map(lambda p, q: f"chosen({p} > {q} || {p} != {p}, {p}, {q})", a, b)
 
     def _op_minimum(self, a: Value, b: Value) -> Value:
@@ -443,6 +452,7 @@ class Lowering:
     def _op_remainder(self, a: Operand, b: Operand) -> Value:
         if self._kind.dtype.is_floating_point:
             return self._map(lambda p, q: f"({p} - std::floor({p} / {q}) * {q})", a, b, cost=6)
+        # The result has the sign of the divisor; the % of C++ has that of the dividend.
         return self._map(lambda p, q: f"((({p} % {q}) + {q}) % {q})", a, b, cost=6)
 
     def _op_mse_loss(self, a: Value, b: Value, reduction: int = 1) -> Value:
@@ -531,6 +541,7 @@ class Lowering:
         )
         return combine(make, [x], self._kind.dtype, 1, x.shape)
 
+    # A value is never changed, so that it is its own copy.
     def _op_clone(self, x: Value, **_options: Any) -> Value:
         return x
 
@@ -555,6 +566,7 @@ class Lowering:
     def _op_zeros(self, *_args: Any, **_options: Any) -> Value:
         return self._like(0)
 
+    # Memory that PyTorch leaves undefined is zero here.
     _op_zeros_like = _op_new_zeros = _op_empty = _op_empty_like = _op_new_empty = (
         _op_empty_strided
     ) = _op_new_empty_strided = _op_zeros
@@ -659,6 +671,7 @@ class Lowering:
         self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1
     ) -> Value:
         axis %= len(x.shape)
+        # The recorded shape has the length, so the end of the slice is not needed.
         return self._sliced(
             x, axis, _first_place(start, x.shape[axis]), self._kind.shape[axis], step
         )
@@ -761,6 +774,7 @@ class Lowering:
         base: Sequence[Size],
     ) -> Value:
         _flat, axes = self._storage(x, base)
+        # With an order, `store` makes a copy in any case, so that other readers keep the old value.
         copy = self.program.store(x, axes)
         target = Leaf(copy.memory.buffer, copy.memory.offset + offset, tuple(strides))
         self.program.assign(target, value)
@@ -769,6 +783,7 @@ class Lowering:
     # ------------------------------------------------------------------ joining, padding, picking
 
     def _op_cat(self, values: Sequence[Value], axis: int = 0) -> Value:
+        # PyTorch joins empty vectors with tensors of any rank.
         values = [v for v in values if v.shape != (0,)]
         axis %= len(self._kind.shape)
         target = self._target(self._kind.shape, self._kind.dtype)
@@ -835,6 +850,7 @@ class Lowering:
         return x
 
     def _op_constant_pad_nd(self, x: Value, pads: Sequence[int], value: Number = 0) -> Value:
+        # Negative padding cuts off. Pads come in pairs, from the last axis on.
         if any(p < 0 for p in pads):
             for k in range(len(pads) // 2):
                 axis = len(x.shape) - 1 - k
@@ -860,6 +876,7 @@ class Lowering:
         missing = len(counts) - len(x.shape)
         for _ in range(missing):
             x = self._op_unsqueeze(x, 0)
+        # Each axis becomes two, copies x size, of which the first is read with stride 0.
         mixed: list[Size] = []
         for count, size in zip(counts, x.shape, strict=True):
             mixed += [count, size]
@@ -881,6 +898,8 @@ class Lowering:
 
         def make(parts: Sequence[str]) -> str:
             place = index.make(parts[1 : 1 + count])
+            # The part is the entry at place 0 of the axis: the wanted one is some strides behind
+            # it. `inside` keeps a wrong index within the array.
             return f"(&{parts[0]})[inside({place}, {size}) * {stride}]"
 
         return Value(
@@ -905,6 +924,7 @@ class Lowering:
     @staticmethod
     def _only_index(x: Value, indices: Sequence[Value | None]) -> tuple[int, Value]:
         """Return the one axis that is indexed, and its places; those before 0 are counted from the end."""
+        # A mask would make a shape that depends on data.
         given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
         if len(given) != 1 or given[0][1].dtype == torch.bool:
             raise NotTraceableError("indexing with several tensors, or with a mask")
@@ -1032,6 +1052,7 @@ class Lowering:
         axis %= len(x.shape)
         rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
         # an elementwise choice
+        # One place of each row gets a constant.
         if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):
             text = "chosen({1} == {0}, {3}, {2})"
             return self._map(text.format, _places(x.shape, axis), expand(index, x.shape), x, source)
@@ -1060,6 +1081,7 @@ class Lowering:
         if x.dtype.is_floating_point:
             return self._reduce(x, axes, keepdim, "sum")
         # small integers, so without rounding
+        # Sums are made in the type of the model alone.
         numbers = combine(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)
         return combine(
             lambda a: f"int64_t({a})",
@@ -1124,6 +1146,7 @@ class Lowering:
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
         count = product([x.shape[a] for a in axes])
+        # In two passes: the mean square less the squared mean would cancel digits.
         mean = self._computed(
             lambda a: f"({a} / T({count}))", self.program.reduce([x], axes, "sum")[0]
         )
@@ -1179,6 +1202,7 @@ class Lowering:
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
         x = self.program.store(x)
+        # Without its peak taken off, a power could overflow.
         top = self.program.reduce([x], [axis], "peak")[0]
         powers = self.program.store(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
         total = self._computed(
@@ -1189,6 +1213,8 @@ class Lowering:
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
         axis %= len(x.shape)
         x = self.program.store(x)
+        # A row of -inf alone, as a mask makes it, has powers and a total of 0, and so becomes
+        # zeros.
         top = self.program.reduce([x], [axis], "peak")[0]
         powers = self._pointwise(
             lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top
@@ -1236,6 +1262,7 @@ class Lowering:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
         x = self.program.store(x)
+        # An ignored class may be no place at all: place 0 is read instead, and its value dropped.
         known = self._condition(lambda t: f"({t} == {ignore})", y)
         safe = combine(
             lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape
@@ -1334,6 +1361,7 @@ class Lowering:
     def _normalized(
         self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None
     ) -> Value:
+        # One factor of each channel instead of two products of each entry.
         if weight is not None and weight.shape == scale.shape:
             scale, weight = (
                 self.program.store(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)),
@@ -1400,6 +1428,8 @@ class Lowering:
             plain, moved = self.program.reduce(
                 [self._pointwise(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
             )
+        # With r = 1 / standard deviation and d = x - mean, the result is
+        # (g - mean(g) - d r^2 mean(g d)) r weight: `level` is mean(g), `slope` is r^2 mean(g d).
         along = self.program.store(self._pointwise(lambda s, q: f"({s} * {q})", scale, moved))
         slope = self.program.store(
             self._pointwise(lambda s, q: f"({s} * {q} / T({count}))", scale, along)
@@ -1503,6 +1533,7 @@ class Lowering:
         if weight is not None:
             weights = self._shaped(weight, weights.shape)
         own = [self._pointwise(lambda s, w: f"({s} * {w})", v, weights) for v in (plain, moved)]
+        # As in `_normal_back`, with the weight of each channel inside the sums of a group.
         level, slope = self.program.reduce(own, [2], "sum")  # of each group
         count = xp.shape[2] * xp.shape[3]
         level = self._of_channels(self._pointwise(lambda s: f"({s} / T({count}))", level), xp)
@@ -1565,18 +1596,22 @@ class Lowering:
         if isinstance(n, Dim):
             if isinstance(m, Dim):
                 raise NotTraceableError("it compares every sample of a batch with every other")
+            # The number of columns is a constant of the kernel: samples have to be rows.
             turned = self._product(self._turned(b), self._turned(a))
             return self._turned(turned)
         rows = evaluate_size(m, self.samples)
         last = len(a.shape) - 1
         a = self._matrix(a, last if isinstance(k, int) else last - 1)
         sm, sk = a.memory.strides[-2:]
+        # The stride of a single row or column is never used; with 0, equal products share a kernel.
         sm, sk = (0 if m == 1 else sm), (0 if k == 1 else sk)
         if b.leaf is None:
             b = self.program.make_contiguous(b)
         bk, bn = b.memory.strides[-2:]
         c = self._target((*a.shape[:-1], n), self.dtype)
         self.program.buffers[c.memory.buffer].size = product(c.shape)
+        # The kernels read columns of b side by side; otherwise there are dot products, for a few
+        # rows of long sums, or a packed copy.
         direct = bn == 1 or n == 1
         along = (
             (bk == 1 or k == 1)
@@ -1593,6 +1628,7 @@ class Lowering:
             if not direct:
                 b = self._packed(b)
                 bk = b.memory.strides[-2]
+            # Strides of a are constants of the kernel, sizes but n are not.
             call = f"product<{n}, {sm}, {sk}>({m}, {k}, {{a}}, {{b}}, {bk}, {{c}}, MORE)"
         self._call(call, a, b, c)
         return c
@@ -1607,6 +1643,7 @@ class Lowering:
         if key not in self._made:
             k, n = b.shape[-2:]
             assert isinstance(n, int)
+            # 16 numbers of 4 bytes are the longest vector.
             wide = (n + 15) // 16 * 16
             many = product(b.shape[:-2])
             packed = self._target((*b.shape[:-2], k, wide), self.dtype)
@@ -1630,6 +1667,8 @@ class Lowering:
         la, lb, lc = a.memory, b.memory, c.memory
         if len(c.shape) == 2:
             places = {"a": la.pointer, "b": lb.pointer, "c": lc.buffer}
+            # A single product can add to a gradient that is there already; one of many pairs
+            # cannot.
             self.more[lc.buffer] = "MORE"
             self.program.emit(
                 call.format(**places).replace("MORE", f"MORE_{lc.buffer}") + ";",

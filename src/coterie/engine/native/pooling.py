@@ -96,19 +96,25 @@ def pool_before_activations(trace: Trace) -> Trace:
         assert result is not None
         slope = None
         if back is None:
+            # Without a backward pass nothing else may read the activation, which is gone
+            # afterwards.
             if others:
                 continue
         else:
+            # Backward, the pooling's gradient must be read by the activation's alone.
             inner = graph.readers(back.outs[0])
             if inner is None or len(inner) != 1:
                 continue
             slope = inner[0]
+            # The gradient of relu reads its result, that of leaky_relu its input.
             saved = activated if activation.name == "relu" else graph.root(source)
             known = slope.name == _ACTIVATIONS[activation.name]
             if not known or graph.root(slope.args[1]) != saved or others not in ([], [slope]):
                 continue
+            # It reads the result where the activation was computed in place: not known here.
             if activation.name == "leaky_relu" and slope.args[-1]:
                 continue
+        # Forward, the pooling reads what the activation read, and the activation what is pooled.
         pooled = new_ref(kinds[result.number])
         outs = (pooled, *pool.outs[1:])
         replaced[id(activation)] = []
@@ -118,6 +124,8 @@ def pool_before_activations(trace: Trace) -> Trace:
             replace(activation, args=(pooled, *activation.args[1:]), outs=(result,)),
         ]
         if back is not None and slope is not None:
+            # Backward in the opposite order: the slope of what was pooled, then its places in the
+            # input.
             inside = new_ref(kinds[result.number])
             saved = result if activation.name == "relu" else pooled
             args = (back.args[0], saved, *slope.args[2:])
@@ -150,6 +158,7 @@ def join_convolutions_with_pooling(trace: Trace) -> Trace:
             continue
         source = graph.root(pool.args[0])
         conv, found = graph.maker(source), graph.pooling_backward(pool, source)
+        # The whole result of the convolution is never stored, so nothing else may read it.
         if conv is None or conv.name != "convolution" or found is None or found[1]:
             continue
         back = found[0]

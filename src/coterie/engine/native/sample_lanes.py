@@ -129,6 +129,8 @@ class SampleLowering(ImageLowering):
     def _convolved_back(
         self, g: Value, x: Value, w: Value, conv: _Convolution, mask: Sequence[bool]
     ) -> list[Value | None]:
+        # Zeros on both sides of each row of the gradient, so that a turned kernel slides over it
+        # without conditions at the edges.
         left = conv.kw - 1 - conv.padding[1] if mask[0] else 0
         if left:
             framed = self._in_frame(g.shape, self.dtype, SAMPLES, conv.o, (0, left), (0, left))
@@ -151,6 +153,8 @@ class SampleLowering(ImageLowering):
         height, width = conv.ho // high, conv.wo // wide
         pooled = _grid(conv.o, height, width, width)
         gb = self._bias_gradient(g, conv) if mask[2] else None
+        # A first layer needs the gradient of its weights alone, which takes pooled gradients with
+        # their places as they are.
         if not mask[0]:
             gw = None
             if mask[1]:
@@ -208,6 +212,7 @@ class SampleLowering(ImageLowering):
         images = self._padded(x, SAMPLES, conv.c, conv.padding, conv.padding)
         gw = self._target(w.shape, self.dtype)
         name = _name(gw)
+        # The kernel can add to the gradient of earlier pieces of the batch.
         self.more[name] = "MORE"
         reads = [_buffer(part) for part in (images, *grads.split(", "))]
         self.program.emit(
@@ -237,6 +242,7 @@ class SampleLowering(ImageLowering):
         if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
             return x
         x = x if x.leaf is not None else self.program.store(x)
+        # Only a matrix whose samples lie side by side is turned over.
         if x.memory.strides != (1, x.shape[0]):
             return x
         key = ("rows", x)

@@ -23,6 +23,7 @@ def is_simple(name: str, args: Sequence[Any]) -> bool:
         args: its arguments, of which the tensors do not matter.
     """
     if name == "convolution":
+        # Behind the input, the weights and the bias.
         stride, _padding, dilation, transposed, _output_padding, groups = args[3:9]
         return {*stride, *dilation, groups} == {1} and not transposed
     if name == "max_pool2d_with_indices":
@@ -36,6 +37,7 @@ def separate_windows(options: Sequence[Any]) -> tuple[int, int] | None:
     Args:
         options: of the pooling, from the size of its windows on.
     """
+    # Options at the end may be left out.
     stride, padding, dilation, ceil = (*options[1:], *[None] * 4)[:4]
     high, wide = options[0][0], options[0][-1]
     if stride and (stride[0], stride[-1]) != (high, wide):

@@ -27,6 +27,7 @@ def join_products(trace: Trace) -> Trace:
     def factors(ref: Ref, turned: bool) -> list[tuple[Ref, Ref, bool]] | None:
         """Return the factors of a sum that is used once, each with whether their product is turned; None for others."""
         node = makers.get(ref)
+        # A value that is read elsewhere too must stay as it is.
         if node is None or uses[ref] != 1:
             return None
         if node.name == "mm":
@@ -46,6 +47,7 @@ def join_products(trace: Trace) -> Trace:
         kinds[ref.number] = ArrayKind(shape, kinds[like.number].dtype)
         return ref
 
+    # From the end: a whole sum is met before the sums that are part of it.
     for node in reversed(trace.nodes):
         if id(node) in gone or not _plain_sum(node):
             continue
@@ -59,6 +61,7 @@ def join_products(trace: Trace) -> Trace:
         nodes: list[Operation] = []
         columns, rows = [], []
         for a, b, turned in pairs:
+            # The transpose of a product is that of its factors in the other order.
             left, right = (b, a) if turned else (a, b)
             for ref, flip, into in ((left, not turned, columns), (right, turned, rows)):
                 # a left factor lies with its columns below each other, so that they are joined like

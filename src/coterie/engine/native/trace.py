@@ -73,6 +73,7 @@ class Dim:
     def __floordiv__(self, other: "Dim | int") -> "Dim | int":
         if isinstance(other, Dim):
             if (
+                # Both are multiples of the same function of n.
                 self.start * other.slope == self.slope * other.start
                 and self.slope % other.slope == 0
             ):
@@ -235,6 +236,7 @@ class _Recorder(TorchDispatchMode):
         """Return the value of a tensor, taken anew from what was written to its memory since."""
         if id(tensor) not in self._tracked:
             ref = self._new(tensor)
+            # No recorded operation has made it, so the module holds it.
             self.trace.constants[ref.number] = tensor.detach().clone()
         known = self._tracked[id(tensor)]
         if known.version != known.group.version:
@@ -284,6 +286,7 @@ class _Recorder(TorchDispatchMode):
         """Run one operation and record it."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        # A program draws from the keys of clients; a module's own draws would be frozen into it.
         if name in _RANDOM:
             raise NotTraceableError(f"it draws random numbers of its own ({name})")
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
@@ -300,6 +303,7 @@ class _Recorder(TorchDispatchMode):
             and args
             and any(isinstance(a, Tensor) for a in args)
         ):
+            # A decomposition runs under the recorder, which sees its parts.
             simpler = None if func in self._within else _decomposition(func)
             if simpler is not None:
                 self._within.append(func)
@@ -307,6 +311,8 @@ class _Recorder(TorchDispatchMode):
                     out = simpler(*args, **kwargs)
                 self._within.pop()
                 return out
+        # PyTorch counts the offset from the start of the storage, a record from the tensor; the
+        # strides of the tensor say how it lies.
         if name == "as_strided":
             offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
             taken = (
@@ -317,6 +323,7 @@ class _Recorder(TorchDispatchMode):
                 [*args[0].stride()],
             )
         out = func(*args, **kwargs)
+        # The operation has returned its argument: there is nothing new to follow.
         if isinstance(out, Tensor) and any(out is a for a in args):
             return out
         outs = out if isinstance(out, list | tuple) else (out,)
@@ -391,7 +398,9 @@ class _TracedBatchNorm(nn.Module):
         if self.running_mean is not None:
             places = x.numel() // x.shape[1]
             self.num_batches_tracked = self.num_batches_tracked + 1
+            # Without a momentum PyTorch keeps the mean over all batches.
             rate = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            # scale is 1 / sqrt(variance + eps). Running statistics take the unbiased variance.
             variance = (scale.detach() ** -2 - self.eps) * (places / (places - 1))
             self.running_mean = self.running_mean + rate * (mean.detach() - self.running_mean)
             self.running_var = self.running_var + rate * (variance - self.running_var)
@@ -468,6 +477,7 @@ def _train_once(
 ) -> Trace:
     """Record losses, gradients and the new untrained state of a step; the last input is the weight of each loss."""
     named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
+    # The recorder knows a tensor by its identity, so each input is a tensor of its own.
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
     state = [s.name for s in layout.slots if s.stop > layout.trainable]
@@ -485,6 +495,7 @@ def _train_once(
     with torch.enable_grad(), _Recorder(inputs, layer, known) as recorder:
         tensors |= values | frozen
         losses = objective(functional_call(module, tensors, (x,)).to(layout.dtype), y)
+        # A parameter that the loss does not depend on has None.
         grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
         trace = recorder.trace
         trace.outputs = [
@@ -536,9 +547,11 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if first - slope * one == second - slope * two:
             return Dim(slope, first - slope * one)
     if isinstance(first, float) and isinstance(second, float) and first and second:
+        # The factor of a mean, c / n.
         if abs(first * one - second * two) <= 1e-9 * abs(first * one):
             return Ratio(value=first * one)
         if first != 1 and second != 1:
+            # Bessel's correction m / (m - 1), of m = places * n numbers.
             places = round(first / (first - 1) / one)
             if all(
                 abs(value - places * n / (places * n - 1)) < 1e-12
@@ -571,8 +584,10 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
             number in second.constants
             and second.constants[number].shape == joined.constants[number].shape
         )
+        # A constant that differs between the records depends on the number of samples.
         if not same or not torch.equal(joined.constants[number], second.constants[number]):
             del joined.constants[number]
+    # Operations that no result needs are left out, from the end on.
     needed = {ref for ref in joined.outputs if ref is not None}
     kept = []
     for node in reversed(joined.nodes):
@@ -602,6 +617,7 @@ def _layer_of(module: nn.Module) -> Iterator[Callable[[], str]]:
             part.register_forward_pre_hook(lambda _module, _args, path=path: trail.append(path))
         )
         handles.append(
+            # What a hook returns would replace the output; `__delitem__` returns None.
             part.register_forward_hook(lambda _module, _args, _out: trail.__delitem__(-1))
         )
     try:
@@ -670,6 +686,7 @@ def record(
                 train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable
             ]
             together = state != before or _together(layout, module, objective, x, y)
+    # PyTorch raises it for what cannot run under the modes of the record.
     except RuntimeError as error:
         raise NotTraceableError(str(error).strip().splitlines()[0]) from error
     return Traces(train, judge, together)
@@ -683,6 +700,7 @@ def _together(
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
     losses = []
     for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):
+        # The two samples keep their places, 1 and 2; those around them change.
         batch = torch.cat([others, x[:1], x[-1:], others])
         targets = torch.cat([y[:1], y[:1], y[-1:], y[:1]])
         with torch.no_grad():

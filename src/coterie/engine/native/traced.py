@@ -36,6 +36,8 @@ from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.engine.native.trace import evaluate_size as size_at
 from coterie.models.layout import Layout, Slot
 
+# Places in the arena hold several types in turn; selects and sums of vectors ignore traps and the
+# sign of zero; keys wrap; VECTORIZE is an OpenMP pragma.
 _FLAGS = (
     "-fno-strict-aliasing",
     "-fno-trapping-math",
@@ -112,6 +114,7 @@ class _Function:
         self.lowering = lowering(self.program, trace, LANES if across else _TYPICAL, layout.dtype)
         self.inputs = [name for name in layout.inputs if name not in layout.keys]
         kinds = trace.kinds
+        # In the order of the inputs of `trace._train_once` and `_judge_once`.
         values: list[Value] = []
         for slot in layout.slots:
             values.append(
@@ -131,6 +134,8 @@ class _Function:
             kind = kinds[ref.number]
             axes = range(len(kind.shape))
             order = [*axes[1:], 0] if across and buffer == "x" else axes
+            # One weight serves all samples of a piece; across the vector each has its own, 0 for
+            # copies.
             strides = [0] if buffer == "weight" and not across else dense_strides(kind.shape, order)
             values.append(in_memory(buffer, kind.shape, strides, kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
@@ -160,6 +165,8 @@ class _Function:
             if buffer in self.lowering.inner and self._is_only_written(buffer):
                 self._write_inner(slot, buffer)
                 continue
+            # A kernel may write into the gradient itself if nothing else reads its result, which
+            # lies as the slot does.
             readers = [
                 s for s in self.program.statements if buffer in s.reads and buffer not in s.writes
             ]
@@ -191,6 +198,7 @@ class _Function:
         if len(shape) < len(inner.shape):  # over a sequence: images of one row
             shape = (*shape[:2], 1, *shape[2:])
         strides = dense_strides(shape)
+        # The cut is the same on both sides.
         for size, all_, stride in zip(inner.shape, shape, strides, strict=True):
             start += (all_ - size_at(size, 1)) // 2 * stride
         self.program.emit(
@@ -208,6 +216,7 @@ class _Function:
             for s, r in zip(slots, results, strict=True)
             if r is not None and not _is_there(r, s.start)
         ]
+        # All are copied before one is written, since an expression may read what another replaces.
         results = [self.program.store(result, range(len(result.shape))) for _, result in pairs]
         for (slot, _), result in zip(pairs, results, strict=True):
             self.program.assign(Leaf("row", slot.start, tuple(dense_strides(slot.shape))), result)
@@ -307,6 +316,7 @@ class TracedProgram:
         for name in ("train", "measure"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
+        # What samples were converted to lives as long as they do.
         self._stored: weakref.WeakKeyDictionary[RawSamples, StoredSamples] = (
             weakref.WeakKeyDictionary()
         )
@@ -343,6 +353,7 @@ class TracedProgram:
         )
         width = features[-1] if len(features) > 1 else 1
         driver = (here / "steps.h").read_text()
+        # The generated functions take a Batch, so its declaration goes before them.
         start = driver.index("struct Batch {")
         stop = driver.index("};", start) + len("};\n")
         head = [
@@ -428,11 +439,14 @@ class TracedProgram:
         draws, fill = None, None
         if work.augment is not None:
             draws, fill = to_int64(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+        # Tensors whose names begin with an underscore own memory that the job points to, and have
+        # to live until the call returns.
         inputs, _values = self._values(work.inputs, *work.batch_sizes.shape)
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
         noise, _draws = convert_noise(work.noise)
         rule, _rates = convert_optimizer(work)
+        # Samples that need each other are computed in one call, however many they are.
         samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
         where, size = self._train.memory(max(1, samples))
         augment = CropFlipJob(
@@ -457,6 +471,7 @@ class TracedProgram:
         """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = make_rows_contiguous(table)
+        # See `train`: the tensors must outlive the call.
         given, _values = self._values(inputs, len(table))
         places, count, models, sets = (
             to_int64(t) for t in (pairs.sample_indices, pairs.set_sizes, pairs.models, pairs.sets)
