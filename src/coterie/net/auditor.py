@@ -284,7 +284,7 @@ class _LogReader:
             take(found)
         elif "peer" in found:
             refused = self.report.traffic_with(found["peer"]).refused
-            # Any event about a peer is a refusal, except its coming and going.
+            # Any other event about a peer is a refusal.
             if event not in ("peer_up", "peer_down", "catch_up"):
                 refused[str(found.get("code", found.get("reason", event)))] += found.get("times", 1)
 

@@ -399,10 +399,9 @@ class RemoteExchange:
                 tensors = {**row, "params": models[client][: len(row["params"])]}
                 # From the next round on: the message of this round is published already.
                 at = Address(self._rng.round + 1, number, client)
+                # `tensors` as a default binds this row; the loop goes on to others.
                 self.post.transport.publish_standing(
-                    # `tensors` as a default binds this row; the loop goes on to others.
-                    at,
-                    lambda address, tensors=tensors: self.post.seal(tensors, address),
+                    at, lambda address, tensors=tensors: self.post.seal(tensors, address)
                 )
 
     def skip_round(self, exchanges: int) -> None:
@@ -444,8 +443,8 @@ def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
 
 
 def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:
-    # In ascending order, so that a reader finds the row of an entry by its place.
     """The part of a server's answer for one client: each row of the table once, in order."""
+    # In ascending order, so that a reader finds the row of an entry by its place.
     used = torch.unique(reply.index[row])
     fields = {f"field.{name}": value[used] for name, value in reply.fields.items()}
     return {"table": reply.table[used], "index": reply.index[row].contiguous(), **fields}

@@ -193,10 +193,9 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             post.seal(tensors, at)
         except Refused:
             return False
+        # `tensors` as a default binds this message; the loop goes on to others.
         post.transport.publish_standing(
-            # `tensors` as a default binds this message; the loop goes on to others.
-            at,
-            lambda address, tensors=tensors: post.seal(tensors, address),
+            at, lambda address, tensors=tensors: post.seal(tensors, address)
         )
     return True
 

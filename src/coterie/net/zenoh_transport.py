@@ -301,11 +301,9 @@ class ZenohTransport:
         self._questions = self._session.declare_queryable(
             f"{self._base}/{self.name}/**", zenoh.handlers.FifoChannel(room)
         )
+        # history: tokens that are there already count too.
         self._tokens = self._session.liveliness().declare_subscriber(
-            f"{self._base}/*/alive",
-            zenoh.handlers.FifoChannel(room),
-            history=True,
-            # history: tokens that are there already count too.
+            f"{self._base}/*/alive", zenoh.handlers.FifoChannel(room), history=True
         )
         self._threads = [
             threading.Thread(target=self._listen, name="coterie-listen"),

@@ -40,6 +40,7 @@ from coterie.studies.definition import (
 DEFAULT_STUDY = "rotated-digits"
 _MAX_SEEDS = 10_000  # a larger "number of seeds" is more likely meant to be one seed
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# These two are tables of a study file: [local] and [stopping].
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
 _FREE = tuple(
     f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings")
@@ -90,9 +91,11 @@ def parse_study(
     content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True
 ) -> StudyConfig:
     """Check the table of a study file and return the study; see `parse_study_text`."""
+    # A copy: the caller's table stays as it is.
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
         apply_assignment(content, assignment)
+    # After the assignments, which may change or name methods.
     if "use_methods" in content:
         _extend_study(content, {"use_methods": content.pop("use_methods")})
     _join_extra_metrics(content)
@@ -188,6 +191,7 @@ def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, A
         "stopping": {} if patience is None else {"patience": patience},
         "methods": [_make_method_table(entry, study.settings, decided) for entry in study.methods],
     }
+    # Empty tables and texts are the defaults.
     return {key: value for key, value in sections.items() if value not in ({}, "")}
 
 
@@ -223,9 +227,11 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     # Set or not, the optimizer's default is the same value.
     if not study.settings.local.custom_optimizer:
         content["local"]["weight_decay"] = study.settings.local.optimizer_arguments["weight_decay"]
+    # Where a method comes from does not change what it computes.
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
+    # Sorted: the hash must not depend on the order of keys.
     return dict(sorted(_iterate_leaves("", content)))
 
 
@@ -279,6 +285,7 @@ def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     content = _parse_text(text, str(file), Path(str(file)).parent, (*readers, here))
+    # What this file extends is resolved already, from its own folder.
     _resolve_data_paths(content.get("data"), here.parent)
     return content
 
@@ -322,6 +329,7 @@ def _parse_text(
             "the name of a study or the path of a file, as text",
         )
         base = _load_file(_find_study(source, find_builtin_studies(bases=True), folder)[1], readers)
+        # A study has a name of its own, or that of its file.
         base.pop("name", None)
         _extend_study(base, content)
     except ConfigError as error:
@@ -350,6 +358,7 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
         _merge_methods(merged, methods)
     else:
         _require_methods(methods)
+        # Labels are folders, and some file systems ignore case.
         there = {fold_name(_entry_label(entry)): entry for entry in merged}
         for entry in methods:
             label = _entry_label(entry)
@@ -395,6 +404,7 @@ def _unset_path(content: dict[str, Any], parts: Sequence[str], path: str) -> Non
         if not key:
             content["methods"] = [entry for entry in inner if entry not in found]
         else:
+            # The methods that have the key; where none has it, the first one gives the error.
             for entry in [entry for entry in found if key[0] in entry] or found[:1]:
                 _unset_path(entry, key, path)
     else:
@@ -476,6 +486,7 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     head = tables.parse_settings(
         _MethodHead, {key: entry[key] for key in _HEAD_KEYS if key in entry}, where
     )
+    # Reading results imports nothing: None stands for a method that is not built in.
     kind = registry.find_method(head.kind, head.package) if to_run else METHODS.get(head.kind)
     label = normalize_name(
         head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
@@ -492,6 +503,8 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     def select_keys(keys: set[str]) -> dict[str, Any]:
         return {key: value for key, value in entry.items() if key in keys}
 
+    # Later ones win: the study's settings, then keys of the method's table, then its `local`
+    # table.
     given = {**_field_values(settings.local), **select_keys(local), **_get_section(entry, "local")}
     trained = tables.parse_settings(LocalTraining, given, where)
     settings = tables.parse_settings(
@@ -546,12 +559,14 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
             for name, value in _field_values(mine).items()
             if value != getattr(theirs, name)
         }
+        # TOML has no null; this text stands for it.
         return {name: tables.NONE if value is None else value for name, value in differs.items()}
 
     local, run = (
         find_changes(entry.settings.local, study.local),
         find_changes(entry.settings, study),
     )
+    # A method's field of the same name has the key, so the setting goes under `local`.
     hidden = {name: value for name, value in local.items() if name in own}
     said = {
         name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}
@@ -566,6 +581,7 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
     if decided:
         method = registry.with_published_options(method)
     own_said = tables.to_plain(method, decided=decided)
+    # `head` comes first for the order of keys, and again so that no field replaces it.
     return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
 
 
@@ -596,6 +612,7 @@ def apply_assignment(content: dict[str, Any], assignment: str) -> None:
             part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False)
             for part in bare.split(".")
         )
+    # As it is; with the value as text; with a quoted path; with both.
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
             nested = tomllib.loads(line)

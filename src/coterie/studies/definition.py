@@ -34,6 +34,7 @@ def normalize_name(name: str) -> str:
 
 def fold_name(name: str) -> str:
     """Return a name without case, since some file systems ignore case."""
+    # Folding the case can undo the composed form, so that is made again.
     return normalize_name(normalize_name(name).casefold())
 
 
@@ -55,6 +56,7 @@ def match_methods(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
         >>> [match_methods(name, methods) for name in ("FedGWC", "fedgwc", "Fedgwc", "local")]
         [[0], [0, 1], [0], []]
     """
+    # Exact names win over folded ones, and labels over kinds.
     for read in (normalize_name, fold_name):
         for names in zip(*methods, strict=True):
             found = [place for place, own in enumerate(names) if read(own) == read(name)]
@@ -71,6 +73,7 @@ def is_label(name: str) -> bool:
         >>> [name for name in names if is_label(name)]
         ['DAC, τ=30', 'Größe 2']
     """
+    # Major categories of Unicode: L for letters, M for marks, N for numbers.
     kinds = [unicodedata.category(sign)[0] for sign in name]
     fits = all(kind in "LMN" or sign in " ._+=,()-" for kind, sign in zip(kinds, name, strict=True))
     ends = bool(name) and kinds[0] in "LN" and name[-1] not in ". "
@@ -200,11 +203,13 @@ class StudyConfig(Configurable):
             return entry
 
         def scale_rounds(value: Any) -> dict[str, int]:
+            # A field counts rounds if that is a word of its name.
             counts = {
                 f.name: getattr(value, f.name)
                 for f in fields(value)
                 if "rounds" in f.name.split("_")
             }
+            # None and 0 stay as they are; every other number remains at least 1.
             return {
                 name: max(1, round(n * self.scale))
                 for name, n in counts.items()

@@ -59,13 +59,16 @@ def _count_labels(federation: Federation) -> tuple[list[str], Tensor]:
     """Column names, and training samples per client and column."""
     train = federation.split == TRAIN
     if federation.classes:
+        # Samples of other splits go to an additional last column, which is cut off below.
         columns = torch.where(train, federation.y.long(), federation.classes)
         width = federation.classes
         names = list(federation.class_names) or [str(label) for label in range(width)]
     else:
+        # Of a target with several numbers, the first.
         target = federation.y.double().reshape(*federation.y.shape[:2], -1)[..., 0]
         values = target[train].numpy()
         edges = np.histogram_bin_edges(values, bins=NUM_BINS)
+        # The inner edges only: the smallest and the largest value belong to the outer bins.
         place = np.clip(np.digitize(target.numpy(), edges[1:-1]), 0, NUM_BINS - 1)
         columns = torch.where(train, torch.from_numpy(place), NUM_BINS)
         width = NUM_BINS
@@ -102,7 +105,9 @@ def _add_noise(image: Tensor, noise: float, place: int, federation: Federation) 
     deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(
         -1, *(1 for _ in image.shape[1:])
     )
+    # A draw that depends on the place alone: a description must not change between calls.
     normal = draw_gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
+    # Noise is added to normalized inputs: its unit is a channel's deviation, of 255 in bytes.
     return (image + 255 * deviation * noise * normal).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -129,9 +134,11 @@ def _encode_png(image: Tensor) -> str:
     values = image.float()
     if image.dtype != torch.uint8:
         low, high = float(values.min()), float(values.max())
+        # A constant image has no range to stretch.
         values = (values - low) * (255 / (high - low or 1.0))
     pixels = values.round().clamp(0, 255).to(torch.uint8).numpy()
     if pixels.ndim == 3:
+        # PIL expects the channels last.
         pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     picture = Image.fromarray(pixels)
     picture.thumbnail((MAX_SIDE, MAX_SIDE))

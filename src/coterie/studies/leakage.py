@@ -34,6 +34,7 @@ from coterie.studies.definition import MethodConfig, StudyConfig
 
 FALSE_POSITIVES = 0.01
 _DRAWS = 200  # of the bootstrap
+# The mark of padding in `split`: such a sample is in no part of the run.
 _HELD_OUT = -1
 
 
@@ -93,6 +94,7 @@ def draw_halves(
         )
     member = torch.zeros(runs, *train.shape, dtype=torch.bool)
     for row, client in enumerate(federation.ids.tolist()):
+        # A stream for each client, so that its halves do not depend on who else is there.
         places, stream = (
             train[row].nonzero().flatten(),
             rng.generator("leakage.draw_halves", client),
@@ -165,8 +167,10 @@ def _attack_method(
             (federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT
         )
         ear = OverheardExchange(federation.ids, federation.population)
+        # This audit measures what the warning is about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Unprotected)
+            # A seed for each run: models with the same half must not share their random draws.
             done = simulate(
                 replace(federation, split=split),
                 entry.method,
@@ -203,9 +207,11 @@ def _attack_method(
     if target == "part":
         yield LeakageResult(**common, attack="loss")
         return
+    # Of shape (runs, samples), with the training samples of all clients one after another.
     train = federation.split == SPLITS["train"]
     truth = torch.stack([each[train] for each in member])
     counts = train.sum(1)
+    # Losses have a row for each client, padded to the longest.
     used = torch.arange(losses[0].shape[1]) < counts[:, None]
     found = membership.logit_confidence(torch.stack([each[used] for each in losses]))
     for name, values in (("loss", found), ("lira", membership.likelihood_ratio(found, truth))):
@@ -223,6 +229,7 @@ def rate_attack(
     out = {}
     for name, measure in (("auc", membership.attack_auc), ("tpr", membership.true_positive_rate)):
         out[name] = measure(values.flatten(), member.flatten())
+        # A draw takes a sample with its values of all runs.
         every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
         low, high = (
             torch.tensor(every, dtype=torch.float64)

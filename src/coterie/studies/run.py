@@ -59,6 +59,7 @@ from coterie.studies.inputs import FederationSource, StudyInputs
 
 CONFIG = "config.toml"
 FAILURE_FILE = ".failure.txt"
+# PyTorch sends tensors to worker processes through files in this folder.
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -149,8 +150,10 @@ class _StudyWork:
                     return False
                 (folder / FAILURE_FILE).unlink(missing_ok=True)
                 own = self.config.select_run(job.label, job.seed)
+                # Under the claim: nothing changes between this check and the new configuration.
                 _check_same_settings(own, self.folder)
                 manifest.replace_files(folder, {CONFIG: config.format_study(own).encode()})
+                # A copy on another machine has the configuration before the first checkpoint.
                 emit(FilesSaved(folder))
                 self.run(
                     given.federation or self.inputs.make_federation(job.seed),
@@ -186,6 +189,7 @@ class _StudyWork:
             engine = entry.settings.engine
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
+            # The loop engine needs no compilation, and the check is of the model and the data.
             quick = replace(entry.settings, engine="loop")
             check_run(federation, entry.method, self.inputs.model_source, quick)
 
@@ -248,6 +252,7 @@ def run_study(
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     folder = Path(out) / study.name
     plan = _StudyWork(study, folder, StudyInputs(study, data_dir, federation, model))
+    # All checks come before anything is written or deleted.
     _check_folder(study, folder, resume, overwrite)
     first = plan.inputs.make_federation(study.seeds[0])
     if resume:
@@ -262,8 +267,10 @@ def run_study(
             notes(message)
 
     left = [job for job in list_jobs(study) if not _is_complete(run_folder(folder, job))]
+    # Repeated, since a run that another process began and left is taken over here.
     while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
+        # A generator: data are made, and claims are looked at, when a worker becomes free.
         given = (
             _JobWithData(job, plan.data_to_send(job.seed, over, crew))
             for job in waiting
@@ -508,6 +515,7 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
                 path.parent, CONFIG
             ):  # missing, or damaged: it is written again
                 continue
+            # The settings can be compared without the code of the methods.
             try:
                 found = config.parse_study_text(
                     path.read_text(encoding="utf-8"), str(path), to_run=False
@@ -563,6 +571,7 @@ def _prepare_folder(
 ) -> None:
     """Make the study's folder, with the study and the description of its data."""
     if overwrite and folder.exists():
+        # All runs are claimed first: nothing that a process works on is deleted.
         with ExitStack() as all_of_it:
             for lock in folder.rglob(LOCK):
                 all_of_it.enter_context(claim_folder(lock.parent))

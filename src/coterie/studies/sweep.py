@@ -70,6 +70,7 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     """
     if not study.sweep:
         return (study,)
+    # Undecided: at each point, a preset of a method sets its values again.
     content = config.make_study_table(study, decided=False)
     content.pop("sweep")
     axes = [_SweepAxis(tuple(parse_path(path)), values) for path, values in study.sweep.items()]
@@ -122,6 +123,7 @@ def run_sweep(
             federation=federation, model=model, observer=observer, notes=notes, over=over,
         )  # fmt: skip
 
+    # A sweep over settings of methods alone is one study, under its own name.
     if [one.name for one in studies] == [study.name]:
         return (run_point(studies[0]),)
     folder = Path(out) / study.name
@@ -194,6 +196,7 @@ def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
     for one in studies:
         point = one.config.name.removeprefix(f"{name}/")
         found = one.summary
+        # Its means are over other seeds, so it is summarized again over the common ones.
         if found["rows"] and list(found["seeds"]) != seeds:
             found = replace_nonfinite(summarize_study(one.folder, seeds))
         for part in ("left_out", "rows", "timing"):
@@ -220,6 +223,7 @@ def _expand_methods(
         for point in _iterate_points(concerning):
             changed = copy.deepcopy(entry)
             for axis, value in point:
+                # Without "methods" and the name of the method.
                 path = axis.path[2:] if axis.path[0] == "methods" else axis.path
                 set_path(changed, path, value)
             if point:

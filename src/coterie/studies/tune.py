@@ -171,6 +171,7 @@ def tune_study(
     choices: list[Choice] = []
     for _ in range(widenings + 1):
         done = {(trial.label, trial.point) for trial in trials}
+        # Seed by seed, because the inputs keep the data of one seed.
         jobs = (
             _TrialJob(label, point, seed, inputs.make_federation(seed) if far else None)
             for seed in tried
@@ -187,6 +188,7 @@ def tune_study(
             for label, axes in grids.items()
         ]
         wider = {one.label: _widen_grid(grids[one.label], one) for one in choices}
+        # No axis was extended, so another pass would try nothing new.
         if wider == grids:
             break
         grids = wider
@@ -260,6 +262,7 @@ class _TuningWork:
                 "data.validation, or validation= where the federation is made"
             )
         entry = _apply_point(self.study, label, point).scale_method(label)
+        # There are no test samples to evaluate on.
         settings = replace(entry.settings, eval_every=0)
         run = simulate(
             remove_test_sets(federation),
@@ -271,6 +274,7 @@ class _TuningWork:
         metric, values = _find_validation_values(
             run.metrics, "best" if settings.evaluate == "best_val" else "current"
         )
+        # A client that diverged makes the mean NaN: it must not be hidden.
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
 
@@ -283,8 +287,10 @@ def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.
 
 
 def _apply_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
+    # Undecided: a preset of the method sets its values again after the choice.
     content = config.make_study_table(study, decided=False)
     for key, value in point:
+        # Quoted, because a label may have dots and spaces.
         config.set_path(content, f"methods.{json.dumps(label)}.{key}", value)
     return config.parse_study(content)
 
@@ -299,6 +305,7 @@ def _make_method_grid(
         f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"
     }
     axes: dict[str, tuple[Any, ...]] = {}
+    # Values for one method come last, and replace those for all methods.
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
         require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
         key = _find_setting(path, label, study)
@@ -330,6 +337,7 @@ def _choose_best(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequenc
     for trial in trials:
         values.setdefault(trial.point, []).append(trial.value)
     means = {point: float(np.mean(found)) for point, found in values.items()}
+    # `max` returns the first of equals. NaN counts as the worst, whatever the metric.
     best = max(
         means, key=lambda point: sign * means[point] if math.isfinite(means[point]) else -math.inf
     )
@@ -362,9 +370,12 @@ def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
     if not side:
         return values
     ordered = sorted(values, reverse=side < 0)
+    # The edge, and the value next to it.
     last, before = ordered[-1], ordered[-2]
     new = last * (last / before) if min(values) > 0 else last + (last - before)
+    # Six digits remove the rounding errors of the ratio.
     new = round(new) if all(isinstance(v, int) for v in values) else float(f"{new:.6g}")
+    # A positive axis stays positive; another one goes below zero only if it was there.
     sensible = new > 0 if min(values) > 0 else new >= min(0, *values)
     return (*values, new) if sensible and new not in values else values
 
