@@ -117,9 +117,11 @@ def _print_attacks(attacks: Sequence[Any]) -> None:
     for head in ("method", "noise", "ε", "attack", "AUC (95 %)", "found at 1 % FPR (95 %)"):
         table.add_column(head)
     for one in attacks:
+        # Without DP-SGD there is neither noise nor epsilon.
         noise = "–" if one.noise_multiplier is None else f"{one.noise_multiplier:g}"
         epsilon = "–" if one.epsilon is None else f"{one.epsilon:.2f}"
         label = one.label + (" *" if one.target == "unpublished" else "")
+        # A part of a model cannot be evaluated, so that there is no loss to attack.
         if one.target == "part":
             table.add_row(
                 label, noise, epsilon, "–", "only a part of the model is sent; not attacked", ""

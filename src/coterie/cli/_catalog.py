@@ -111,6 +111,7 @@ def list_parameters(cls: type[Any]) -> list[Parameter]:
     for base in reversed(cls.__mro__):
         texts |= parse_arguments(inspect.cleandoc(base.__doc__ or ""))
     defaults = {
+        # A factory is called: its default is the value, not the function.
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(cls)
     }
@@ -139,6 +140,8 @@ def parse_arguments(doc: str) -> dict[str, str]:
     names: list[str] = []
     for line in inspect.cleandoc("\n" + match.group(1)).splitlines() if match else ():
         head = re.match(r"([\w, ]+): (.*)", line)
+        # "name:" or "a, b:" without indentation begins an entry; `cleandoc` has removed the common
+        # one.
         if head and not line.startswith(" "):
             names = [name.strip() for name in head.group(1).split(",")]
             entries |= dict.fromkeys(names, head.group(2))

@@ -101,6 +101,7 @@ class RunLocation:
 
             yield None, workers or default_workers(device)
             return
+        # A run on the CPU must not reserve a GPU.
         gpus = (1.0 if device.startswith("cuda") else 0.0) if self.gpus is None else self.gpus
         if found.kind == "slurm":
             from coterie.cluster import slurm
@@ -126,6 +127,7 @@ def check_cluster(on: str) -> int:
     wrong = doctor.describe_differences(machines, own, doctor.REFUSED)
     for line in wrong:
         typer.echo(f"WRONG  {line}")
+    # Facts that may differ: they change bytes, not what can run.
     rest = [key for key in doctor.NAMES if key not in doctor.REFUSED]
     unequal = doctor.describe_differences(machines, own, rest)
     for line in unequal:
@@ -140,6 +142,7 @@ def check_cluster(on: str) -> int:
         )
     else:
         typer.echo(f"ok     {count}, equal to this one: runs leave the same bytes")
+    # Only what refuses a run is a failure.
     return int(bool(wrong))
 
 
@@ -181,4 +184,5 @@ def show_status(
         typer.echo(line)
     if not all(one.state == "done" for one in found):
         typer.echo(f"Continue with: {shlex.join(['coterie', 'resume', str(folder)])}")
+    # The status tells a script whether to wait, to resume, or to look.
     raise typer.Exit(state.exit_status(found))

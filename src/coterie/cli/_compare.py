@@ -115,6 +115,7 @@ def compare_studies(
         missing = [note for one in found for note in one.missing]
     elif equal_bytes or at_bytes is not None:
         found = [
+            # Megabytes of 1e6 bytes, as in all tables.
             rank_at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes)
             for folder in folders
         ]
@@ -137,6 +138,7 @@ def compare_studies(
             share=test_share,
             tried=tried,
         )
+        # Tables for a paper are of one study each.
         shown = _tables.build_side_by_side(results, metric) if format_ is None else []
         for one in found:
             shown += _tables.build_study_tables(one, whole=format_ is not None)
@@ -163,6 +165,7 @@ def compare_studies(
 
 
 def _print_table(console: Console, shown: Any) -> None:
+    # No markup: names may contain brackets.
     console.print(shown.title, style="italic", markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(shown.head):
@@ -235,6 +238,7 @@ def _describe_new_clients(folder: Path) -> list[str]:
 def _parse_numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
     """Parse numbers separated by commas."""
     try:
+        # Empty parts are skipped: a comma at the end is no mistake.
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}; expected numbers separated by commas") from error
@@ -300,6 +304,7 @@ def tune_study(
     )
     if seeds is not None:
         axes["seeds"] = list(config.load_study(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
+    # The study's own seeds of tuning count when none are given.
     elif "seeds" in chosen.tune:
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
     # Seeds repeat a trial; they are nothing to choose.

@@ -84,6 +84,7 @@ def _announce_engine(console: Console, observer: Observer) -> Observer:
     announced: set[str] = set()
 
     def observe(step: Step | Note) -> None:
+        # A study can use several engines: its methods differ in their models.
         if isinstance(step, Step) and step.engine and step.engine not in announced:
             announced.add(step.engine)
             console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
@@ -101,6 +102,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
         TextColumn("{task.fields[value]:<16}"),
         TimeRemainingColumn(compact=True),
     )
+    # Transient: the bars vanish at the end, and the tables take their place.
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
         latest: dict[tuple[str, int], int] = {}
@@ -120,6 +122,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
             """
             if isinstance(step, Note):
                 bars.console.print(_format_note(step), highlight=False, markup=False)
+                # A column of 16 letters has room for one word.
                 bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
                 return
             # -2: one before the warm-up, so that the first report of a resumed run counts the
@@ -176,6 +179,7 @@ def print_results(study: Study, console: Console) -> None:
     for note in describe_coverage(study.summary):
         console.print(note, markup=False, highlight=False, style="yellow")
     if study.summary["rows"]:
+        # In the order of the summary, each once.
         names = list(dict.fromkeys(row["metric"] for row in study.summary["rows"]))
         known = collect_study_metrics(study)
         metric = known[known.choose_main(names)]
@@ -344,11 +348,13 @@ def print_further_metrics(
     rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY
 ) -> None:
     """Print the final metrics except the main one, means over clients and seeds."""
+    # The main metric has a table of its own.
     main = known.choose_main(row["metric"] for row in rows) if rows else ""
     by_label: dict[str, dict[str, Mapping[str, Any]]] = {}
     found: set[str] = set()
     for row in rows:
         metric = known.get(row["metric"])
+        # A summary of another version may name metrics that are not known here.
         if metric is None or metric.shown != "further" or metric.name == main:
             continue
         if row["cluster"] == "all":

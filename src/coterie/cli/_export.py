@@ -64,6 +64,7 @@ def export_models(
     run = _find_run_folder(folder, method, seed)
     models = load_models(run, model=model)
     clients = [client] if client is not None else list(models.clients)
+    # One client and all clients contradict each other.
     require(not (all_ and client is not None), "--all", True, "to be given without --client")
     if len(clients) > 1 and not all_:
         few = ", ".join(map(str, clients[:8])) + ", ..." * (len(clients) > 8)
@@ -132,6 +133,7 @@ def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path
         raise ConfigError(describe_unknown("method", method, labels))
     kept = {key: path for key, path in found.items() if method in (None, key[0])}
     kept = {key: path for key, path in kept.items() if seed is None or key[1] == f"seed-{seed}"}
+    # None or several: a guess could export the wrong model.
     if len(kept) != 1:
         seeds = sorted({int(name.removeprefix("seed-")) for _, name in found})
         said = ", ".join(map(str, seeds[:8])) + ", ..." * (len(seeds) > 8)
@@ -149,6 +151,7 @@ def _find_study_name(run: Path) -> str:
 
     try:
         return load_stored_study(run)[0].name
+    # A run outside a study, of a node for example, has no study file.
     except CoterieError:
         return ""
 

@@ -73,6 +73,7 @@ def create_authority(
 
     identity.make_authority(folder, run, days=days)
     for text in members or ():
+        # NAME=HOST:PORT; the address itself has no "=".
         name, _, address = text.partition("=")
         request = identity.make_request(folder, name, address)
         identity.sign_request(folder, request, name, address)
@@ -137,6 +138,7 @@ def sign_member(
             f"say which member's request {request} is, as agreed with it: --name NAME"
         )
     name = name or typer.prompt("The member's name, as agreed with it")
+    # Before the certificate is written: a removed member's name is never used again.
     setup.check_member(folder, name)
     certificate = identity.sign_request(folder, request, name, address, days=days)
     _record_member(folder, name, address)
@@ -233,6 +235,7 @@ def write_roster(
         problems = setup.check_roster(folder, organizer, node_file)
         for problem in problems:
             typer.echo(problem)
+        # Status 1, so that a script notices.
         if problems:
             raise typer.Exit(1)
         typer.echo("the roster is in order")
@@ -245,6 +248,7 @@ def write_roster(
             f"--features is {features!r}; expected whole numbers with commas between them, as "
             "in 1,8,8"
         )
+    # Checked above: digits alone.
     shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
     typer.echo(
@@ -287,6 +291,7 @@ def audit_logs(
     from coterie.net import auditor
     from coterie.net import roster as rosters
 
+    # Each roster's signature is checked when it is loaded.
     given = [rosters.load(path, organizer) for path in roster_ or ()]
     reports = [auditor.check_log(path, given) for path in logs]
     for report in reports:
@@ -387,6 +392,7 @@ def _print_audit(report: Any) -> None:
 
 def _print_wrapped(text: str, indent: str = "") -> None:
     """Print a text in lines of at most 80 columns, unless one of its words is longer."""
+    # As wide as "WRONG  ", so that texts stand below each other.
     later = indent + "       "
     typer.echo(
         textwrap.fill(
@@ -463,6 +469,7 @@ def run_node(
 
     if role not in (None, "peer", "server"):
         raise ConfigError(f"--role is {role!r}; expected peer or server")
+    # The status of the node is that of the command: a service manager decides by it.
     raise typer.Exit(process.run_node(file, role=role, insecure=insecure))
 
 
@@ -540,6 +547,7 @@ def _describe_engine(
     layout = Layout(make_template(resolve_model(model, shape, outputs)))
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
+        # A fallback to a slower engine warns; `doctor` prints the reason itself.
         warnings.simplefilter("ignore")  # the reason says the same
         found = engine.make_engine(
             "auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size
@@ -585,6 +593,7 @@ def start_nodes(
         statuses = running.wait(float("inf"))
     # A status of 0 is success, as of any process.
     bad = {name: status for name, status in statuses.items() if status}
+    # The logs of the nodes have the errors themselves.
     if bad:
         raise TransportError(f"some nodes failed: {bad}")
     typer.echo(

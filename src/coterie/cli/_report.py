@@ -78,6 +78,7 @@ def watch_folder(
             webbrowser.open(page.address)
         try:
             page.wait()
+        # Ctrl-C is the way to end it, hence no error.
         except KeyboardInterrupt:
             typer.echo("ended", err=True)
 
@@ -167,6 +168,7 @@ def track_runs(
     from coterie.results.stored_runs import load_runs
 
     found, problems = load_runs(runs)
+    # Incomplete studies are exported all the same; a note lists the runs that are not there.
     for _, _, content in group_by_study(runs, found, problems):
         for note in describe_incomplete_runs(content):
             typer.echo(f"note: {content['study']}: {note}", err=True)

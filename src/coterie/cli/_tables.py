@@ -104,6 +104,7 @@ def _build_numbers_table(
         row.append(str(line.seeds))
         row.append(_format_spread(metric, line.paper, line.paper_std))
         row.append(_format_signed(line))
+        # None: the published deviation is too large to judge by.
         row.append({True: "yes", False: "no", None: "undecided"}[line.within])
         rows.append(tuple(row))
     inside = sum(line.within is True for line in lines)
@@ -132,6 +133,7 @@ def _format_number(metric: Metric, value: float) -> str:
     if not math.isfinite(value):
         return "–"
     value *= metric.scale
+    # Decimals of thousands only widen the table.
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
@@ -168,6 +170,7 @@ def build_side_by_side(
     further = [
         one for one in known.values() if one.shown == "further" and one != main and metric is None
     ]
+    # A metric that no study has gets no table.
     there = {row["metric"] for result in results for row in result.rows}
     return [_build_side_by_side(results, one) for one in (main, *further) if one.name in there]
 

@@ -31,6 +31,7 @@ app = typer.Typer(
     name="coterie",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    # Rich tracebacks would show local variables, and errors get one line in `main` anyway.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -84,6 +85,7 @@ Blocks = _cluster.Blocks
 def _show_version(asked: bool) -> bool:
     if asked:
         typer.echo(f"coterie {__version__}")
+        # `is_eager`: the version is shown before other options are checked.
         raise typer.Exit
     return asked
 
@@ -225,6 +227,7 @@ def list_methods(
     """
     from coterie.cli import _catalog
 
+    # The catalog describes built-in methods, so that listing them imports no method.
     console, known = Console(soft_wrap=False), _catalog.load_methods()
     if name is None:
         for kind in sorted({*known, *_find_plugin_methods(known)}):
@@ -291,6 +294,7 @@ def list_studies(
     from coterie.studies import builtin_studies
 
     if name is not None:
+        # A base file is no whole study: it can be printed, but not resolved.
         found = builtin_studies.find_builtin_studies(bases=not resolved)
         if name not in found:
             raise ConfigError(describe_unknown("study", name, found))
@@ -332,6 +336,7 @@ def list_runs(
         except CoterieError as error:  # the others are wanted all the same
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
             continue
+        # Missing and damaged runs count as not finished.
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
         for line in (
@@ -407,6 +412,7 @@ def _run_and_show(
     reports = [write_report(one.folder) for one in done]
     _print_studies(done, as_json)
     for one in done:
+        # Another process has claimed these runs.
         for job, who in one.elsewhere.items():
             console.print(
                 f"{job}: {who} works on it; not in these results yet", markup=False, highlight=False
@@ -477,6 +483,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
             if isinstance(error, DiskFull)
             else f"cannot write: {_describe_os_error(error)}; when there is room, start again"
         )
+    # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
         pass
     elif OutOfMemory.matches(error):
@@ -509,6 +516,7 @@ def main() -> NoReturn:
     warnings.formatwarning = _format_warning
     # names may have letters that a terminal's encoding lacks
     for stream in (sys.stdout, sys.stderr):
+        # A stream that replaces the usual one, as in tests, may have no encoding to set.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -521,4 +529,5 @@ def main() -> NoReturn:
         sys.exit(2)
     except Exception as error:
         _exit_with_error(error)
+    # Commands return None; `typer.Exit` inside one gives its status.
     sys.exit(status if isinstance(status, int) else 0)

@@ -95,7 +95,7 @@ class Apfl(PersonalModels):
             if self.adaptive:
                 # $\langle v_i - w_i, \nabla f_i(\bar v_i) \rangle$, the derivative by $\alpha_i$.
                 products = (model - shared)[:, :trainable] * personal
-                # by row: the same bits whoever is beside
+                # Row by row: the bits of a client do not depend on the other hosted clients.
                 towards = torch.stack([row.sum() for row in products])
                 # Clients without a batch in this step keep their alpha.
                 rates = steps.learning_rates(step).to(alpha)

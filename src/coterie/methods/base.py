@@ -692,7 +692,7 @@ def _describe_value(found: Any) -> str:
     return "None" if found is None else f"a {type(found).__name__}"
 
 
-# ---------------------------------------------------------------- rules of the user's
+# ---------------------------------------------------------------- custom rules
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def push_and_measure(
     )[:, None]
     # [clients, population]: slot j of `requests` is member j, because `everybody` is in order.
     asked_by = asks[requests.index, torch.arange(len(ids))[:, None]] & requests.mask
-    # Those that ask without being asked: their models have to be pulled too.
+    # Members that ask a client without being asked by it: it has to pull their models too.
     further = selection.ids_from_mask(
         asked_by & ~selection.mask_from_ids(peers, rnd.task.population)
     )
@@ -616,7 +616,7 @@ class Dac(PeerMethod):
         if self.shares_with_model:
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
         if self.loss_direction == "push":
-            # those that ask and were not asked
+            # The expected number of members that ask a client without being asked by it.
             pushed = peers * (1 - peers / max(1, setting.num_others))
             beside = scores if self.shares_with_model else 0
             # A request is `num_peers` ids and the round, an answer a loss and a flag for each

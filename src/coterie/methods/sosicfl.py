@@ -486,7 +486,7 @@ class SosicFlPlus(SimplexMethod):
             replace(trained, params=own), local=local, anchor=state.params, prox=self.lam, inputs=inputs,
             purpose="batches.personal", track=1, in_place=own is not memory.model,
         )  # fmt: skip
-        # Who trained has a personal model from now on.
+        # A client that trained has a personal model from now on.
         memory = PersonalSimplex(personal.params, torch.ones_like(memory.started))
         new = replace(personal, params=trained.params, memory=memory)
         return new, {**info, "train_samples": info["train_samples"] + more["train_samples"]}

@@ -215,6 +215,7 @@ def load_result(folder: str | Path) -> StudyResult:
         DataError: when no study is there, or it has no finished run.
     """
     path = Path(folder)
+    # A run's folder is <study>/<method>/seed-<n>.
     if path.name.startswith("seed-"):
         path = path.parent.parent
     if not (path / stored_runs.CONFIG).is_file():
@@ -236,6 +237,7 @@ def load_result(folder: str | Path) -> StudyResult:
         content = summary.summarize_study(path)
     result = _make_result(path, study, content, archived=archived)
     if not result.rows:
+        # The notes become one sentence of the error.
         said = "; ".join(note.removesuffix(".") for note in result.describe_gaps())
         why = f" ({said})" if said else ""
         raise DataError(
@@ -289,6 +291,7 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     fixed = any(
         list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results
     )
+    # Then studies keep their own seeds, which the note lists.
     if not shared or fixed:
         return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
     out = [
@@ -352,11 +355,13 @@ def compare_in_pairs(
         ("cluster", cluster, "cluster"),
     ):
         there = {str(row[key]) for row in rows}
+        # Refused only when no study has it: studies may differ in methods and metrics.
         if name is not None and rows and name not in there:
             raise ConfigError(describe_unknown(kind, name, there))
     out = []
     for one in results:
         entry = one.known[metric or one.main_metric]
+        # A main metric always has a direction; a metric that was asked for may have none.
         if metric is not None and not entry.sign:
             raise ConfigError(
                 f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
@@ -371,6 +376,7 @@ def compare_in_pairs(
         line = conditions.describe_unequal_conditions(
             one.spent, [label for label in one.method_labels if label in labels], tried
         )
+        # A winner may be the method that was tuned most: not knowing it is said.
         effort = TRIALS_UNKNOWN if own and tried is None else ""
         out.append(PairComparison(one, entry, own, [*said, *filter(None, (line, effort))]))
     return out
@@ -381,6 +387,7 @@ def _describe_verdicts(
 ) -> list[str]:  # fmt: skip
     """What is established in a study, a line a pair, then what that speaks of."""
     if not own:
+        # A single method has no pair; that needs no explanation.
         if len({row["label"] for row in one.rows if row["metric"] == metric.name}) < 2:
             return []
         if one.study.sweep and not one.pairs:
@@ -690,6 +697,7 @@ def _find_time_ratio(result: StudyResult, label: str, metric: str) -> Mapping[st
         (t for t in result.times if (t["label"], TIME_RATIOS.get(metric)) == (label, t["metric"])),
         None,
     )
+    # A row of a summary has its number under "mean".
     return found and {**found, "mean": found["ratio"]}
 
 
@@ -747,6 +755,7 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
     there = [(name, best) for name, best in roles if best is not None]
     # Only neighbors of the chain that the paper itself puts in this order.
     for (better, a), (worse, b) in pairwise(there):
+        # Only an order that the paper's numbers themselves show.
         if sign * (a[0] - b[0]) >= 0:
             chain.append(
                 Ordering(better, worse, (a[0], b[0]), (a[1], b[1]), sign * (a[1] - b[1]) >= 0)
@@ -781,6 +790,7 @@ def _best_numbers(
 
 def to_json(value: PaperComparison | EqualBytes | PairComparison | StudyResult) -> dict[str, Any]:
     """Return plain values, for JSON."""
+    # First: it contains a StudyResult, whose own JSON it extends.
     if isinstance(value, PairComparison):
         return {
             **to_json(value.result),

@@ -219,6 +219,7 @@ def load_table(source: str) -> tuple[dict[str, str], ...]:
     Raises:
         ConfigError: for another name.
     """
+    # Checked first: a name could otherwise lead to any file next to the tables.
     if source not in SOURCES:
         raise ConfigError(describe_unknown("paper", source, SOURCES))
     # The tables are package data: they may lie in an archive and have no path.
@@ -241,6 +242,7 @@ def load_published(experiment: str) -> tuple[PublishedNumber, ...]:
         (9.43, 0.33)
     """
     source, _, name = experiment.partition("/")
+    # The tables have the experiment without its paper.
     rows = [row for row in load_table(source) if row["experiment"] == name]
     if not rows:
         known = {f"{source}/{row['experiment']}" for row in load_table(source)}
@@ -264,6 +266,7 @@ def _translate_row(row: Mapping[str, str]) -> PublishedNumber:
     # the scale of the metric.
     metric = row["metric"].removeprefix("test_")
     unit = REGISTRY[metric].scale
+    # An empty cell: the paper prints no deviation.
     std = float(row["std"]) / unit if row["std"] else None
     key = f"{row['method']}/{row['aggregation']}"
     return PublishedNumber(key, _CLUSTERS[row["cluster"]], metric, float(row["mean"]) / unit, std)

@@ -153,6 +153,7 @@ def plot(
         raise ConfigError(describe_unknown("figure", figure, [*FIGURES, *PUBLISHED]))
     published = PUBLISHED.get(figure)
     kind = FIGURES[published.figure if published else figure]
+    # Later ones win: the caller's options over the paper's over the kind's.
     chosen = {**kind.options, **(published.options if published else {}), **options}
     path = Path(out) if out is not None else Path(f"{figure}.{format}")
     if path.suffix.removeprefix(".") not in FORMATS:
@@ -160,6 +161,7 @@ def plot(
             describe_unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS)
         )
     found = _load_drawn_runs(runs)
+    # A paper's labels are a default, which may fit none; labels that the caller gave must.
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         try:

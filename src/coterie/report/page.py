@@ -73,6 +73,7 @@ def write_report_with_notes(
     """
     path = Path(out) if out is not None else Path(study) / "report.html"
     runs, problems = load_runs([study])
+    # A folder whose runs are all unreadable still gets a page, which says so.
     data = _build_data(runs, problems, Path(study))
     write_atomically(path, render_page(data, render_overview(data, runs)).encode())
     return path, data["notes"]
@@ -139,6 +140,7 @@ def format_subtitle(data: Mapping[str, Any]) -> str:
     if not data["methods"]:
         return "No run could be read."
     results = data["results"]
+    # Seeds that all methods finished, and all seeds that are known.
     compared = len(results["seeds"])
     seeds = len({*results["seeds"], *(one["seed"] for one in results["left_out"])})
     parts = [_format_count(len(data["cluster"]), "client")]
@@ -167,6 +169,7 @@ def describe_privacy(runs: Sequence[StoredRun]) -> list[str]:
             parts.append(f"{label} {mean} ({EPSILON.format_value(max(values))})")
     if not parts:
         return []
+    # The largest is the weakest guarantee that any client has.
     head = "Epsilon of differential privacy, mean over clients and seeds (largest)"
     return [f"{head}: {', '.join(parts)}"]
 
@@ -370,6 +373,7 @@ def render_cell(value: float | None, text: str, css: str = "") -> str:
 
 def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
     """Render the table of one metric: methods by clusters, and over all clients."""
+    # A metric of the whole run has one value: no clusters, no clients.
     whole = metric.over == "run"
     rows = [row for row in data["results"]["rows"] if row["metric"] == metric.name]
     if whole:
@@ -408,6 +412,7 @@ def _render_mean(row: Mapping[str, Any] | None, metric: Metric, leading: Sequenc
     if row is None:
         return "<td>–</td>"
     text = metric.format_value(row["mean"])
+    # One seed has no deviation.
     if row["seeds"] > 1:
         text += f" <small>± {metric.format_value(row['std'])}</small>"
     if row["label"] in leading and len(leading) > 1:
@@ -436,6 +441,7 @@ def _describe_result_table(
 def render_gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     """Render each client's gain over the baseline, summarized."""
     gains = data["gains"]
+    # Without Local, or without a seed that Local and another method both have.
     if gains["baseline"] is None or not gains["rows"]:
         return (
             "<p>No gains: the study has no finished run of Local, against which they are "

@@ -81,6 +81,7 @@ class _StudySection:
 
     def format_link(self, **asked: str) -> str:
         """Format a link into the study's report, to a method or a pair."""
+        # Exactly one: `method` or `pair`.
         ((kind, text),) = asked.items()
         return escape(f"{self.link}#{kind}={text}")
 

@@ -39,6 +39,7 @@ Opener = Callable[[str, Mapping[str, Any]], Writer]
 
 class _TensorBoard:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        # Imported here: each tracker is an optional package.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / name))
@@ -168,6 +169,7 @@ def feed_while_running(
     try:
         yield observe
     finally:
+        # Also after an error: a writer that is not closed loses its last values.
         for writer in writers.values():
             writer.close()
 
@@ -192,6 +194,7 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
             f"{run.study_name}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings
         )
         for index, values in _iterate_round_means(run):
+            # Steps begin at 0, rounds with the warm-up at -1.
             writer.log(index + 1, values)
         writer.close()
     return len(runs)
@@ -218,7 +221,9 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
     )
     sums: dict[int, dict[str, list[float]]] = {}
     for index, split, model, metric, cluster, value in zip(*columns, strict=True):
+        # The newest models are the usual case and have no prefix.
         name = f"{split}/{metric}" if model == "current" else f"{model} {split}/{metric}"
+        # A client without a planted cluster counts in the overall mean alone.
         for key in (name, f"{name}/cluster {cluster}") if cluster >= 0 else (name,):
             total = sums.setdefault(index, {}).setdefault(key, [0.0, 0.0])
             # Sum and count of each mean.

@@ -148,7 +148,7 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
     class PageHandler(BaseHTTPRequestHandler):
         """Answers GET / with the page and GET /data with new content; refuses the rest."""
 
-        # The default tells the version of Python.
+        # The default reveals the version of Python.
         server_version, sys_version = "coterie", ""
 
         def do_GET(self) -> None:

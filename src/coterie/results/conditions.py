@@ -26,6 +26,7 @@ def count_tried_settings(path: str | Path) -> dict[str, int]:
     file = Path(path)
     wrong = f"{path} holds no trials; expected the .json that `coterie tune` wrote"
     try:
+        # Before it is read: any file can be named here.
         if file.stat().st_size > MOST_BYTES:
             raise DataError(
                 f"{path} has more than {MOST_BYTES:,} bytes; expected the trials of a tuning"
@@ -69,6 +70,7 @@ def describe_unequal_conditions(
         if row["label"] in names:
             sent[row["label"]] = row["bytes"]
             trained[row["label"]] = row["client_rounds"]
+    # A method without trials was tried with none.
     tried = dict.fromkeys(names, 0)
     tried |= {label: count for label, count in (settings or {}).items() if label in tried}
     parts = []
@@ -89,6 +91,7 @@ def _are_unequal(values: Mapping[str, float]) -> bool:
     if not values:
         return False
     largest = max(values.values())
+    # All zero: not unequal.
     return largest - min(values.values()) > ALIKE * largest
 
 

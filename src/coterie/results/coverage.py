@@ -60,6 +60,7 @@ def format_seed_ranges(seeds: Iterable[int]) -> str:
     """
     groups: list[list[int]] = []
     for seed in sorted(set(seeds)):
+        # Consecutive numbers form one range.
         if groups and seed == groups[-1][-1] + 1:
             groups[-1].append(seed)
         else:
@@ -88,6 +89,7 @@ def format_statuses(statuses: Iterable[RunStatus]) -> list[str]:
         parts = []
         for state, seeds in states.items():
             parts.append(f"seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)} {state}")
+        # Methods of which the same is said share a line.
         labels_of.setdefault("; ".join(parts), []).append(label)
     return [f"{', '.join(labels)}: {text}" for text, labels in labels_of.items()]
 
@@ -125,6 +127,7 @@ def describe_coverage(content: Mapping[str, Any]) -> list[str]:
             unused.setdefault(one.label, []).append(one.seed)
     parts = [f"{label} {format_seed_ranges(seeds)}" for label, seeds in unused.items()]
     finished = "; ".join(parts)
+    # No common seed; single methods may have finished some.
     if not content["seeds"]:
         if not finished:
             return [*lines, "No run is finished: there is nothing to compare."]
@@ -134,6 +137,7 @@ def describe_coverage(content: Mapping[str, Any]) -> list[str]:
     if finished:
         text += f"; left out: {finished}"
     compared = {row["label"] for row in content["rows"]}
+    # Methods that are in no mean at all.
     never = dict.fromkeys(one.label for one in out if one.label not in compared)
     if never:
         text += f"; no finished run: {', '.join(never)}"

@@ -172,6 +172,7 @@ def _choose_budget(groups: Iterable[Sequence[StoredRun]]) -> float:
     totals = []
     for group in groups:
         total = np.mean([compute_bytes_per_client(run)[-1] for run in group])
+        # Local sends nothing: its budget of 0 would stop all others before the first round.
         if total > 0:
             totals.append(float(total))
     return min(totals, default=0.0)
@@ -215,12 +216,14 @@ def _evaluate_at_budget(
     # A budget is often the total of another run, so that rounding must not cost its last round.
     last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
     used = float(cumulated[last]) if last >= 0 else 0.0
+    # The whole run fits: its final result counts.
     if tested and last + 1 >= run.num_rounds:
         return last + 1, used, float(run.final_values(metric).mean(skipna=False))
     values = _pivot_metric(run, "test" if tested else "validation", metric)
     if not tested:
         # Clients without validation data have no value in any round.
         values = values.loc[:, values.notna().any().to_numpy()]
+    # Rounds within the budget.
     values = values.loc[(values.index <= last)]
     if not values.size:
         return last + 1, used, math.nan

@@ -292,6 +292,7 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     for label, group in group_by_label(runs).items():
         per_client, trained = [], []
         for run in group:
+            # At least one round: a run may have measured only the warm-up.
             received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
             per_client.append((received.sum() + sent.sum()) / len(run.client_clusters))
             trained.append(count_client_rounds(run.metrics))
@@ -321,6 +322,7 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
         base = bases.get((find_declared_value(run, "timed_against"), run.seed))
+        # A method is not timed against itself.
         if base is None or base.label == run.label:
             continue
         for metric in TIMED_METRICS:
@@ -400,6 +402,7 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
         part = f"{row['label']} {known.format_value(row['mean'], brief=True)}"
         if row["std"] is not None:
             part += f" ± {known.format_value(row['std'], brief=True)}"
+        # Without a server there is no received model.
         before = received.get(row["label"])
         if before is not None:
             part += f" ({known.format_value(before, brief=True)} as received)"

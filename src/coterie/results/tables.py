@@ -86,6 +86,7 @@ def format_latex(table: TextTable) -> str:
         cells = []
         for j, text in enumerate(row):
             escaped = _escape_latex(text)
+            # Bold around the escaped text, whose signs would be escaped otherwise.
             cells.append(rf"\textbf{{{escaped}}}" if (i, j) in table.strong else escaped)
         lines.append(" & ".join(cells) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]

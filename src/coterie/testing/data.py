@@ -39,6 +39,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     frozen = getattr(cls, "__dataclass_params__").frozen  # noqa: B009
     assert frozen, "a shift is a frozen dataclass: its fields are the keys of its table"
     known = getattr(cls, "__dataclass_fields__")  # noqa: B009
+    # Annotations of the class itself that are no fields: the decorator is missing on it.
     plain = [name for name in inspect.get_annotations(cls) if name not in known]
     assert not plain, f"{plain[0]} is no field: write @dataclass(frozen=True) above the class"
     with assert_accepted("a study file can name it"):
@@ -63,6 +64,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
         assert torch.equal(out, twice), (
             f"the transform {transform!r} gave two results for the same inputs"
         )
+        # A transform that looks at its whole batch differs for one sample at a time.
         alone = torch.cat([transform(x[row : row + 1]) for row in range(len(x))])
         assert torch.equal(out, alone), (
             f"the transform {transform!r} of a sample depends on the others of its batch"

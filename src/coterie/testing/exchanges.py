@@ -43,7 +43,7 @@ def check_exchange(
 
     def make_message(number: int, step: int) -> Message:
         ids = torch.tensor(groups[number])
-        # Each row tells its client and its step, so that a wrong message is recognized.
+        # Each row shows its client and its step, so that a wrong message is recognized.
         params = ids[:, None].float() * 10 + torch.arange(3.0) + 100 * step
         return Message(
             params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]}

@@ -65,6 +65,7 @@ def check_loss(
         "the loss changes the targets that it gets: compute with copies"
     )
     _check_gradient(values, leaf)
+    # A loss of the whole batch depends on the others by definition.
     if not whole:
         _check_alone(found, outputs.detach(), targets, values.detach())
     return _describe_engines(found, outputs.detach(), targets, values.detach())
@@ -124,6 +125,7 @@ def _describe_engines(
     many, labels = torch.stack([outputs.flip(0), outputs]), torch.stack([targets.flip(0), targets])
     try:
         found = vmap(loss)(many, labels)
+    # `vmap` refuses operations that depend on values; the loop engine still can run them.
     except Exception as error:  # of whatever kind: the function is not ours
         return f"runs on the loop engine only, one client after another: {first_line(error)}"
     assert _are_close(found[1], values), (
@@ -193,6 +195,8 @@ def _compute_value(metric: Metric, outputs: Tensor, targets: Tensor, which: str 
         try:
             found = metric.function(outputs, targets)
         except Exception as error:
+            # On the given samples an error is the caller's to see; on unusual sets it breaks the
+            # guarantee.
             if not which:
                 raise
             raise AssertionError(

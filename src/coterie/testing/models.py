@@ -58,6 +58,7 @@ def check_model(
     with assert_accepted("it can be made for the data"):
         made = resolve_model(model, federation.features, federation.outputs)
         layout = Layout(make_template(made), DTYPES[settings.dtype])
+        # A module is used as it is; only a factory draws weights.
         if not isinstance(made, nn.Module):
             first, second = (draw_initial_params(made, layout, Rng(0)) for _ in range(2))
             assert torch.equal(first, second), (
@@ -70,6 +71,8 @@ def check_model(
         "trained again with the same seed it is another model: it draws random numbers by itself; draw from torch's "
         "generator alone"
     )
+    # One client a host: state outside the parameters would leak only between clients of one
+    # process.
     alone = run_grouped(
         federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings
     )
@@ -78,6 +81,7 @@ def check_model(
         "floating-point buffers (register_buffer)"
     )
     said, scale = {}, float(whole.abs().max())
+    # The tolerance of engines in this library, relative for large weights.
     limit = (1e-10 if settings.dtype == "float64" else 1e-4) * max(scale, 1.0)
     for name in (*engines, "auto"):
         with warnings.catch_warnings():
@@ -85,6 +89,7 @@ def check_model(
             wanted = replace(settings, engine=name)
             engine = make_task(federation, Local(), model, wanted).engine
             said[name] = engine.reason
+            # An engine that does not take the model falls back to another one: nothing to compare.
             if engine.name == name != "loop":
                 gap = float((_train_models(model, federation, wanted) - whole).abs().max())
                 assert gap <= limit, (

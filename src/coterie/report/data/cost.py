@@ -67,6 +67,7 @@ def _compute_run_cost(run: StoredRun) -> dict[str, float]:
         "sent": sent.sum() / clients,
         "reads": (len(run.edges) - missing) / clients,
         "missing": missing / clients,
+        # NaN for runs of older versions, which did not record it.
         "train_samples": timing.get("train_samples", np.nan) / clients,
         "wall_s": timing.get("wall_s", np.nan),
     }
@@ -84,6 +85,7 @@ def _mean_counted_total(runs: Sequence[StoredRun], name: str) -> float | None:
     totals = []
     for run in runs:
         rows = run.metrics.loc[(run.metrics["metric"] == name).to_numpy(), "value"]
+        # None instead of 0: this method does not report the count.
         if not len(rows):
             return None
         totals.append(float(rows.sum()) / len(run.client_clusters))
