@@ -92,6 +92,8 @@ class LoopEngine(Engine):
             pages.keep_small_blocks()
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for row in range(len(rows)):
+            # The base class takes private steps, for one client at a time, whose generator PyTorch
+            # then has.
             if work.private is not None:
                 one = slice(row, row + 1)
                 with work.seed_torch(row):
@@ -107,6 +109,7 @@ class LoopEngine(Engine):
         """Train a client in place; return the loss of each of its steps."""
         model = self._flat_model(row.device)
         optimizer = self._flat_optimizer(model, work.local)
+        # `away` is room for the difference from the anchor in each step.
         away, anchor = None, None
         if work.anchor is not None and work.prox:
             away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
@@ -158,6 +161,7 @@ class LoopEngine(Engine):
         model.gradient.zero_()
         with self._forward_precision(x.device):
             outputs = model.train_module(x)
+        # Autocast leaves bfloat16; losses have the type of the model.
         outputs = outputs.to(self.layout.dtype)
         # For cross-entropy PyTorch's own mean is one call instead of two.
         loss = (

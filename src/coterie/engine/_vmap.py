@@ -72,6 +72,7 @@ class VmapEngine(Engine):
         self._replayed = ReplayedFunction(self._run_device_gradients) if cuda_graphs else None
         self._objective = cross_entropy_by_gather if objective == cross_entropy else objective
         self._forward = vmap(self._model_outputs)
+        # The batch has no axis of clients.
         self._forward_shared = vmap(self._model_outputs, in_dims=(0, None, 0))
 
     def _batch_loss(

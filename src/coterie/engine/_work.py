@@ -211,6 +211,7 @@ class TrainingWork:
             of; and its row.
         """
         sizes = self.batch_sizes[members, step]
+        # owner: a sample's client as a place among members; who: as a row.
         owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
         # A sample's place in its batch: its number less that of the first sample of its client.
         place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)

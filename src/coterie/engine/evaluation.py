@@ -74,6 +74,7 @@ class Evaluator:
         counts, everybody = self.data.count_samples(split), torch.arange(len(self.data))
         pairs = EvaluationPairs(samples, indices, counts, everybody, everybody)
         found = torch.full(indices.shape, torch.nan, dtype=self.layout.dtype)
+        # Each set has one pair, so that `outputs` has one row.
         for client, _, outputs in self._iterate_outputs(params, pairs, None):
             count = int(counts[client])
             targets = samples.prepare_targets(indices[client, :count])
@@ -231,6 +232,7 @@ class Evaluator:
             # one set of samples for each class
             by_class = torch.argsort(labels, stable=True).split(size.tolist())
             indices = torch.nn.utils.rnn.pad_sequence(list(by_class), batch_first=True)
+            # Each model with each class, the classes innermost.
             pairs = EvaluationPairs(
                 test,
                 indices,
@@ -243,6 +245,7 @@ class Evaluator:
                 name: value.reshape(len(models), len(present))
                 for name, value in self._measure_pairs(params, pairs, None).items()
             }
+            # `which` gives each client the row of its model among the different ones.
             recall[rows[:, None], present] = means[metrics.ACCURACY.name][which]
             counts[rows[:, None], present] = size
             for name in values:

@@ -293,6 +293,7 @@ class OptimizerState:
             rows: the trainable parameters; only their shape and type are used.
         """
         clients, trainable = rows.shape
+        # Only "adagrad" can start elsewhere than at 0.
         values = rows.new_full(
             (clients, tracks, local.num_moments, trainable), local.initial_accumulator_value
         )
@@ -302,6 +303,7 @@ class OptimizerState:
         self, track: int
     ) -> tuple[Float[Tensor, "clients moments trainable"], Int[Tensor, " clients"]]:
         """Return a copy of what the optimizers of one model remember, and their steps so far."""
+        # Native programs take the address, so the copy has no gaps.
         values = self.values[:, track].clone(memory_format=torch.contiguous_format)
         return values, self.taken[:, track].clone()
 
@@ -428,6 +430,7 @@ class RowOptimizer:
         rows.sub_(torch.div(first, scale).mul_(rate / (1 - beta1**count)))
 
     def _step_rmsprop(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        # The others are the momentum, if any, and then the mean gradient, if centered.
         square, *others = self.state
         alpha, momentum = self.arguments["alpha"], self.arguments["momentum"]
         square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)

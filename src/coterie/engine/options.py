@@ -117,4 +117,5 @@ class Workload:
         else:
             # An upper bound: the batches of a client with fewer samples are smaller.
             samples = local.steps * local.batch_size * len(federation)
+        # One training more than rounds: the warm-up before the first exchange.
         return Workload(rounds, samples * (rounds + 1), local.batch_size, local.custom_optimizer)

@@ -70,6 +70,7 @@ def _set_precision(precision: str, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
         before = matmul.allow_tf32, cudnn.allow_tf32
+        # PyTorch lets cuDNN use TF32 by default, which "full" has to switch off.
         matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
         try:
             with _make_autocast(precision, device):

@@ -210,6 +210,7 @@ class CustomSchedule(LrSchedule):
         """See `LrSchedule.lr_factor`."""
         found = self.import_function()(number, total)
         if (
+            # Python counts True as 1.
             isinstance(found, bool)
             or not isinstance(found, Real)
             or not 0 <= float(found) < math.inf
@@ -268,6 +269,7 @@ def parse_schedules(
     """
     if given is None:
         return ()
+    # A text is a sequence too, but one name.
     if isinstance(given, Sequence) and not isinstance(given, str):
         return tuple(_parse_schedule(one, f"{where}[{number}]") for number, one in enumerate(given))
     return (_parse_schedule(given, where),)
@@ -279,6 +281,7 @@ def _parse_schedule(given: ScheduleLike, where: str) -> LrSchedule:
     kind, table = parse_kind(given, SCHEDULES, "schedule", where)
     if kind in SCHEDULES:
         return parse_settings(SCHEDULES[kind], table, where)
+    # What is no bundled kind is an import path.
     return parse_settings(CustomSchedule, {**table, "path": kind}, where)
 
 

@@ -111,6 +111,7 @@ class StepwiseTraining:
         # Each gradient of a batch has private noise of its own, and is charged by its number.
         self._asked[step] = self._asked.get(step, 0) + 1
         self.record_query(step, self._asked[step])
+        # Later gradients of the step are taken at other points: its loss is that of the first.
         first = self.losses[:, step].isnan()
         self.losses[:, step] = torch.where(first, losses.to(self.losses), self.losses[:, step])
         self._samples += self.work.batch_sizes[:, step]
@@ -162,6 +163,7 @@ class StepwiseTraining:
                 self.optimizer = self.optimizer.replace_track(
                     track, moments, before + optimizer.taken, initial
                 )
+        # NaN is a divergence only in a step with a batch: an empty Poisson batch has no loss.
         stepped = self.schedule.batch_sizes > 0
         losses = self.losses
         lost = torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)

@@ -99,6 +99,7 @@ class Task:
         x = data.samples.prepare_inputs(first_samples)
         y = data.samples.prepare_targets(first_samples)
         _check_outputs(layout, loss, data, x)
+        # What goes with the loss is measured once.
         own = metric_names(loss)
         extra = tuple(metric for metric in model.metrics if metric.name not in own)
         for metric in extra:
@@ -117,6 +118,7 @@ class Task:
         )
         block = options.block
         if block is None:
+            # The loop engine runs one client at a time in any block.
             block = 1 if engine.name == "loop" else default_block(layout, options.device)
         trainer = Trainer(data, layout, loss, engine, block, work.rounds, secret)
         evaluator = Evaluator(data, layout, loss, extra, engine, block)

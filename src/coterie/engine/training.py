@@ -132,6 +132,7 @@ class Trainer:
             | torch.isinf(losses).any(1)
             | (losses.isnan() & active).any(1),
         }
+        # A step with an empty Poisson batch counts: it moves the model and is charged.
         number = schedule.active_steps.sum(1)
         if optimizer is not None and moments is not None and steps_taken is not None:
             optimizer = optimizer.replace_track(
@@ -293,6 +294,8 @@ class Trainer:
         streams, size, ids = self._secret_streams(rng, local), self.layout.trainable, self.data.ids
 
         def draw_normal(row: int, step: int, query: int) -> np.ndarray:
+            # Named by training, step, query and client: a resumed run, or another grouping, draws
+            # the same.
             stream = streams.generator(f"{purpose}.dp.{step}.{query}", int(ids[row]))
             return stream.standard_normal(size)
 

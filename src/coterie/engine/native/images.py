@@ -152,6 +152,8 @@ class ImageLowering(Lowering):
             conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
             order = self._order_read_by(conv)
             channels = self._rounded(conv.c) if conv.depthwise else conv.c
+            # The first convolution that reads an image decides on its frame. Copies with further
+            # channels are made by `_padded`.
             if conv.padding != (0, 0) and channels == conv.c:
                 frames.setdefault(node.args[0], (order, channels, conv.padding, conv.padding))
         return frames
@@ -247,6 +249,7 @@ class ImageLowering(Lowering):
         if self._pixels_pay(o, conv.wo, conv):
             y = self._images(n, [o, conv.ho, conv.wo], PLANES)
             images = self._padded(x, PLANES, c, conv.padding, conv.padding)
+            # Of the weights: outputs, channels, rows and columns of the kernel.
             strides = f"{c * taps}, {taps}, {conv.kw}, 1"
             call = f"pixels_convolve<{conv.text(1, 1)}>({n}, {images}, {weights}, {strides}, {own}, {_name(y)});"
             self.program.emit(call, [_buffer(images), *reads], [_name(y)])
@@ -258,6 +261,7 @@ class ImageLowering(Lowering):
         # reader of what it writes.
         for group in range(conv.groups):
             part = f"{weights} + {group * og * cg * taps}" if group else weights
+            # Outputs become lanes of vectors.
             pack = f"pack_outputs<{og}, {cg}, {taps}>({{w}}, {cg * taps}, {taps}, {{p}})"
             packed = self._packed_weights(pack, part, self._rounded(og) * cg * taps)
             own_part = f"{own} + {group * og}" if group and bias is not None else own
@@ -344,6 +348,7 @@ class ImageLowering(Lowering):
             self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
         cg, og = conv.cg, conv.og
+        # Whole vectors of outputs, which the kernel moves to the order of the weights at the end.
         sums = self.program.buffer(self._rounded(og) * cg * taps, self.dtype)
         for group in range(conv.groups):
             arrays = f"{images} + {group * cg}, {grads} + {group * og}, {sums}, {cg * taps}, {taps}"
@@ -378,6 +383,8 @@ class ImageLowering(Lowering):
                 [_name(gx)],
             )
             return gx
+        # Zeros around the gradient, with which the turned kernel reaches every input. None are
+        # missing where the padding is within the kernel.
         room = ((conv.kh - 1) * conv.dh - top, (conv.kw - 1) * conv.dw - left)
         # the convolution of the gradient with turned kernels
         if min(room) >= 0 and self._pixels_pay(c, wide, conv):
@@ -395,6 +402,7 @@ class ImageLowering(Lowering):
         cg, og = conv.cg, conv.og
         for group in range(conv.groups):
             part = f"{weights} + {group * og * cg * taps}" if group else weights
+            # The gradient goes from outputs to inputs: these become the lanes.
             pack = f"pack_outputs<{cg}, {og}, {taps}>({{w}}, {taps}, {cg * taps}, {{p}})"
             packed = self._packed_weights(pack, part, self._rounded(cg) * og * taps)
             numbers = f"{conv.text(c, o)}, {h}, {wide}, {top}, {left}, {frame}"
@@ -479,6 +487,7 @@ class ImageLowering(Lowering):
         _ceil: bool,
         places: Value,
     ) -> Value:
+        # Places were written in the order of the images, which the gradient takes on.
         order = self._order_to_pool(places)
         source = self.program.make_contiguous(g, order)
         gx = self._target(x.shape, self.dtype, order)
@@ -569,6 +578,7 @@ class ImageLowering(Lowering):
     ) -> Value:
         n, c, h, w = shape
         down, right = _copies(shape, size, scales)
+        # A pixel gets the sum of the gradients of its copies.
         parts = self._shaped(g, [n, c, h, down, w, right])
         return self._op_squeeze(self.program.reduce([parts], [3, 5], "sum")[0], [3, 5])
 

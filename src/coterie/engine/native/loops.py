@@ -158,6 +158,7 @@ def expand(value: Value, shape: Sequence[Size]) -> Value:
     if tuple(shape) == value.shape:
         return value
     missing = len(shape) - len(value.shape)
+    # An axis that grows from size 1 is read with stride 0.
     same = [old != 1 or new == 1 for old, new in zip(value.shape, shape[missing:], strict=True)]
 
     def move(leaf: Leaf) -> Leaf:
@@ -169,7 +170,7 @@ def expand(value: Value, shape: Sequence[Size]) -> Value:
 
 def reshape(value: Value, shape: Sequence[Size]) -> Value | None:
     """Return a value in another shape, or None where that takes a copy."""
-    # Axes can be split and joined inside a group alone.
+    # Axes can be split and joined only inside a group.
     groups = _groups(value.shape, shape)
     leaves = []
     for leaf in value.leaves:
@@ -360,6 +361,7 @@ class Program:
         leaves = [leaf for value in values for leaf in value.leaves]
         targets = [expand(result, shape).leaves[0] for result in results]
         reads = [leaf.buffer for leaf in leaves]
+        # Sums side by side are arrays on the stack, whose size is a constant of the program.
         columns = shape[kept[-1]] if kept and order[-1] in kept else None
         if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
             text = self._sums_of_columns(shape, kept, gone, values, targets)
@@ -536,6 +538,7 @@ class Program:
                 else:
                     start, top = top, top + need
                 places[name], sizes[name] = start, need
+            # What is read for the last time leaves its place to later buffers.
             for name in statement.reads | statement.writes:
                 if name in places and last[name] == number:
                     free.append((places[name], sizes[name]))
@@ -605,6 +608,7 @@ class Nest:
         merge: bool = True,
     ) -> None:
         sizes = list(shape)
+        # An axis of size 1 needs no loop.
         names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
         marks = {
             axis: (number >= split if split is not None else False)
@@ -679,6 +683,8 @@ class Nest:
         else:
             starts = " ".join(f"T part{k} = 0;" for k in range(number))
             ends = " ".join(f"total{k} += part{k};" for k in range(number))
+        # A part is added up in the model's precision, and parts in double precision: rounding grows
+        # with the length of a part alone.
         text = " ".join(lines)
         inside = f"{loop} {{ {text} }}"
         parts = ", ".join(f"part{k}" for k in range(number))
@@ -705,5 +711,6 @@ def number(value: float | int | bool | Dim | object, kind: str = "T") -> str:
             return "T(NAN)"
         if math.isinf(value):
             return "T(INFINITY)" if value > 0 else "T(-INFINITY)"
+        # repr writes every digit of a double.
         return f"T({value!r})"
     raise NotTraceableError(f"a constant of an unknown type ({type(value).__name__})")

@@ -111,6 +111,7 @@ class Lowering:
         roots: dict[Ref | None, Ref] = {}
         factors: dict[Ref, list[Ref]] = {}
         for node in self.trace.nodes:
+            # A view has the matrix of what it is a view of.
             if node.name in ("t", "detach", "alias", "view"):
                 source: Ref = node.args[0]
                 roots[node.outs[0]] = roots.get(source, source)
@@ -152,6 +153,7 @@ class Lowering:
                 for ref in node.outs
             ]
         results = result if isinstance(result, list) else [result]
+        # Outputs that a handler leaves out are never read.
         results = [*results, *[None] * (len(node.outs) - len(results))]
         for ref, value in zip(node.outs, results, strict=True):
             if ref is None:
@@ -206,6 +208,7 @@ class Lowering:
     def _store_if_needed(self, ref: Ref, value: Value) -> Value:
         """Return a value, in memory where several need it or it is a long expression."""
         used = self.uses.get(ref, 0)
+        # An expression that several nodes read would be computed again for each of them.
         if value.dtype != torch.bool and ((used > 1 and value.cost) or value.cost > _LARGE):
             return self.program.store(value)
         return value
@@ -264,9 +267,11 @@ class Lowering:
     ) -> Value:
         """Return an elementwise function, in the type of the node's result."""
         dtype = dtype or self._kind.dtype
+        # A program has one floating-point type, that of the model.
         if dtype.is_floating_point and dtype != self.dtype:
             raise NotTraceableError(f"numbers of type {str(dtype).removeprefix('torch.')}")
         values = [o for o in operands if isinstance(o, Value)]
+        # Where one operand is a floating-point number, integers become such numbers too.
         floating = dtype.is_floating_point or any(v.dtype.is_floating_point for v in values)
         texts = [
             o
@@ -318,6 +323,7 @@ class Lowering:
         return self._map(lambda p, q, s: f"({q} - {s} * {p})", a, b, alpha)
 
     def _op_pow(self, a: Operand, b: Operand) -> Value:
+        # std::pow takes many times as long as these.
         simple = {2: "({0} * {0})", 1: "{0}", 3: "({0} * {0} * {0})", -1: "(1 / {0})", 0.5: "std::sqrt({0})",
                   -0.5: "(1 / std::sqrt({0}))", -2: "(1 / ({0} * {0}))"}  # fmt: skip
         if isinstance(b, int | float) and b in simple:
@@ -398,6 +404,7 @@ class Lowering:
     def _op_elu_backward(
         self, g: Value, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Value
     ) -> Value:
+        # The saved value is the result of an activation in place, which holds exp(x) already.
         if is_result:
             text = "chosen({1} <= 0, {0} * {4} * ({1} + {2} * {3}), {0} * {3})"
         else:
@@ -418,6 +425,7 @@ class Lowering:
 
     def _op_gelu(self, x: Value, approximate: str = "none") -> Value:
         if approximate == "tanh":
+            # 0.798 is sqrt(2 / pi); 0.707 below is 1 / sqrt(2).
             inner = "T(0.7978845608028654) * ({0} + T(0.044715) * {0} * {0} * {0})"
             return self._map(
                 ("(T(0.5) * {0} * (1 + hyperbolic(" + inner + ")))").format, x, cost=16
@@ -508,6 +516,7 @@ class Lowering:
         reduction: int = 1,
     ) -> Value:
         _each(reduction)
+        # softened(-x, 1, 80) is log(1 + exp(-x)) without overflow.
         if pos_weight is None:
             loss = self._map(
                 lambda a, b: f"((1 - {b}) * {a} + softened(-{a}, 1, 80))", x, y, cost=16
@@ -599,6 +608,7 @@ class Lowering:
             raise NotTraceableError(
                 "arange of numbers that are no integers, or not as many as samples"
             )
+        # Without a buffer, an entry is its own place: start + i * step.
         leaf = Leaf("", start, (step,))
         if not isinstance(size, Dim):
             return Value(
@@ -692,6 +702,7 @@ class Lowering:
             axis %= len(x.shape)
 
             def move(leaf: Leaf, axis: int = axis, end: Size = x.shape[axis] - 1) -> Leaf:
+                # From the last place backwards.
                 strides = tuple(-s if a == axis else s for a, s in enumerate(leaf.strides))
                 return replace(leaf, offset=leaf.offset + end * leaf.strides[axis], strides=strides)
 
@@ -750,6 +761,7 @@ class Lowering:
         offset: Size,
         base: Sequence[Size],
     ) -> Value:
+        # The strides count places in PyTorch's memory, so the base has to lie as there.
         flat, _axes = self._storage(x, base)
         leaf = flat.memory
         return in_memory(leaf.buffer, shape, strides, x.dtype, leaf.offset + offset)
@@ -840,6 +852,7 @@ class Lowering:
             size = x.shape[axis]
             if isinstance(size, Dim):
                 raise NotTraceableError("roll over the samples of a batch")
+            # The entry that comes first afterwards.
             start = -shift % size
             axis %= len(x.shape)
             target = self._target(x.shape, x.dtype)
@@ -891,6 +904,7 @@ class Lowering:
         leaf = x.memory
         stride = leaf.strides[axis]
         size = x.shape[axis]
+        # The axis has stride 0, as `make` adds the place itself.
         fixed = replace(
             leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides))
         )
@@ -1009,6 +1023,7 @@ class Lowering:
         names = [f"i{axis}" for axis in range(len(g.shape))]
         place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
         entry = g.make([leaf.text(names) for leaf in g.leaves])
+        # No VECTORIZE: a place may be named twice, and sums keep the order of the entries.
         loops = "".join(
             f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True)
         )
@@ -1021,6 +1036,7 @@ class Lowering:
     ) -> Value:
         if scale:
             raise NotTraceableError("embeddings whose gradient is scaled by frequency")
+        # The row for padding has no gradient.
         if padding >= 0:
             mask = self._condition(lambda a: f"({a} == {padding})", index)
             g = self._map(lambda m, a: f"chosen({m}, 0, {a})", self._op_unsqueeze(mask, -1), g)
@@ -1071,6 +1087,7 @@ class Lowering:
 
     def _reduce(self, x: Value, axes: Any, keep: bool, kind: str) -> Value:
         gone = self._axes(x, axes)
+        # The only place along the axis is 0.
         if kind.startswith("arg") and len(gone) == 1 and x.shape[gone[0]] == 1:
             result = self._filled(x.shape, 0, torch.int64)
         else:
@@ -1171,6 +1188,7 @@ class Lowering:
         gone = self._axes(x, axes)
         mean, variance = self._moments(x, gone)
         count = product([x.shape[a] for a in gone])
+        # PyTorch's default is the unbiased variance.
         correction = 1 if correction is None else correction
         if correction:
             variance = self._computed(
@@ -1293,6 +1311,8 @@ class Lowering:
     ) -> Value:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
+        # The gradient is -g at the class and 0 elsewhere: a comparison in each entry needs no zeros
+        # and no write to places.
         iota = _places(x.shape, axis)
         y = self.program.store(y)
         g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
@@ -1321,6 +1341,7 @@ class Lowering:
         self, x: Value, weight: Value | None, bias: Value | None, *rest: Any
     ) -> list[Value]:
         eps = rest[-1]
+        # Training, momentum and eps: the form without running statistics.
         if len(rest) != 3:
             raise NotTraceableError("batch normalization of a form that is not known")
         x = self.program.store(x)
@@ -1415,6 +1436,7 @@ class Lowering:
             inner: weight of another shape, that is part of the sums.
         """
         x = self.program.store(x)
+        # g lies as x does, so that one loop reads both in order.
         order = by_strides(x.memory.strides)
         g = self.program.store(g, order) if g.leaf is None else g
         count = product([x.shape[a] for a in axes])
@@ -1466,6 +1488,7 @@ class Lowering:
     ) -> list[Value | None]:
         x, g = self.program.store(x), self.program.store(g)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
+        # All places of the outer axes share weight and bias, whose gradients are sums over them.
         outer = list(range(len(x.shape) - len(shape)))
         back, _along, _plain = self._normal_back(g, x, mean, scale, axes, None, weight)
         if weight is None:
@@ -1587,6 +1610,8 @@ class Lowering:
         last = len(x.shape) - 1
         axes = list(range(len(x.shape)))
         if static == len(x.shape) - 2:
+            # The axis of known size becomes the innermost, and so the stride of the other one a
+            # number.
             axes[last], axes[last - 1] = last - 1, last
         return self.program.make_contiguous(x, axes)
 
@@ -1599,6 +1624,7 @@ class Lowering:
             # The number of columns is a constant of the kernel: samples have to be rows.
             turned = self._product(self._turned(b), self._turned(a))
             return self._turned(turned)
+        # The kernel depends on a typical number of samples, not on that of a call.
         rows = evaluate_size(m, self.samples)
         last = len(a.shape) - 1
         a = self._matrix(a, last if isinstance(k, int) else last - 1)
@@ -1619,6 +1645,7 @@ class Lowering:
             and rows < _ROWS
             and evaluate_size(k, self.samples) >= _LONG
         )
+        # A matrix that several products read is packed once for all of them.
         again = self._node_now is not None and any(
             ref in self._again for ref in self._node_now.refs()
         )

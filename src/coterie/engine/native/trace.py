@@ -46,6 +46,7 @@ class Dim:
     start: int = 0
 
     def _with(self, slope: int, start: int) -> "Dim | int":
+        # What does not depend on n is a plain integer.
         return Dim(slope, start) if slope else start
 
     def __add__(self, other: "Dim | int") -> "Dim | int":
@@ -262,6 +263,7 @@ class _Recorder(TorchDispatchMode):
         known = self._tracked[id(tensor)]
         base = self._tracked[id(known.group.base)]
         whole = tensor.shape == base.tensor.shape and tensor.stride() == base.tensor.stride()
+        # A write through a view changes the part of the base that the view shows.
         if base is not known:
             before = self.ref(base.tensor)
             base.ref = self._numbered(base.tensor)
@@ -272,6 +274,8 @@ class _Recorder(TorchDispatchMode):
                 self._add("write", (before, value, *place), {}, (base.tensor,), (base.ref,))
         known.ref = value
         known.group.version += 1
+        # These two are up to date; all other views are taken from the base again when they are
+        # read.
         known.version = base.version = known.group.version
 
     def _take(self, value: Any) -> Any:
@@ -347,6 +351,7 @@ class _Recorder(TorchDispatchMode):
             simpler = getattr(getattr(aten, pure, None), func._overloadname, None)
             if simpler is not None and _decomposition(simpler) is not None:
                 with self:
+                    # Simpler operations and a copy back, both of them recorded.
                     return args[0].copy_(simpler(*args, **kwargs))
         out = func(*args, **kwargs)
         ref = self._numbered(args[0])
@@ -366,6 +371,7 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
         return decomposition_table[func]
     if hasattr(func, "impl_aten"):  # one of `prims`, that decompositions are made of
         return func.impl_aten
+    # PyTorch's own kernel for it calls simpler operations.
     composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return func.decompose if composite else None
 
@@ -525,6 +531,7 @@ def _judge_once(
             layout.dtype
         )
         losses = objective(outputs, y)
+        # A program has two results: without a metric the second is the first again.
         scored = getattr(objective, "metric", None) is not None
         scores = objective.measure_samples(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
         trace = recorder.trace
@@ -685,6 +692,7 @@ def record(
             before = [
                 train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable
             ]
+            # Statistics that come out as they went in are not changed by a step.
             together = state != before or _together(layout, module, objective, x, y)
     # PyTorch raises it for what cannot run under the modes of the record.
     except RuntimeError as error:

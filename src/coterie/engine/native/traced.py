@@ -120,6 +120,7 @@ class _Function:
             values.append(
                 in_memory("row", slot.shape, dense_strides(slot.shape), layout.dtype, slot.start)
             )
+        # One after another, as `TracedProgram` joins them.
         place = 0
         for tensor in layout.frozen.values():
             values.append(
@@ -153,6 +154,8 @@ class _Function:
         """Write or add the gradient of each trained tensor; where a kernel can add, it writes there itself."""
         slots = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
         for slot, result in zip(slots, results, strict=True):
+            # The loss does not depend on the tensor. `more` says that an earlier piece of the batch
+            # has written the gradient, to which this one is added.
             if result is None:
                 self.program.emit(
                     f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});",
@@ -292,6 +295,8 @@ class TracedProgram:
         self.simple = layout.size <= LARGE and all(
             is_simple(node.name, node.args) or node.name in _LOSSES for node in judge.nodes
         )
+        # A call across the vector has exactly `LANES` samples, and so never a whole batch of
+        # another size.
         self.across = not traces.together and samples_pay(train, layout.size)
         if self.across:
             train, judge = map(join_convolutions_with_pooling, (train, judge))
@@ -469,6 +474,7 @@ class TracedProgram:
         inputs: Mapping[str, Tensor],
     ) -> Float[Tensor, "values pairs"]:
         """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
+        # Programs add up losses and scores in double precision.
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = make_rows_contiguous(table)
         # See `train`: the tensors must outlive the call.
