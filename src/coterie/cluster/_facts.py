@@ -32,7 +32,6 @@ def collect_facts() -> dict[str, str]:
     found: dict[str, str] = dict.fromkeys(
         ("coterie", "code", "torch", "numpy", "vectors", "features", "compiler", "gpus"), ""
     )
-    # The metadata of the installed packages has the versions without an import.
     for name in ("torch", "numpy"):
         try:
             found[name] = version(name)

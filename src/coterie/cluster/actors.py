@@ -89,9 +89,9 @@ class BlockActor:
             packing.install_modules(
                 carried, self._modules.enter_context(folders.temporary_folder())
             )
-        # Blocks are numbered from 0, so the largest owner is the last block.
         self._given: BlockSpec = packing.unpack(given)
         self._block: Block | None = None
+        # Blocks are numbered from 0, so the largest owner is the last block.
         self._postbox = Postbox(int(self._given.owner.max()) + 1)
         # Entered and never left: it holds for the life of the process, which ends with `ray.kill`.
         self._store = pages.reuse_pages()

@@ -181,8 +181,8 @@ class Block:
     """
 
     def __init__(self, given: BlockSpec, links: BlockLinks) -> None:
-        # Samples, seconds and bytes up to the last report: a report has the differences.
         self.loop, self.links = BlockLoop(given, links), links
+        # Samples, seconds and bytes up to the last report: a report has the differences.
         self._told = (0, 0.0, 0)
 
     def run_round(self, index: int) -> RoundReport:

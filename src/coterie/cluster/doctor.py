@@ -124,7 +124,6 @@ def describe_differences(
                 others.setdefault(one.facts.get(key, ""), []).append(one.name)
         for value, names in others.items():
             names = list(dict.fromkeys(names))
-            # At most four names, so that a large cluster still gives a line that can be read.
             listed = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
             who = (
                 " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else listed[0]

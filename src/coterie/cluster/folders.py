@@ -104,6 +104,6 @@ def temporary_folder() -> Iterator[Path]:
     try:
         with claim_folder(made):
             yield made
-    # What cannot be removed now is removed by the next worker.
     finally:
+        # What cannot be removed now is removed by the next worker.
         shutil.rmtree(made, ignore_errors=True)

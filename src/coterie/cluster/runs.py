@@ -258,7 +258,6 @@ class RayRuns(FanOut):
             claim.enter_context(claim_folder(folder))
         except FolderInUse:
             return None
-        # The failure of an earlier try does not describe this one.
         (folder / FAILURE_FILE).unlink(missing_ok=True)
         return _ActiveRun(job, None, claim, folder)
 
@@ -276,10 +275,9 @@ class RayRuns(FanOut):
         room = have.get("CPU", 0.0) / self.cpus
         if self.gpus:
             cards = have.get("GPU", 0.0)
+            # A share below 1 must lie on one card, so each card holds a whole number of runs.
             room = min(
-                # A share below 1 must lie on one card, so each card holds a whole number of runs.
-                room,
-                cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus,
+                room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus
             )
         # At least 1, so that a job is submitted even where there is no room now: Ray lets it wait.
         return max(1, int(room))
@@ -398,7 +396,6 @@ class Tasks:
         Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died,
         with the reason. After the last three, nothing comes from that task.
         """
-        # Only which streams are ready: the values are fetched one by one below.
         ready, _ = self._ray.wait(
             [*self._numbers], num_returns=1, timeout=seconds, fetch_local=False
         )
@@ -434,8 +431,8 @@ class _Relay:
     """`Tasks` in an actor of the cluster: only there a task's yielded values can be received."""
 
     def __init__(self, ray: Any, cpus: float, gpus: float) -> None:
-        # It only passes messages on, so it takes no processor from a run.
         self._ray = ray
+        # It only passes messages on, so it takes no processor from a run.
         self._actor = ray.remote(num_cpus=0)(Tasks).remote(cpus, gpus)
 
     def start(self, number: int, *arguments: Any) -> None:

@@ -90,7 +90,7 @@ class SlurmRuns(FanOut):
                 f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on "
                 "Ray"
             )
-        # All jobs at once: an array of jobs has one entry in Slurm's queue.
+        # All jobs at once: they become one array of Slurm.
         asked, failed = list(jobs), list[BaseException]()
         # A random number identifies this submission. Jobs of an earlier one see another, and do
         # nothing.
@@ -101,14 +101,14 @@ class SlurmRuns(FanOut):
             turns_of = [
                 _SlurmTask(work, job, batch, list(sys.argv), self._own_software(), self.cpus)
                 for job in asked
-                # Before the first submission: a job that starts at once must find its own batch.
             ]
+            # Before the first submission: a job that starts at once must find its own batch.
             _write_request(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
             waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
-            # Processes of this machine have no queue of their own, so no more start than there are
-            # cores.
             while waiting or handed_in:
+                # Processes of this machine have no queue of their own, so no more start than there
+                # are cores.
                 room = min(workers, count_cores()) - len(handed_in) if local else len(waiting)
                 now, waiting = waiting[: max(0, room)], waiting[max(0, room) :]
                 if now:
@@ -258,8 +258,8 @@ def is_over(job: str) -> bool:
     kind, _, process = job.rpartition(":")
     if kind == "local":
         try:
+            # Signal 0 only asks whether the process exists.
             os.kill(int(process), 0)
-        # Signal 0 only asks whether the process exists.
         except ProcessLookupError:
             return True
         # The process exists and belongs to another user, or the id is not a number.
@@ -308,7 +308,6 @@ def _make_executor(
         executor = submitit.AutoExecutor(
             folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": MAX_RESUBMISSIONS}
         )
-        # In minutes, as submitit's `timeout_min`.
         time_ = int(settings.pop("time", MINUTES))
         executor.update_parameters(
             name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus
@@ -401,7 +400,7 @@ def _report_progress(
     folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit
 ) -> None:
     """Report a run's round when its checkpoint has a later one than before."""
-    # Jobs send no messages; the checkpoint is the only file that grows with the rounds.
+    # Jobs send no messages: the stored rounds show how far a run is.
     now = checkpoint.count_stored_rounds(folder) or 0
     if now <= rounds.get(number, 0):
         return

@@ -67,9 +67,9 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
             handed_in.get(run.relative_to(place).as_posix(), ("", "")),
         )
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
-        # A claim by a job counts only while the batch system knows the job.
         number, owner = turns.find_holder(run)
         by_job = ""
+        # A claim by a job counts until the batch system says that the job is over.
         if number and owner and not slurm.is_over(owner["job"]):
             by_job = turns.describe_owner(owner)
         # The first that applies: a finished run is done, whatever claim or job is left over.
@@ -124,7 +124,6 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
             text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" + (
                 f" ({reason})" if reason else ""
             )
-            # 9: the width of the state's column.
             first, *rest = wrap(text, width - 9, break_on_hyphens=False)
             out += [f"{state:<9}{first}", *(f"{'':<9}{line}" for line in rest)]
     return out

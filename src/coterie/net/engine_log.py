@@ -196,7 +196,7 @@ def capture_engine_log(log: Log) -> Iterator[EngineLog]:
     """Read what the engine writes to standard output until the end of the block."""
     import zenoh
 
-    # The patterns do not know the escape codes of colours.
+    # The patterns do not know the escape codes of colors.
     os.environ.setdefault("NO_COLOR", "1")
     zenoh.init_log_from_env_or(LEVELS)
     # What Python has buffered still goes to the old standard output.

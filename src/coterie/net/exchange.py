@@ -65,7 +65,6 @@ class RemoteExchange:
         self._odd: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
-        # Sets the fields of a round.
         self.begin_round(Rng(0))
 
     @property

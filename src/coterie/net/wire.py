@@ -94,7 +94,6 @@ class Manifest:
     @property
     def num_chunks(self) -> int:
         """Number of chunks of the payload; 0 for an empty one."""
-        # Rounded up.
         return -(-self.bytes // self.chunk)
 
 

@@ -51,7 +51,6 @@ def pack_table(
         kept.append(np.packbits(some, axis=1))
         parts.append(array[some])
         room += parts[-1].nbytes
-        # Without a narrower type the entries already take more than the table: stop early.
         if table.dtype != torch.bool and room > table.nbytes:
             return whole, None
     out = {name + _KEPT: np.concatenate(kept)}
@@ -62,7 +61,6 @@ def pack_table(
     if sum(values.nbytes for values in out.values()) > _MAX_SHARE * table.nbytes:
         return whole, None
     return (
-        # The tensors share the memory of the arrays.
         {key: torch.from_numpy(values) for key, values in out.items()},
         {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")},
     )

@@ -119,7 +119,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors, compact = {"state.params": loop.state.params}, {}
     for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
         for k, v in _list_tensors(owner).items():
-            # Only memory and shared state can be tables of the whole population.
+            # Memory and shared state can be tables of the whole population that are mostly zeros.
             parts, header = _compact.pack_table(f"state.{part}.{k}", v)
             tensors |= parts
             compact |= {} if header is None else {f"state.{part}.{k}": header}
@@ -144,7 +144,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         FILE: partial(_write_tensors, tensors, meta),
         **_make_result_files(loop, run, timing, done=False),
     }
-    # In one replacement: the manifest then never names a mixture of two rounds.
+    # In one replacement, so that the folder is whole at every moment; see `manifest`.
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
 
 
@@ -240,7 +240,6 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(select_tensors("exchange."))
-    # After all tensors: nothing above may depend on the new round.
     loop.next_round, loop.train_samples = found["round"], found["samples"]
     loop.skipped_rounds = [(first, last) for first, last in found.get("skipped", ())]
     # The last step, when everything is in place: blocks receive their parts.

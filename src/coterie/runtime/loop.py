@@ -293,7 +293,6 @@ class Loop:
             self._finish_round(index, rows, {})
             return
         rnd = self._make_round(index, rows, cohort)
-        # All rows: the state itself instead of a copy.
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
@@ -536,9 +535,9 @@ class Loop:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
+        # Blocks gather these values; the driver computes from them.
         labeled = self.computes_run_metrics and bool(
             {"reductions", "clusters"} & set(self.settings.metrics)
-            # Blocks gather these values; the driver computes from them.
         )
         served, known = (
             self._fetch_served_models(last)

@@ -130,7 +130,7 @@ def choose_newcomers(
     require(1 <= count < population, "new_clients", wanted, expected)
     # A stream of its own, so that the choice does not shift any other draw.
     drawn = Rng(seed).at_round(-1).generator("new_clients").permutation(population)[:count]
-    # Ascending, as `Message` and the tables have clients.
+    # Ascending, so that newcomers keep the order of their ids.
     return torch.from_numpy(drawn).sort().values
 
 

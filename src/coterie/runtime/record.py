@@ -179,7 +179,6 @@ class Record:
         if "peers" not in info:
             return
         peers = info["peers"]
-        # -1 is an empty slot.
         asked = peers >= 0
         reader = ids[:, None].expand_as(peers)[asked]
         # A method that reports peers alone received and mixed all of them.

@@ -329,7 +329,6 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
     Raises:
         ConfigError: with the numbers.
     """
-    # Where the limit is unknown, nothing is refused.
     if limit is None or wanted.needed_bytes <= limit:
         return
     names = {

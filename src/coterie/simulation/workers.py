@@ -82,7 +82,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
         WorkerDied: when a worker ended without a result.
     """
     waiting = iter(jobs)
-    # A look at the first jobs: for a single one, a process would only cost time.
+    # With one worker or one job, this process does the work: another one would only cost time.
     first = list(islice(waiting, max(1, workers)))
     if len(first) <= 1:
         with use_one_thread():

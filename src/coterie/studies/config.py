@@ -111,6 +111,7 @@ def parse_study(
             number,
             f"a number of seeds, 1 to {_MAX_SEEDS}, or a list of seeds",
         )
+        # A number n stands for the seeds 0 to n - 1.
         free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
         free[grid] = _flatten_grid(grid, free[grid])
@@ -206,6 +207,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     Names and settings that only change the speed are left out.
     """
     content = make_study_table(study)
+    # Words and grids belong to the study, not to a run; speed changes no result.
     words, speed = (
         ("name", "description", "paper", "sweep", "tune"),
         ("engine", "block", "cuda_graphs"),
@@ -253,6 +255,7 @@ def _find_study(
     source: str, named: Mapping[str, Traversable], folder: Path = Path()
 ) -> tuple[str, Traversable]:
     """Return the name and file of a study: a built-in one, or one at a path from a folder."""
+    # A built-in name wins over a file of that name.
     if source in named:
         return source, named[source]
     path = folder / source
@@ -493,6 +496,7 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     )
     require(is_label(label), f"{where}: label", label, LABEL)
     own = _guess_own_keys(entry) if kind is None else _option_names(kind)
+    # A field of the method hides a setting of the same name.
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"

@@ -131,6 +131,7 @@ class MethodConfig(Configurable):
 
     def check(self) -> None:
         """The label can be a folder."""
+        # The class is frozen; `check` runs when it is created.
         object.__setattr__(self, "label", normalize_name(self.label))
         require(is_label(self.label), "label", self.label, LABEL)
 

@@ -82,6 +82,7 @@ def _sample_images(federation: Federation) -> list[list[str]]:
     """Return a few training samples of each planted cluster, of many classes, as PNG addresses."""
     if not _is_image(federation):
         return []
+    # Without planted clusters, all clients count as one.
     cluster = torch.zeros(len(federation), dtype=torch.int64)
     if federation.truth is not None:
         cluster = federation.truth.cluster
@@ -113,6 +114,7 @@ def _add_noise(image: Tensor, noise: float, place: int, federation: Federation) 
 
 def _is_image(federation: Federation) -> bool:
     shape = federation.features
+    # One channel or three come first; other inputs of two axes have none.
     pixels = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape
     return len(pixels) == 2 and min(pixels) >= 4
 

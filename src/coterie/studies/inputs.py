@@ -43,6 +43,7 @@ class StudyInputs:
         """
         if isinstance(self.federation, Federation):
             return self.federation
+        # At most one federation is stored: several may not fit into memory.
         if self._last is None or self._last[0] != seed:
             if self.federation is not None:
                 found = self.federation(seed)

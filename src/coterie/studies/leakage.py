@@ -141,6 +141,7 @@ def audit_study(
     for label in [entry.label for entry in study.methods]:
         entry = study.scale_method(label)
         own = entry.settings.local
+        # First without DP-SGD, then with that of the study or the given one.
         levels = [replace(own, dp=None)]
         if own.dp_settings or private:
             levels.append(replace(own, dp=own.dp_settings or private))
@@ -170,7 +171,7 @@ def _attack_method(
         # This audit measures what the warning is about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Unprotected)
-            # A seed for each run: models with the same half must not share their random draws.
+            # A seed for each run, so that shadow models share no random draws.
             done = simulate(
                 replace(federation, split=split),
                 entry.method,
@@ -185,6 +186,7 @@ def _attack_method(
             for name, rows in tests.groupby("metric", observed=True)
         }
         if EPSILON.name in values:
+            # Taken out, so that epsilon is not chosen as the main metric.
             epsilons.append(float(values.pop(EPSILON.name).max()))
         scores.append(float(values[Metrics(REGISTRY).choose_main(values)].mean()))
         rows = [
@@ -194,6 +196,7 @@ def _attack_method(
         if not ear.published_models:
             target = "unpublished"
         elif any(len(row) != task.layout.size for row in rows):
+            # The attack needs whole models.
             target = "part"
             break
         losses.append(task.evaluator.sample_losses(torch.stack(rows)))
@@ -207,8 +210,8 @@ def _attack_method(
     if target == "part":
         yield LeakageResult(**common, attack="loss")
         return
-    # Of shape (runs, samples), with the training samples of all clients one after another.
     train = federation.split == SPLITS["train"]
+    # Of shape (runs, samples), with the training samples of all clients one after another.
     truth = torch.stack([each[train] for each in member])
     counts = train.sum(1)
     # Losses have a row for each client, padded to the longest.
@@ -231,6 +234,7 @@ def rate_attack(
         out[name] = measure(values.flatten(), member.flatten())
         # A draw takes a sample with its values of all runs.
         every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
+        # The middle 95 % of the draws.
         low, high = (
             torch.tensor(every, dtype=torch.float64)
             .quantile(torch.tensor([0.025, 0.975]).double())

@@ -282,6 +282,7 @@ def run_study(
         left = [
             job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
         ]
+    # The summary lacks what other processes still compute, so these runs are named.
     elsewhere = {
         job: who for job in list_jobs(study) if (who := find_owner(run_folder(folder, job)))
     }
@@ -350,6 +351,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
         ConfigError: when there is none, or it is to be continued and a package of one of its
             methods is missing.
     """
+    # Resolved, so that "." has a name too.
     path = Path(folder).resolve()
     if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
         path = path.parent.parent
@@ -362,6 +364,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
     study = config.parse_study_text(
         (path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run
     )
+    # A name may have several parts, each of which is a folder.
     depth = len(Path(study.name).parts)
     if path.parts[-depth:] == Path(study.name).parts:
         return study, path.parents[depth - 1]

@@ -75,6 +75,7 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     content.pop("sweep")
     axes = [_SweepAxis(tuple(parse_path(path)), values) for path, values in study.sweep.items()]
     outer = [axis for axis in axes if axis.makes_studies]
+    # Methods first: all studies of the sweep have the same ones.
     content["methods"] = list(
         _expand_methods(content["methods"], [axis for axis in axes if not axis.makes_studies])
     )
@@ -154,6 +155,7 @@ def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
     begun = [
         (one, (out / one.name / CONFIG).is_file() and has_runs(out / one.name)) for one in points
     ]
+    # Where no point has begun, loading the first one raises the error.
     if not any(there for _, there in begun):
         return tuple(_load_point(one, out) for one in points)
     return tuple(
@@ -216,6 +218,7 @@ def _expand_methods(
     entries: Sequence[dict[str, Any]], axes: Sequence[_SweepAxis]
 ) -> Iterator[dict[str, Any]]:
     """Yield each method once for every point of the axes that apply to it, with a new label."""
+    # An axis that reaches no method is refused at the end.
     used = set()
     for entry in entries:
         concerning = [axis for axis in axes if _applies_to(axis, entry, entries)]

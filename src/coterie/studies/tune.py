@@ -166,6 +166,7 @@ def tune_study(
             )
     inputs = StudyInputs(study, data_dir, federation, model)
     far = over is not None and over.far
+    # Without grids: a trial is a single run.
     work = _TuningWork(replace(study, sweep={}, tune={}), inputs.without_data() if far else inputs)
     trials: list[Trial] = []
     choices: list[Choice] = []
