@@ -474,6 +474,7 @@ class PeerMethod(Method):
         new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, new.params)
+        # A method may build its State without the moments: those of the training stay.
         new = replace(self.remember_update(new, state.params), moments=new.moments)
         return new, info
 
@@ -494,6 +495,7 @@ class PeerMethod(Method):
                 # The missing members are excluded, so that a retry cannot ask them again and the
                 # loop ends.
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
+        # An exchange moves no optimizer, even where a method builds its State without the moments.
         params = rnd.task.apply_buffer_policy(state.params, new.params)
         return replace(new, params=params, moments=state.moments), info
 

@@ -40,6 +40,7 @@ def train_alternately(
         return rnd.train(state)
     # Statistics lie behind the trained columns: no gradient moves them.
     last = match_patterns(layout, own, "the head")[: layout.trainable]
+    # Steps change the models in place; the state must not change.
     params, longer = state.params.clone(), personal_training(rnd.local, head_epochs, None)
     parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
     reports = []

@@ -113,6 +113,7 @@ class FedProx(OneModel):
             "training",
             f"'frozen' with {self.kind}'s sampling = {self.sampling!r}",
         )
+        # As for all others: with uniform sampling nobody's samples are known.
         more = torch.ones(len(models), dtype=shared.samples.dtype)
         return replace(
             shared, label=extend_labels(shared, models), samples=torch.cat([shared.samples, more])
@@ -129,5 +130,6 @@ def _register_samples(
     context: ServerContext, shared: FedProxClusters, message: Message
 ) -> tuple[FedProxClusters, Reply]:
     assert message.ids is not None
+    # float64, as the logarithms of the draw.
     samples = shared.samples.index_copy(0, message.ids, message.fields["samples"].double())
     return replace(shared, samples=samples), empty_reply(message)

@@ -44,6 +44,7 @@ class FixTopology(PeerMethod):
 
     def init_memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
+        # One draw for each pair: relabeled clients get the relabeled graph.
         noise = rng.gumbel("peers", task.ids, task.population)
         return FixTopologyMemory(
             selection.sample_uniformly(

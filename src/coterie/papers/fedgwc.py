@@ -100,6 +100,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
     def init_server_state(self, task: Task, rng: Rng) -> FedGwcClusters:
         """Return one cluster whose members have not met."""
         shared = super().init_server_state(task, rng)
+        # $P^0$; "uniform" sums to 1 over all pairs.
         level = 1 / task.population**2 if self.start == "uniform" else 0.0
         return replace(shared, matrix=torch.full_like(shared.matrix, level))
 
@@ -121,6 +122,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
         return torch.zeros(len(members), dtype=torch.float64)
 
     def _step_size(self, index: int, cohort: int, size: int) -> float:
+        # $\alpha_t = |P| / K_c$, or $\alpha (1 + t)^{-\kappa}$ from round 0.
         if self.alpha_rule == "local_rate":
             return cohort / size
         if self.alpha_rule == "decay":
@@ -128,6 +130,7 @@ class PublishedFedGwc(WithPresets, FedGwc):
         return self.alpha
 
     def _change_width(self, size: int, cohort: int) -> int:
+        # Only pairs of the cohort changed: its block, or the block of the whole cluster.
         return size if self.mse_scope == "matrix" else cohort
 
     def _compute_rewards(

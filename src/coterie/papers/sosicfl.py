@@ -59,6 +59,7 @@ class PublishedSimplex(WithPresets, SimplexMethod):
         return self.simplex_bias
 
     def _draws_xavier(self) -> bool:
+        # SosicFL-All never draws by Xavier's law.
         return self.endpoint_start == "xavier" and super()._draws_xavier()
 
     def _label_mixtures(
@@ -67,6 +68,7 @@ class PublishedSimplex(WithPresets, SimplexMethod):
         if self.topics == "lda":
             return super()._label_mixtures(shared, stream)
         classes = shared.counts.shape[1]
+        # A mixture has one entry for each endpoint; class frequencies have one for each class.
         fits = self.endpoints == classes
         require(
             fits, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes"

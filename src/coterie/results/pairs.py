@@ -199,8 +199,8 @@ def _compare_with_each(
     # As numbers, so that one matrix product counts and sums over groups.
     both, groups = there[method] & there, member.T.astype(float)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # 0 where one lacks the client, so that it adds nothing; NaN of a diverged client stays and
-        # makes means NaN.
+        # 0 where one lacks the client, so that it adds nothing. NaN of a diverged client makes the
+        # means of all groups NaN, since the product below has NaN * 0 = NaN.
         better = np.where(both, table[method] - table, 0.0)
         counts = both @ groups
         parts = better @ groups / counts, ((better > 0) & both) @ groups, counts
