@@ -231,8 +231,8 @@ class FlatOptimizer:
         local, kind = self.local, self.local.optimizer
         self._number = 0
         if local.custom_optimizer:
-            # A new object in each training: nobody knows the form of the state of a foreign class,
-            # so it always starts fresh.
+            # A new object in each training: the state of a foreign class has no known form that
+            # could be kept between rounds.
             parameter = nn.Parameter(self.model.trained)
             parameter.grad = self.model.gradient
             self._custom = make_custom_optimizer(

@@ -92,8 +92,8 @@ class LoopEngine(Engine):
             pages.keep_small_blocks()
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         for row in range(len(rows)):
-            # The base class takes private steps, for one client at a time, whose generator PyTorch
-            # then has.
+            # The base class takes private steps: one client at a time, so that PyTorch draws
+            # from the stream of that client.
             if work.private is not None:
                 one = slice(row, row + 1)
                 with work.seed_torch(row):

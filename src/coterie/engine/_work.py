@@ -306,6 +306,7 @@ class TrainingWork:
             [(size, rows) for size, rows in group_equal_values(length) if size]
             for length in self.batch_sizes.T
         ]
+        # One copy for all steps: a copy in each step would make the device wait.
         there = iter(
             move_indices([rows for groups in steps for _, rows in groups], self.samples.device)
         )

@@ -294,6 +294,7 @@ class Evaluator:
     def _pair_with_test_set(self, number: int, models: Int[Tensor, " models"]) -> EvaluationPairs:
         """Return the pairs of some models and a whole test set."""
         test = self.data.tests[number]
+        # One set, which all of the models are measured on.
         everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
         noise = self.data.test_noise(self.rng, number, 1)
         return EvaluationPairs(test, everything, size, models, torch.zeros_like(models), noise)

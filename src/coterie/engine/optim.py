@@ -414,6 +414,7 @@ class RowOptimizer:
                 # The first gradient of all is not dampened, as in torch.optim.SGD.
                 later = (count > 1).double() if isinstance(count, Tensor) else count > 1
                 own = grads * _match_dtype(rows, 1 - dampening * later)
+            # v = momentum v + (1 - dampening) g; with Nesterov the step is along g + momentum v.
             velocity = self.state[0].mul_(momentum).add_(own)
             grads = grads.add_(velocity * momentum) if self.arguments["nesterov"] else velocity
         rows.sub_(grads * _match_dtype(rows, rate))

@@ -133,6 +133,7 @@ class CosineSchedule(LrSchedule):
 
     def lr_factor(self, number: int, total: int) -> float:
         """See `LrSchedule.lr_factor`."""
+        # Stays at the end after `length`; a run of no steps must not divide by zero.
         way = min(1.0, number / (self.length or max(1, total)))
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * way)) / 2
 

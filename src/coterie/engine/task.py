@@ -98,6 +98,7 @@ class Task:
         first_samples = torch.arange(8) % max(1, len(data.samples))
         x = data.samples.prepare_inputs(first_samples)
         y = data.samples.prepare_targets(first_samples)
+        # Before the trial of an engine, so that the message names outputs and targets.
         _check_outputs(layout, loss, data, x)
         # What goes with the loss is measured once.
         own = metric_names(loss)
@@ -308,6 +309,7 @@ class Task:
         totals.seconds += time.perf_counter() - started
         if optimizer is not None and trained.optimizer is not None:
             number, left = len(self), trained.optimizer
+            # Each client gets a copy of the state that the one model has left.
             moments = left.values[:, 0].expand(number, -1, -1).clone()
             optimizer = optimizer.replace_track(0, moments, left.taken[:, 0].expand(number))
         return trained._replace(optimizer=optimizer)

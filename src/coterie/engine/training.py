@@ -207,6 +207,7 @@ class Trainer:
             local: the optimizer.
             tracks: how many models each client trains in a round.
         """
+        # Only shape and type are read: one number, expanded, stands for all rows.
         one = torch.empty(1, dtype=self.layout.dtype, device=self.data.device)
         return OptimizerState.initial(
             local, tracks, one.expand(len(self.data), self.layout.trainable)
@@ -273,6 +274,7 @@ class Trainer:
         """Return a copy of the state of each client's optimizer, and its steps so far, if kept."""
         if not local.persistent_client_optimizer:
             return None, None
+        # A first training: the state has one track for each model up to this one.
         if optimizer is None:
             optimizer = self.init_optimizer_state(local, track + 1)
         return optimizer.copy_track(track)
@@ -334,6 +336,7 @@ class Trainer:
             ModelError: with a client that has such a batch, and what to do.
         """
         counts = self.data.count_samples("train").tolist()
+        # Batch sizes follow from the settings, so that nothing is drawn here.
         alone = [
             row for row, number in enumerate(counts) if smallest_batch_size(local, number) == 1
         ]
@@ -394,6 +397,7 @@ class Trainer:
                 f"local.dp needs a loss of each sample, and loss {self.loss.kind!r} joins those of "
                 "a batch: take another loss, or leave dp out"
             )
+        # The client with the most samples has the strictest limit.
         most, delta = int(self.data.count_samples("train").max()), local.dp_settings.delta
         if delta * most >= 1:
             raise ConfigError(

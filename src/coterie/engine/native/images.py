@@ -383,8 +383,8 @@ class ImageLowering(Lowering):
                 [_name(gx)],
             )
             return gx
-        # Zeros around the gradient, with which the turned kernel reaches every input. None are
-        # missing where the padding is within the kernel.
+        # Zeros around the gradient, with which the turned kernel reaches every input; below 0 where
+        # the padding is wider than the reach of the kernel.
         room = ((conv.kh - 1) * conv.dh - top, (conv.kw - 1) * conv.dw - left)
         # the convolution of the gradient with turned kernels
         if min(room) >= 0 and self._pixels_pay(c, wide, conv):

@@ -98,6 +98,7 @@ class SampleLowering(ImageLowering):
         conv, (high, wide) = _convolution(x, w, options), options[6]
         shape = self._kind.shape
         y = self._target(shape, self.dtype, SAMPLES)
+        # Places lie as the images do, so that the kernel writes both at one index.
         places = in_memory(
             self.program.buffer(product(shape), "I"), shape, y.memory.strides, self._kinds[1].dtype
         )
@@ -167,6 +168,7 @@ class SampleLowering(ImageLowering):
         left = conv.kw - 1 - conv.padding[1]
         # what no window covers has no gradient: zeros there too
         right = left + conv.wo - width * wide
+        # The kernels below see only what windows cover.
         conv.ho, conv.wo = height * high, width * wide
         row = left + conv.wo + right
         shape = (x.shape[0], conv.o, conv.ho, conv.wo)
@@ -227,6 +229,7 @@ class SampleLowering(ImageLowering):
         images = super()._op_view(x, shape)
         if len(images.shape) != 4 or not images.is_dense(PLANES):
             return images
+        # Rows of samples have the samples outermost; kernels for images read them innermost.
         turned = self._target(images.shape, self.dtype, SAMPLES)
         call = f"across::by_place<{product(images.shape[1:])}>({images.memory.pointer}, {_name(turned)});"
         self.program.emit(call, [_name(images)], [_name(turned)])
@@ -239,6 +242,7 @@ class SampleLowering(ImageLowering):
 
     def _by_sample(self, x: Value) -> Value:
         """Return a matrix with a row for each sample as it is, or one with samples side by side turned over."""
+        # Weights have sizes that are plain numbers: only a matrix of samples has a Dim of rows.
         if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
             return x
         x = x if x.leaf is not None else self.program.store(x)
