@@ -216,8 +216,8 @@ class _ExtractWindows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Add up what the windows say of each pixel."""
-        # Places in the slice of one kernel entry are distinct; the entries come in a fixed order, so
-        # that the sums always round alike.
+        # Places in the slice of one kernel entry are distinct; the entries come in a fixed order,
+        # so that the sums always round alike.
         found = grads[0].new_zeros(ctx.size)
         for number, (rows, columns) in enumerate(_window_slices(ctx.size, ctx.windows)):
             found[..., rows, columns] += grads[0][:, number]

@@ -346,7 +346,7 @@ class Program:
             and evaluate_size(shape[order[-1]], MANY) < 64
         ):
             # Axes are summed on both sides of one that stays, and the innermost is short. The outer
-            # ones go first: their loops then run along the inner axes, all of which stay in that pass.
+            # ones go first: their loops then run along the inner axes, which all stay in that pass.
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduce(values, first, kind)
             return self.reduce(half, [a for a in gone if a not in first], kind)
