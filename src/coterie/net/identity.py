@@ -128,6 +128,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 def encode_public_key(key: ec.EllipticCurvePublicKey) -> str:
     """Return a public key as 66 hexadecimal digits (the compressed point)."""
+    # 33 bytes: the x coordinate, and the sign of y.
     return key.public_bytes(
         serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
     ).hex()

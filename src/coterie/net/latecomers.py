@@ -107,6 +107,7 @@ def find_participants(
             f"new_clients: nobody joins {method.kind} late, which is neither a PeerMethod nor a "
             "ServerMethod"
         )
+    # Finished members run no rounds: they can answer with one message that does not change.
     if not method.server and (method.exchanges > 1 or type(method).enroll is not Method.enroll):
         raise ConfigError(
             f"new_clients: in a round of {method.kind} with these settings members answer each "
@@ -117,6 +118,7 @@ def find_participants(
     population, known = roster.population, roster.client_names
     names = [known.get(client, "") for client in range(population)] if known else []
     new = set(choose_newcomers(settings.new_clients, population, names, seed).tolist())
+    # Members of the run come first, so that their run is that of a smaller federation.
     order = [c for c in range(population) if c not in new] + sorted(new)
     for member in roster.members:
         if new & set(member.clients) and not set(member.clients) <= new:
@@ -173,6 +175,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             last, loop.rng.at_round(last), task.layout, task.population, None, task.sharing
         )
         table = method.newcomer_candidates(context, loop.state.shared)
+        # Client -1 stands for the server role.
         answers = {
             -1: {
                 "table": table
@@ -261,6 +264,7 @@ def make_joining(loop: Loop, here: Participants) -> NodeJoining:
         loop: of the node, with its newcomers alone, before its first round.
         here: who takes part and who is late.
     """
+    # Newcomers have the last numbers; they read members of the run only.
     reachable: Bool[Tensor, " population"] = (
         torch.arange(here.full_roster.population) < here.run_roster.population
     )

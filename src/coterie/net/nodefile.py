@@ -203,6 +203,7 @@ def between_machines(method: Method, settings: Settings) -> Settings:
 
     A simulation with these settings gives the results of the nodes.
     """
+    # Unset means on between machines, where the method has anything to judge.
     judging = replace(settings, acceptance=True)
     if settings.acceptance is None and judging.acceptance_rules_for(method):
         return judging
@@ -264,6 +265,7 @@ def load_own_rows(
     if source.study:
         require(source.study == "own rows", "data.study", source.study, "'own rows'")
         place = file.resolve_path(source.data_dir) if source.data_dir else None
+        # The seed draws the whole federation, as in a simulation; this node keeps its rows.
         return build_federation(study.data, study.seeds[0], place).host(list(clients))
     if source.federation:
         return _place_rows(

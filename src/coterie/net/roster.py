@@ -87,6 +87,7 @@ class Roster:
     removed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # The format first: another one may mean something else by the same fields.
         if self.protocol != VERSION:
             raise PeerMismatch(
                 f"the roster has wire format {self.protocol}; this program speaks wire format "
@@ -113,6 +114,7 @@ class Roster:
                              ("key", [m.key for m in self.members if m.key])):  # fmt: skip
             twice = sorted({v for v in values if values.count(v) > 1})
             found += [f"two members have the {what} {v}" for v in twice]
+        # Ids are positions in the population: each is used once, and none is free.
         if clients != list(range(self.population)):
             found.append(
                 f"the members host, or once hosted, clients {clients[:20]}; "
@@ -132,6 +134,8 @@ class Roster:
                 identity.split_address(member.address)
                 if member.key:
                     key = identity.decode_public_key(member.key)
+                    # Links are allowed by common name, so that must be the fingerprint of the
+                    # member's key.
                     if member.subject not in ("", identity.key_fingerprint(key)):
                         found.append(f"{member.name}: its certificate is not bound to its key")
             except TransportError as error:
@@ -284,6 +288,7 @@ def load_signed(path: Path) -> bytes:
     """
     text, signature = _load_bytes(path), _load_bytes(path.with_name(path.name + ".sig"))
     hexadecimal = signature.decode("ascii", "replace").strip()
+    # A signature is 64 bytes, two digits each.
     if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
         raise TransportError(
             f"{path}.sig holds no signature; ask the organizer for both files again"

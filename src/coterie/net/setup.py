@@ -72,6 +72,7 @@ def remove_member(folder: Path, name: str) -> Roster:
     left = tuple(m for m in old.members if m.name != name)
     removed = tuple(sorted([*old.removed, *member.clients]))
     made = _sign_next(folder, replace(old, members=left, removed=removed))
+    # The entry stays without an address, so that neither name nor id is used again.
     if name in (known := load_members(folder)):
         _save_members(folder, {**known, name: ""})
     return made
@@ -141,6 +142,7 @@ def write_roster(
             f"{plan.method.kind} needs a server; name the member in that role: "
             f"--server {next(name for name, address in known.items() if address)}"
         )
+    # The shape of an input and the number of classes make the model: no data are needed.
     module = make_template(
         plan.method.build_model(resolve_model(plan.model, features, classes or 1))
     )
@@ -183,6 +185,7 @@ def _last_version(folder: Path) -> int:
 def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[str]:
     """Return the problems of a roster, and of a node with it; empty when there are none."""
     if node_file is None:
+        # The organizer's files usually lie in one folder.
         same_folder = path.with_name("organizer.pub")
         return rosters.check_file(path, organizer if organizer.exists() else same_folder)
     file = nodefile.load(node_file)

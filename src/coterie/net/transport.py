@@ -162,7 +162,9 @@ class InProcess:
         node = self.hub.find_node(self.name, peer)
         if node is None:
             return Missing("unreachable")
+        # The outbox answers from another thread, when the message is published.
         box: queue.Queue[Parcel | Missing] = queue.Queue()
+        # The peer gives up before this node does, so that its reason still arrives.
         node.outbox.ask(self.name, expect.address, WAIT * deadline, box.put)
         try:
             answer = box.get(timeout=deadline)
@@ -207,6 +209,7 @@ class InProcess:
 
     def close(self) -> None:
         """Leave the hub."""
+        # No new question finds this node; then the open ones end.
         with self.hub.lock:
             self.hub.nodes.pop(self.name, None)
         self.outbox.close()
