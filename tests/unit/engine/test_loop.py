@@ -167,7 +167,7 @@ def plain(module, layout, row, work, client, loss=functional.cross_entropy, befo
     module = copy.deepcopy(module)
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
-        for slot, value in layout.views(row).items():
+        for slot, value in layout.split_rows(row).items():
             named[slot].copy_(value)
     local, trained = work.local, [p for p in module.parameters() if p.requires_grad]
     kind = {"lr": local.lr, "weight_decay": local.optimizer_arguments["weight_decay"]}
@@ -184,7 +184,7 @@ def plain(module, layout, row, work, client, loss=functional.cross_entropy, befo
             value = loss(module(work.samples.x[at]), work.samples.y[at])
             losses.append(float(value.detach()))
             if work.anchor is not None:
-                there = layout.views(work.anchor[client])
+                there = layout.split_rows(work.anchor[client])
                 names = [name for name, p in module.named_parameters() if p.requires_grad]
                 away = sum((named[name] - there[name]).square().sum() for name in names)
                 value = value + work.prox / 2 * away
