@@ -296,7 +296,7 @@ def test_similarities_compare_the_part_that_they_are_told_to():
             measured = pull_and_measure(
                 rnd,
                 state,
-                method.message(rnd.task, state),
+                method.publish(rnd.task, state),
                 torch.tensor([[1, 2], [0, 2], [0, 1]]),
                 metric,
                 1,
@@ -318,7 +318,7 @@ def test_the_server_of_cfl_compares_the_same_part():
         settings = tiny_settings(engine="loop", similarity_on=on)
         method = METHODS["cfl"](eps1=1e9, eps2=0.0, warmup_rounds=0, min_cluster_size=1)
         task = _RunFactory(federation, method, _two_layers, settings).make_task(range(4))
-        shared = method.shared(task, Rng(3))
+        shared = method.init_server_state(task, Rng(3))
         updates = torch.zeros(4, task.layout.size, dtype=torch.float64)
         updates[:, 0], updates[:, 15] = (
             torch.tensor([1.0, 1, -1, -1]),
@@ -330,6 +330,6 @@ def test_the_server_of_cfl_compares_the_same_part():
             torch.arange(4),
         )
         context = ServerContext(0, Rng(3), task.layout, 4, None, task.sharing)
-        found[on[0]] = method.merge(context, shared, message).label.tolist()
+        found[on[0]] = method.aggregate(context, shared, message).label.tolist()
     assert found["0"] in ([0, 0, 1, 1], [1, 1, 0, 0])
     assert found["1"] in ([0, 1, 0, 1], [1, 0, 1, 0])

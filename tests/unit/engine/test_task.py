@@ -403,7 +403,7 @@ def test_clients_without_validation_data_have_no_validation_loss():
 
 def small_memory(t: Task, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Let the engine of a task hold no more than so many models at once."""
-    for name in ("gradients", "forward"):
+    for name in ("compute_gradients", "forward"):
         whole = getattr(t.engine, name)
 
         def limited(rows, *rest, whole=whole):

@@ -93,7 +93,7 @@ def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(
             elif work == "measure":
                 task.evaluator.evaluate_split(params, "train")
             else:
-                getattr(task, work)(params)
+                getattr(task.evaluator, work)(params)
             return Crossings(found)
 
     assert crossings(1) == crossings(100)

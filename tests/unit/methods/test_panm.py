@@ -245,7 +245,7 @@ def test_the_loss_becomes_a_similarity(play, loss_table, monkeypatch):
     spy = lambda self, rnd, state, inbox: (  # noqa: E731
         asked.append((inbox, real(self, rnd, state, inbox))) or asked[-1][1]
     )
-    monkeypatch.setattr(PanmLoss, "score", spy)
+    monkeypatch.setattr(PanmLoss, "score_peers", spy)
     for transform in ("inverse", "negative"):
         run = play(PanmLoss(**SHORT, transform=transform, eps=0.5))
         run.exchange()
@@ -314,7 +314,7 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     method = PanmLoss(num_peers=2, num_candidates=9, stage_one_rounds=1, interval=2, **options)
     known = torch.from_numpy(scores)
     monkeypatch.setattr(
-        PanmLoss, "score", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {})
+        PanmLoss, "score_peers", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {})
     )
     run = play(method, tiny_federation(len(scores)))
     start = torch.zeros(len(scores), len(scores), dtype=torch.bool)
@@ -332,9 +332,9 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
 ):
     """Of scored slots what was scored; 1 for neighbors kept, 1 over the number of others or of the bag for draws."""
     scored = []
-    real = kind.score
+    real = kind.score_peers
     spy = lambda self, rnd, state, inbox: scored.append(real(self, rnd, state, inbox)) or scored[-1]  # noqa: E731
-    monkeypatch.setattr(kind, "score", spy)
+    monkeypatch.setattr(kind, "score_peers", spy)
     run = play(kind(**SHORT), tiny_federation(9, 3), record_similarities=True)
     silent = play(kind(**SHORT), tiny_federation(9, 3))
     for number in range(1, 8):

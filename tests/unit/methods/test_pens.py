@@ -46,7 +46,7 @@ def test_nobody_kept_often_enough_is_local_training(play):
     """Kept once each by chance alone, with a threshold of 5: every client trains alone in stage two."""
     run = play(Pens(num_sampled=5, num_kept=5, num_peers=2, stage_one_rounds=2)).steps(2)
     assert bool((run.memory.kept.sum(1) == 10).all())
-    assert not run.loop.method.neighbors(run.memory.kept).any(), "2 is not above 5 x 2 / 5"
+    assert not run.loop.method.find_neighbors(run.memory.kept).any(), "2 is not above 5 x 2 / 5"
     state, info = run.exchange()
     assert torch.equal(state.params, run.state.params)
     assert info["own_weight"].tolist() == [1.0] * 6
