@@ -140,7 +140,7 @@ def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
     with pytest.raises(
         ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"
     ):
-        place._reach(parse_place("ray:auto"))
+        place._check_reachable(parse_place("ray:auto"))
 
 
 def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
@@ -150,9 +150,9 @@ def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {address})
-        place._reach(parse_place("ray:auto"))
+        place._check_reachable(parse_place("ray:auto"))
     with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):
-        place._reach(parse_place("ray:auto"))
+        place._check_reachable(parse_place("ray:auto"))
 
 
 def test_the_places_of_the_message_are_those_of_the_page_of_the_module():

@@ -18,6 +18,7 @@ from coterie.rng import Rng
 from coterie.runtime.task import make_task
 from coterie.simulation import _memory
 from coterie.testing import tiny_federation
+from coterie.testing.tiny import build_task
 
 WANTED = _memory.forecast_memory(
     clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False
@@ -130,7 +131,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     """Before anything is trained."""
     monkeypatch.setattr(_memory, "available_bytes", lambda _device: 100)
     with pytest.raises(
-        ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"
+        ConfigError, match=r"needs about .* on cpu in addition to its data .* found 100 bytes"
     ):
         simulate(tiny_federation(), METHODS["random"](), model="mlp-c", settings=Settings(rounds=1))
 
@@ -202,7 +203,6 @@ from coterie.methods import METHODS
 from coterie.simulation.run import simulate
 from coterie.runtime.settings import Settings
 from coterie.testing import tiny_federation
-from coterie.testing.tiny import build_task
 from coterie.errors import ConfigError
 federation = tiny_federation(9000, features=(2,), train=2, validation=1)
 table = dict(line.split(":", 1) for line in open("/proc/self/status"))

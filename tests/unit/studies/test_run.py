@@ -478,7 +478,7 @@ def named():
 def test_a_study_knows_the_names_of_its_clients(tmp_path, named):
     done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=named)
     assert done.names[1] == "مستشفى الملك"
-    assert load_study_results(done.folder).names == done.names == named().names
+    assert load_study_results(done.folder).names == done.names == named().names_by_id
     assert stored_runs.load_federation_description(done.folder)["client_names"] == list(
         named().client_names
     )
