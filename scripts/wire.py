@@ -23,6 +23,7 @@ from coterie.exchange.base import COHORT, Inbox, Message, Reply, Rule
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.base import Method
+from coterie.methods.registry import resolve_class
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
@@ -238,7 +239,8 @@ def rows() -> list[tuple[str, ...]]:
     ]
     same: dict[tuple[tuple[str, ...], ...], list[str]] = defaultdict(list)
     for kind, options, settings in sorted([*plain, *VARIANTS], key=lambda one: one[0]):
-        method = METHODS[kind](**SMALL.get(kind, {}) | options)
+        cls, values = resolve_class(METHODS[kind], SMALL.get(kind, {}) | options)
+        method = cls(**values)
         found, lengths = sent(method, **settings)
         label = " ".join(f"{name}={value}" for name, value in {**options, **settings}.items())
         lines = tuple(

@@ -33,7 +33,7 @@ def fedavg_weights(
         Weights of the slots and of the client's own model; a row sums to 1.
 
     Example:
-        >>> fedavg(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True, True]]))
+        >>> fedavg_weights(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True, True]]))
         (tensor([[0.2500, 0.5000]]), tensor([0.2500]))
     """
     return normalize_weights(torch.where(mask, samples, 0), own)
@@ -69,7 +69,7 @@ def fedsim_weights(
         Weights of the slots and of the client's own model; a row sums to 1.
 
     Example:
-        >>> fedsim(torch.tensor([[2.0, 1.0, -3.0]]), torch.ones(1, 3, dtype=torch.bool))
+        >>> fedsim_weights(torch.tensor([[2.0, 1.0, -3.0]]), torch.ones(1, 3, dtype=torch.bool))
         (tensor([[0.4000, 0.2000, 0.0000]]), tensor([0.4000]))
     """
     useful = torch.where(mask, similarity.clamp(min=0), 0)
@@ -166,7 +166,7 @@ def average_models(
         weights: not negative, their sum above 0; renormalized over the rows given.
 
     Example:
-        >>> weighted_mean(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))
+        >>> average_models(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))
         tensor([1., 3.])
     """
     # Weights are normalized before the product, in float64.

@@ -242,7 +242,7 @@ def renumber_labels(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
     """Number groups from 0 in the order of their first members.
 
     Example:
-        >>> renumber(torch.tensor([7, 2, 7, 0]))
+        >>> renumber_labels(torch.tensor([7, 2, 7, 0]))
         tensor([0, 1, 0, 2])
     """
     seen: dict[int, int] = {}

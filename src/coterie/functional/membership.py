@@ -21,7 +21,7 @@ def logit_confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]
     falls as the loss rises, for any loss.
 
     Example:
-        >>> confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
+        >>> logit_confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
         [0.0]
     """
     # expm1 overflows above a loss of 709. A NaN counts as an infinite loss.

@@ -27,7 +27,7 @@ from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
 from coterie.runtime.record import Record
 from coterie.runtime.settings import DTYPES, Settings
-from coterie.simulation.run import simulate
+from coterie.simulation.run import select_loop, simulate
 from coterie.testing._promises import assert_accepted
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
@@ -124,7 +124,7 @@ class _RunFactory:
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
         # No planted clusters: the record is not looked at.
         record = Record(torch.full((self.federation.population,), -1))
-        return Loop(
+        return select_loop(self.settings)(
             self.make_task(ids), self.method, exchange, self.settings, rng or Rng(3), record
         )
 

@@ -70,10 +70,7 @@ def test_every_step_and_every_round_see_other_noise():
     losses = task.train(params, Rng(0).at_round(1), local)[1]["losses"]
     assert torch.allclose(losses[0::2, 0], losses[0::2, 1])
     assert float((losses[1::2, 0] - losses[1::2, 1]).abs().min()) > 1e-4
-    for measure in (
-        lambda t: t.loss(params, "validation"),
-        lambda t: t.evaluate(params)["loss"],
-    ):
+    for measure in (lambda t: t.loss(params, "validation"), lambda t: t.evaluate(params)["loss"]):
         first, again, later = (measure(task.for_round(Rng(0).at_round(r))) for r in (1, 1, 2))
         assert torch.equal(first, again)
         assert torch.equal(first[0::2], later[0::2])

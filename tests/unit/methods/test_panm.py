@@ -314,7 +314,9 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     method = PanmLoss(num_peers=2, num_candidates=9, stage_one_rounds=1, interval=2, **options)
     known = torch.from_numpy(scores)
     monkeypatch.setattr(
-        PanmLoss, "score_peers", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {})
+        PanmLoss,
+        "score_peers",
+        lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {}),
     )
     run = play(method, tiny_federation(len(scores)))
     start = torch.zeros(len(scores), len(scores), dtype=torch.bool)

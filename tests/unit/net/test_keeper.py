@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.training import intercept_training
 
 from coterie.errors import ConfigError, TransportError
 from coterie.methods import METHODS
@@ -132,15 +133,13 @@ class Run:
 
     def at(self, name: str, round: int, action) -> None:
         """Do something when a node trains in a round."""
-        task = self.nodes[name].loop.task
-        train = task.train
 
-        def then(params, rng, *rest, **options):
+        def act_then_train(train, params, rng, *rest, **options):
             if rng.round == round:
                 action()
             return train(params, rng, *rest, **options)
 
-        task.train = then
+        intercept_training(self.nodes[name].loop, act_then_train)
 
     def told(self, name: str, event: str) -> list[dict]:
         return [

@@ -17,6 +17,7 @@ import pytest
 import torch
 from replay import replay
 from tests.selection import first_only, one_of_each_family
+from tests.training import intercept_training
 from torch import nn
 
 from coterie.errors import ConfigError, PeerMismatch, TransportError
@@ -290,15 +291,13 @@ def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(n
 
 def crash_in(node: Node, round: int) -> None:
     """Let a node fail in a round, after it has published."""
-    task = node.loop.task
-    train = task.train
 
-    def fail(params, rng, *rest, **options):
+    def fail(train, params, rng, *rest, **options):
         if rng.round == round:
             raise KeyboardInterrupt
         return train(params, rng, *rest, **options)
 
-    task.train = fail
+    intercept_training(node.loop, fail)
 
 
 def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
@@ -341,15 +340,14 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
     """It trains its warm-up alone, jumps to the others' round, and the replay agrees."""
     network = networks("random", rounds=12)
     early = [network.node(i, start=0.1) for i in range(5)]
-    slow = early[0].loop.task.train
 
-    def wait_for_the_last(params, rng, *rest, **options):
+    def wait_for_the_last(train, params, rng, *rest, **options):
         if rng.round == 3:
             while "n5" not in network.hub.nodes or not network.hub.nodes["n5"]._announced:
                 early[0]._stop.wait(0.01)
-        return slow(params, rng, *rest, **options)
+        return train(params, rng, *rest, **options)
 
-    early[0].loop.task.train = wait_for_the_last
+    intercept_training(early[0].loop, wait_for_the_last)
 
     def life(number: int) -> None:
         if number < 5:
