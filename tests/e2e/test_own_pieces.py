@@ -47,7 +47,7 @@ class Film(Shift):
     def apply(self, clients, sources, streams):
         odd = [int(row % self.every == 1) for row in range(len(clients))]
         names = ("print", "film")
-        return tuple(c.plant(o, names[o], transforms=(Negative(),) * o) for c, o in zip(clients, odd))
+        return tuple(c.plant_cluster(o, names[o], transforms=(Negative(),) * o) for c, o in zip(clients, odd))
 
 
 def in_turn(samples, num_clients, generator):

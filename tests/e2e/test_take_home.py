@@ -260,7 +260,7 @@ def test_all_clients_go_into_a_folder_and_nothing_is_overwritten(nets, capsys):
     assert "unknown method 'meth'; did you mean 'Meth'" in call(
         "runs/home", "--method", "meth", "-c", "0"
     )
-    assert "has no finished run of that" in call("runs/home", "--seed", "9", "-c", "0")
+    assert "has no finished run that match" in call("runs/home", "--seed", "9", "-c", "0")
     assert "unknown --format 'onx'; did you mean 'onnx'" in call(
         "runs/home", "-c", "0", "-f", "onx"
     )
