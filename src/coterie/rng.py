@@ -39,8 +39,8 @@ class Rng:
         round: the current round; -1 for the warm-up and everything before it.
 
     Example:
-        >>> a = Rng(seed=1).at(3).generator("peers", client=7).random()
-        >>> b = Rng(seed=1).at(3).generator("peers", client=7).random()
+        >>> a = Rng(seed=1).at_round(3).generator("peers", client=7).random()
+        >>> b = Rng(seed=1).at_round(3).generator("peers", client=7).random()
         >>> a == b
         True
     """

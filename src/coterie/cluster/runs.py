@@ -296,7 +296,9 @@ def _find_modules(work: Any) -> set[str]:
 
     names: set[str] = set()
     inputs = getattr(work, "inputs", None)
-    for value in [*vars(work).values(), *(() if inputs is None else vars(inputs).values())]:
+    # A plain function has no attributes of its own.
+    held = [getattr(holder, "__dict__", {}) for holder in (work, inputs)]
+    for value in [value for attributes in held for value in attributes.values()]:
         if isinstance(value, config.StudyConfig):
             names |= packing.find_named_modules(config.make_study_table(value))
         elif callable(value):

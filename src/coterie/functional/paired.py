@@ -49,7 +49,7 @@ def overlap_from_share(share: float) -> float:
     r"""Return `n_test / n_train` for the share of the samples that each run tests on.
 
     Example:
-        >>> overlap_of(0.2)
+        >>> overlap_from_share(0.2)
         0.25
     """
     return share / (1 - share)

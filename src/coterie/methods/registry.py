@@ -46,7 +46,7 @@ def find_method(kind: str, package: str = "") -> type[Method]:
         ConfigError: when there is no such method, or what is there is none.
 
     Example:
-        >>> find("dac").__name__, find("coterie.methods.local:Local").__name__
+        >>> find_method("dac").__name__, find_method("coterie.methods.local:Local").__name__
         ('Dac', 'Local')
     """
     if kind in METHODS:

@@ -438,7 +438,7 @@ def allowed_difference(metric: str, std: float | None, paper_std: float | None) 
     paper's.
 
     Example:
-        >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
+        >>> round(allowed_difference("accuracy", 0.006, 0.008), 3), allowed_difference("accuracy", 0.0, None), allowed_difference("mse", 3.0, 4.0)
         (0.02, 0.01, 10.0)
     """
     # Our mean and the paper's are independent: their variances add.
@@ -453,7 +453,7 @@ def is_too_uncertain(metric: str, mean: float, std: float | None) -> bool:
     clusters of a row, for which no deviation is printed, share what is said of its mean.
 
     Example:
-        >>> useless("mse", 1494.84, 1973.0), useless("mse", 30.26, 1.73), useless("accuracy", 0.5, None)
+        >>> is_too_uncertain("mse", 1494.84, 1973.0), is_too_uncertain("mse", 30.26, 1.73), is_too_uncertain("accuracy", 0.5, None)
         (True, False, False)
     """
     # Of metrics that may be negative zero is an ordinary value, so that the rule says nothing.

@@ -238,7 +238,7 @@ def load_published(experiment: str) -> tuple[PublishedNumber, ...]:
         ConfigError: for an unknown one.
 
     Example:
-        >>> [(p.mean, p.std) for p in published("similarity/synthetic_concept_3c") if p.row == "oracle/fedavg"][0]
+        >>> [(p.mean, p.std) for p in load_published("similarity/synthetic_concept_3c") if p.row == "oracle/fedavg"][0]
         (9.43, 0.33)
     """
     source, _, name = experiment.partition("/")

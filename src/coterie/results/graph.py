@@ -285,7 +285,7 @@ def compare_partitions(
         and `nmi`, the normalized mutual information (arithmetic mean), in [0, 1].
 
     Example:
-        >>> agreement(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))
+        >>> compare_partitions(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))
         {'ari': 1.0, 'nmi': 1.0}
     """
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score

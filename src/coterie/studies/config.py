@@ -59,7 +59,7 @@ def load_study(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()
         ConfigError: with what was found, what was expected and what to do, in one line.
 
     Example:
-        >>> load("rotated-digits", ["rounds=3"]).settings.rounds
+        >>> load_study("rotated-digits", ["rounds=3"]).settings.rounds
         3
     """
     name, file = _find_study(str(source), find_builtin_studies())

@@ -8,6 +8,7 @@ import pytest
 
 from coterie.errors import ConfigError, RunExistsError
 from coterie.methods import METHODS
+from coterie.methods.registry import find_published
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
@@ -203,14 +204,15 @@ def test_a_sweep_over_presets_runs_what_each_says(kind, field):
         STUDY
         + f'[[methods]]\nkind = "{kind}"\n[sweep]\n"methods.{kind}.preset" = ["coterie", "released"]\n'
     )
+    published = find_published(METHODS[kind])
     study = config.parse_study_text(text)
     for one in (study, config.parse_study_text(config.format_study(study, decided=False))):
         (expanded,) = expand_sweep(one)
         methods = [entry.method for entry in expanded.methods[2:]]
-        assert methods == [METHODS[kind](preset="coterie"), METHODS[kind](preset="released")]
+        assert methods == [published(preset="coterie"), published(preset="released")]
         assert len({getattr(method, field) for method in methods}) == 2
         assert config.parse_study_text(config.format_study(expanded)) == expanded
-    value = getattr(METHODS[kind](), field)
+    value = getattr(published(), field)
     (kept,) = expand_sweep(
         config.parse_study_text(text, overrides=[f"methods.{kind}.{field}={value}"])
     )
