@@ -32,7 +32,6 @@ from coterie.data.shifts import SHIFTS
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
 from coterie.methods.dac import Dac
-from coterie.methods.fedgwc import FedGwc
 from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.studies import config
 
@@ -239,6 +238,8 @@ def test_a_preset_can_be_changed_and_what_is_given_stays(first, second, names, l
     assert all(getattr(after, name) == value for name, value in fields.items())
     assert replace(after, preset=first) == PublishedFedGwc(preset=first, **fields)
     assert (
-        parse_settings(FedGwc, {k: v for k, v in to_plain(after).items() if k != "kind"}, "x")
+        parse_settings(
+            PublishedFedGwc, {k: v for k, v in to_plain(after).items() if k != "kind"}, "x"
+        )
         == wanted
     )

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from coterie._util.importing import import_class
-from coterie._util.settings import accepts, settable_fields
+from coterie._util.settings import WithPresets, accepts, settable_fields
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, describe_unknown
 from coterie.methods import METHODS
@@ -80,6 +80,9 @@ def find_published(method: type[Method]) -> type[Method] | None:
     return _import_method(path, f"method {method.kind!r}", "")
 
 
+_GIVEN = "_given_settings"
+
+
 def resolve_class(
     method: type[Method], table: Mapping[str, Any]
 ) -> tuple[type[Method], dict[str, Any]]:
@@ -113,12 +116,27 @@ def resolve_class(
 def with_published_options(method: Method) -> Method:
     """Return the same method with the options of published code at their defaults, if its kind has any.
 
-    Stored configurations and the identities of runs contain these options.
+    Stored configurations and the identities of runs contain these options. A preset that is chosen
+    later decides the settings that `remember_given` has not recorded, or else those at their
+    defaults.
     """
     published = find_published(type(method))
     if published is None or isinstance(method, published):
         return method
-    return published(**{item.name: getattr(method, item.name) for item in fields(method)})
+    made = published(**{item.name: getattr(method, item.name) for item in fields(method)})
+    if isinstance(made, WithPresets):
+        changed = {f.name for f in fields(method) if getattr(method, f.name) != f.default}
+        object.__setattr__(made, "given", frozenset(getattr(method, _GIVEN, changed)))
+    return made
+
+
+def remember_given(method: Method, table: Mapping[str, Any]) -> None:
+    """Record which settings a table gave, for presets of the published class that are chosen later.
+
+    An explicit value wins over a preset even where it is the default, or an option that only the
+    published class has. It is no setting: methods with equal settings stay equal.
+    """
+    object.__setattr__(method, _GIVEN, frozenset(table))
 
 
 def all_settings(method: Method) -> dict[str, Any]:

@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @final
 @dataclass(frozen=True)
-class PublishedFedGwc(WithPresets, FedGwc):
+class PublishedFedGwc(FedGwc, WithPresets):
     r"""FedGWC with the settings in which the paper, its authors' code and this project differ.
 
     See `FedGwc` for the other settings; `beta` is not comparable across `minmax`.

@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class PublishedSimplex(WithPresets, SimplexMethod):
+class PublishedSimplex(SimplexMethod, WithPresets):
     r"""The options of the published code; see `SimplexMethod` for the other settings.
 
     Args:

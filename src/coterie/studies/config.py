@@ -517,8 +517,11 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     if kind is None:
         rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
         return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
-    kind, table = registry.resolve_class(kind, select_keys(own))
-    return MethodConfig(label, tables.parse_settings(kind, table, where), settings, head.paper)
+    given = select_keys(own)
+    kind, table = registry.resolve_class(kind, given)
+    method = tables.parse_settings(kind, table, where)
+    registry.remember_given(method, given)
+    return MethodConfig(label, method, settings, head.paper)
 
 
 def _option_names(method: type[Method]) -> set[str]:
@@ -582,8 +585,10 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
         **paper,
         **({"package": package} if package else {}),
     }
-    if decided:
-        method = registry.with_published_options(method)
+    # Undecided, only a preset among these options makes a difference.
+    published = registry.with_published_options(method)
+    if decided or isinstance(published, tables.WithPresets):
+        method = published
     own_said = tables.to_plain(method, decided=decided)
     # `head` comes first for the order of keys, and again so that no field replaces it.
     return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}

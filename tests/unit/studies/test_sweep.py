@@ -8,7 +8,7 @@ import pytest
 
 from coterie.errors import ConfigError, RunExistsError
 from coterie.methods import METHODS
-from coterie.methods.registry import find_published
+from coterie.methods.registry import find_published, with_published_options
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
@@ -208,7 +208,7 @@ def test_a_sweep_over_presets_runs_what_each_says(kind, field):
     study = config.parse_study_text(text)
     for one in (study, config.parse_study_text(config.format_study(study, decided=False))):
         (expanded,) = expand_sweep(one)
-        methods = [entry.method for entry in expanded.methods[2:]]
+        methods = [with_published_options(entry.method) for entry in expanded.methods[2:]]
         assert methods == [published(preset="coterie"), published(preset="released")]
         assert len({getattr(method, field) for method in methods}) == 2
         assert config.parse_study_text(config.format_study(expanded)) == expanded
@@ -216,4 +216,5 @@ def test_a_sweep_over_presets_runs_what_each_says(kind, field):
     (kept,) = expand_sweep(
         config.parse_study_text(text, overrides=[f"methods.{kind}.{field}={value}"])
     )
-    assert [getattr(entry.method, field) for entry in kept.methods[2:]] == [value, value]
+    kept_methods = [with_published_options(entry.method) for entry in kept.methods[2:]]
+    assert [getattr(method, field) for method in kept_methods] == [value, value]
