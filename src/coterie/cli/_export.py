@@ -169,7 +169,7 @@ def _choose_files(
     for client in clients:
         name = _make_file_name(client)
         if name.casefold() in taken:  # two names that differ in signs that no file has, or in case
-            name = f"{name}-{models.recipe.ids[models.place(client)]}"
+            name = f"{name}-{models.spec.ids[models.find_row(client)]}"
         taken.add(name.casefold())
         files.append(folder / f"{name}{ending}")
     return files
