@@ -72,7 +72,7 @@ class Postbox:
         """Wait for the parts of all blocks, and return them in the order of blocks.
 
         Raises:
-            Interrupted: when the postbox was closed.
+            BlockInterrupted: when the postbox was closed.
         """
         with self._change:
             self._change.wait_for(

@@ -53,7 +53,7 @@ class SlurmRuns(FanOut):
         place: a partition, or "local" for processes of this machine.
         cpus: processors of a job.
         gpus: GPUs of a job.
-        far: that workers see the files of this machine.
+        far: whether workers cannot see the files of this machine.
     """
 
     place: Place

@@ -16,12 +16,12 @@ class BatchPlan:
     """The batches of one local training.
 
     Args:
-        order: indices of each client's training samples in each step; -1 where its batch is
+        sample_order: indices of each client's training samples in each step; -1 where its batch is
             shorter.
-        length: the size of each batch; 0 after a client's last step.
+        batch_sizes: the size of each batch; 0 after a client's last step.
         last_epoch: the first step of each client's last epoch.
-        count: steps of each client, where batches are drawn by Poisson sampling and may be empty;
-            None where every step has a batch.
+        poisson_steps: steps of each client, where batches are drawn by Poisson sampling and may be
+            empty; None where every step has a batch.
     """
 
     sample_order: Int[Tensor, "clients steps batch"]

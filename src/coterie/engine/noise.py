@@ -25,9 +25,9 @@ class InputNoise:
         keys: key of each client's draws, in one training or evaluation; where the inputs are, as is
             `sigma`.
         sigma: standard deviation, for each client; 0 for none.
-        width: samples in each client's row of the padded data, or in the test set. Samples are
-            addressed by their index in the flattened table, so a sample's number within its row is
-            that index modulo `samples_per_row`.
+        samples_per_row: samples in each client's row of the padded data, or in the test set.
+            Samples are addressed by their index in the flattened table, so a sample's number within
+            its row is that index modulo `samples_per_row`.
     """
 
     keys: Int[Tensor, " clients"]

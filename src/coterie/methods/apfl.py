@@ -1,4 +1,4 @@
-"""APFL: a personal model for each client, mixed with the shared one that all clients train by FedAvg."""
+"""APFL: each client mixes a personal model with the shared one, which all train by FedAvg."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -34,7 +34,7 @@ class ApflMemory:
 @final
 @dataclass(frozen=True)
 class Apfl(PersonalModels):
-    r"""Each client uses $\bar v_i = \alpha_i v_i + (1 - \alpha_i) w_i$; $w_i$ goes through FedAvg, $v_i$ stays home.
+    r"""Each client uses $\bar v_i = \alpha_i v_i + (1 - \alpha_i) w_i$; FedAvg trains only $w_i$.
 
     On each batch $w_i$ takes a step along $\nabla f_i(w_i)$, and $v_i$ one along $\nabla_{v}
     f_i(\bar v_i) = \alpha_i \nabla f_i(\bar v_i)$, from the values before the step and each with an
@@ -72,7 +72,7 @@ class Apfl(PersonalModels):
 
     @property
     def averaging(self) -> Averaging:
-        """Uniform, by samples, or by a rule of the user's."""
+        """Uniform, by samples, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def init_memory(self, task: Task, rng: Rng) -> ApflMemory:
@@ -125,7 +125,7 @@ def mix_models(
     alpha: Float[Tensor, " clients"],
     trainable: int,
 ) -> Float[Tensor, "clients params"]:
-    r"""Return $\alpha_i v_i + (1 - \alpha_i) w_i$ of the trained parameters, with the running statistics of $v_i$."""
+    r"""Return $\alpha_i v_i + (1 - \alpha_i) w_i$; the running statistics are those of $v_i$."""
     own, share = model.clone(), alpha[:, None]
     own[:, :trainable] = own[:, :trainable] * share + shared[:, :trainable] * (1 - share)
     return own

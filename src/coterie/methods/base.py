@@ -36,11 +36,12 @@ Info = Mapping[str, Tensor]
 """Everything a round reports, one row a hosted client. Nothing later depends on it.
 
 Kept as metrics: `loss` (training), `diverged`, what a method may count of its cost
-(`metrics.COSTS`; `extra_models` and `extra_floats` are traffic beside the pulled models, in `bytes`
-or not, `extra_bytes` are received outside the slots), and the metrics that the method declares in
-`reports`, one number a client.
+(`metrics.COSTS`; `extra_models` and `extra_floats` are traffic in addition to the pulled models, in
+`bytes` or not, `extra_bytes` are received outside the slots), and the metrics that the method
+declares in `reports`, one number a client.
 
-With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`, `weights` (mixing weight of
+With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`,
+`weights` (mixing weight of
 each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see
 `similarity_report`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
 `trained` (the models before the exchange that ends a round, which are the ones to judge).
@@ -66,7 +67,7 @@ RESERVED_REPORT_KEYS = frozenset(
 Order = Literal["exchange_first", "train_first"]
 
 ROWS_AT_ONCE = 32
-"""Clients treated at once where there is a number for each member of the population: few rows fit the cache."""
+"""Clients per pass where each needs a number for every member: few rows fit the cache."""
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,12 @@ class Round:
         track: int = 0,
         in_place: bool = False,
     ) -> tuple[State, Info]:
-        """Train the models of a state with the clients' data; the options are those of `Task.train`.
+        """Train the models of a state with the clients' data, with the options of `Task.train`.
 
         Args:
             state: `state.params` are the models to start from, and `state.moments` the state of
                 the optimizers.
-            local: how to train; as the run says when None.
+            local: how to train; as the run trains when None.
             anchor: models that a proximal term pulls to.
             prox: weight of the proximal term.
             inputs: values of the model's input buffers, a row for each step.
@@ -248,8 +249,8 @@ class Method(Configurable, ABC):
         tracks: how many models each client trains in a round.
         timed_against: the kind of method against whose best accuracy the time to accuracy is
             measured.
-        reports: the metrics of its own that its rounds report, beside those of the classes that it
-            extends.
+        reports: the metrics of its own that its rounds report, in addition to those of the classes
+            that it extends.
     """
 
     kind: ClassVar[str]
@@ -265,7 +266,7 @@ class Method(Configurable, ABC):
 
     @classmethod
     def report_metrics(cls) -> dict[str, Metric]:
-        """Return what is kept of its rounds' reports: training loss, costs, and what its classes declare."""
+        """Return the metrics of its rounds' reports: training loss, costs, and declared ones."""
         # From the base class to the subclass; `vars` takes only what a class declares itself, so
         # that an inherited metric is not listed twice.
         own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
@@ -282,7 +283,7 @@ class Method(Configurable, ABC):
 
     @property
     def privacy_leak(self) -> str:
-        """What others learn of the training data by another way than trained models, in words; empty for nothing.
+        """Describe what others learn of training data except by trained models; "" for nothing.
 
         Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent
         that was computed from the data, and choices made by it that show in what is sent later.
@@ -298,11 +299,11 @@ class Method(Configurable, ABC):
         """Run one round for the hosted clients and return the new state and what happened."""
 
     def build_model(self, source: ModelFactory) -> ModelFactory:
-        """Return the model that clients train: the run's, unless the method changes its form (SosicFL's head)."""
+        """Return the model that clients train: the run's, or a changed form (as in SosicFL)."""
         return source
 
     def personal_tensors(self, layout: Layout) -> Sequence[str]:
-        """Return which tensors never leave a client, beside those that the run's `shared` leaves out.
+        """Return which tensors never leave a client, in addition to those the run does not share.
 
         Args:
             layout: of the model; `layout.layers()` and `layout.normalizations()` name tensors.
@@ -319,7 +320,7 @@ class Method(Configurable, ABC):
     def select_cohort(
         self, shared: Any, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
-        """Choose who takes part in a round; called where the server role is, or everywhere when there is none.
+        """Choose who takes part in a round; called at the server role, or everywhere without one.
 
         The draw is keyed by the round alone, so that methods see the same participants. Methods
         with clusters draw in each cluster.
@@ -340,7 +341,7 @@ class Method(Configurable, ABC):
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Return the model that serves each hosted client now, for evaluation, and what is known of it.
+        """Return the model that serves each hosted client now, for evaluation, and a report.
 
         Called between rounds with all hosted clients, those outside the last cohort included.
         Server-based methods fetch the newest models; `label` in the second value is the found
@@ -349,15 +350,15 @@ class Method(Configurable, ABC):
         return state.params, {}
 
     def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
+        """Return the model for a newcomer in each hosted client's cluster: never a personal one."""
         return self.serving_model(rnd, state)[0]
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Predict what a phase of a run costs a client that takes part, when everybody answers.
 
-        Where a cost depends on chance (who asks whom), predict the expected one under uniform
-        draws. Where it depends on what was found (PANM's bag, PENS's neighbors), assume that a
-        client has found its own cluster.
+        Where a cost depends on chance (which peers are asked), predict the expected one under
+        uniform draws. Where it depends on what was found (PANM's bag, PENS's neighbors), assume
+        that a client has found its own cluster.
 
         Args:
             setting: population, model and data.
@@ -378,7 +379,7 @@ class Method(Configurable, ABC):
 
 @dataclass(frozen=True)
 class PeerMethod(Method):
-    """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
+    """A peer-to-peer method: it defines the exchange; the loop trains locally between exchanges.
 
     A subclass defines `exchange` (sample peers, pull, score, update the memory, mix). It overrides
     `publish` if clients send more than a model, or if a round has several exchanges; `init_memory`
@@ -391,7 +392,7 @@ class PeerMethod(Method):
         return None
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
-        """Return what the hosted clients publish in an exchange of a round, from their state before the round.
+        """Return what the hosted clients publish in an exchange, from their state before the round.
 
         Schedules in which clients act one after another ask for every exchange: what a client
         published stands until it acts.
@@ -454,7 +455,7 @@ class PeerMethod(Method):
         return state, {**info, **trained}
 
     def _can_train_in_place(self, mixed: State, before: State) -> bool:
-        """Return whether an exchange made models that nothing else refers to, so that training may change them."""
+        """Return whether training may change an exchange's models: nothing else uses them."""
         # `remember_update` compares with the models from before the training, so they must survive
         # it.
         if type(self).remember_update is not PeerMethod.remember_update:
@@ -468,7 +469,7 @@ class PeerMethod(Method):
 
     @final
     def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
-        """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
+        """Train the hosted clients once; `in_place` when their first models are not needed."""
         judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
         # The judge compares the models before and after the training: nothing is overwritten then.
         new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
@@ -501,7 +502,7 @@ class PeerMethod(Method):
 
 
 LARGE_POPULATION = 20_000
-"""Members of a population above which a uniform choice is not made by a draw for each pair of clients."""
+"""Population above which a uniform choice does not draw a number for each pair of clients."""
 
 
 def draw_peers_uniformly(
@@ -512,7 +513,8 @@ def draw_peers_uniformly(
 ) -> Int[Tensor, "clients peers"]:
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
-    In a population above `LARGE_POPULATION` a client draws members until it has enough, so that its cost does
+    In a population above `LARGE_POPULATION` a client draws members until it has enough, so that its
+    cost does
     not grow with the population: the same distribution, by other draws.
 
     Args:
@@ -542,7 +544,7 @@ def draw_peers_uniformly(
 def _draw_peers_in_turn(
     rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None, purpose: str
 ) -> Int[Tensor, "clients peers"]:
-    """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
+    """Draw members of a large population one by one, without those drawn before or not allowed.
 
     Where a client may choose so few that this would take long, its choice is among the list of
     them.
@@ -578,14 +580,14 @@ def _draw_peers_in_turn(
 
 
 def draw_cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
-    """Return one standard Gumbel draw for each client, the same for every method: it ranks the round's cohort."""
+    """Return a standard Gumbel draw for each client, which ranks the cohort in every method."""
     return torch.from_numpy(rng.generator("cohort").gumbel(size=population))
 
 
 def mixing_report(
     inbox: Inbox, weights: Float[Tensor, "clients peers"], own_weight: Float[Tensor, " clients"]
 ) -> dict[str, Tensor]:
-    """Return what the record wants to know of an exchange: who was read, what arrived, how it was weighed."""
+    """Return the record of an exchange: who was read, what arrived, how it was weighed."""
     return {
         "peers": inbox.peers,
         "arrived": inbox.mask,
@@ -663,7 +665,7 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
 
 
 def check_returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
-    """Check the state and the report that a function of a method returned; see `check_returned_state`."""
+    """Check the state and report that a method's function returned; see `check_returned_state`."""
     if not isinstance(found, tuple) or len(found) != 2:
         hint = (
             ": is a `return` missing?"
@@ -699,7 +701,7 @@ def _describe_value(found: Any) -> str:
 
 @dataclass(frozen=True)
 class ReadHistory:
-    """What a selection rule may know of whom a client has read.
+    """What a selection rule may know of the peers that a client has read.
 
     Args:
         count: how often it has read each member of the population.
@@ -736,15 +738,15 @@ def choose_peers_by_rule(
     similarity: Float[Tensor, "clients population"] | None = None,
     status: Int[Tensor, "clients population"] | None = None,
 ) -> Int[Tensor, "clients peers"]:
-    """Choose the peers of each client by a rule of the user's.
+    """Choose the peers of each client by a custom rule.
 
     Args:
         path: its import path.
         rnd: the round.
         count: how many each client reads at most.
-        met: whom they have read.
+        met: the peers they have read.
         similarity: what they know of similarities.
-        status: 2 where they have measured it, 1 where a peer has told it, else 0.
+        status: 2 where they have measured it, 1 where a peer has reported it, else 0.
     """
     what = f"selection {path!r}"
     rule, population, parts = import_function(str(path), what), rnd.task.population, []
@@ -782,7 +784,7 @@ def merge_by_rule(
     keep: Bool[Tensor, "clients peers"],
     similarity: Float[Tensor, "clients peers"] | None = None,
 ) -> tuple[State, dict[str, Tensor]]:
-    """Merge what each client received by a rule of the user's, client by client; who received nothing keeps its own.
+    """Merge what each client received by a custom rule; without anything it keeps its own model.
 
     The rule sees what is shared of the models.
 
@@ -796,7 +798,7 @@ def merge_by_rule(
 
     Returns:
         The new state, and what the record wants to know: each merged model has weight 1, for a rule
-        tells none.
+        states none.
     """
     what = f"aggregation {path!r}"
     rule, own, out = import_function(str(path), what), state.params, state.params.clone()
@@ -837,7 +839,7 @@ def average_models(
     rule: str | Callable[..., Any] | None = None,
     keep: Bool[Tensor, "clients peers"] | None = None,
 ) -> tuple[State, dict[str, Tensor]]:
-    """Average each client's model with those it received, by numbers of samples, or merge them by a rule of the user's.
+    """Average each client's model with received ones by samples, or merge by a custom rule.
 
     Args:
         rnd: the round.

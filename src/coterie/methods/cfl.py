@@ -108,13 +108,13 @@ class Cfl(ServerMethod):
                 shared, last=last, since=shared.since.index_fill(0, message.ids, context.index)
             )
         members = cluster_sizes(shared.label, len(shared.models))
-        # All clusters are averaged first; those that split are overwritten below.
+        # All clusters are averaged first; split clusters are overwritten below.
         merged = self.averaging.update_models(
             shared, message, group, members.clamp(max=context.min_updates)
         )
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
-            # `shared`, from before the averaging: labels and models are those that clients trained
+            # `shared`, from before the averaging: the labels and models that clients trained
             # with.
             part = self._find_split(context, shared, cluster, message, rows, updates, alike)
             if part is not None:
@@ -137,7 +137,7 @@ class Cfl(ServerMethod):
         updates: Tensor,
         alike: Tensor,
     ) -> Tensor | None:
-        """Return the ids that leave a cluster, or None; `alike` is what cosines compare of the updates."""
+        """Return the ids that leave a cluster, or None; `alike` holds the updates to compare."""
         assert message.ids is not None
         if context.index < self.warmup_rounds or len(rows) == 0:
             return None

@@ -2,7 +2,7 @@
 
 One unit of traffic is a model. Papers count the models that a client receives (with a server: down
 and up). That leaves out what else is sent: PANM's formula omits the neighbors that a correction
-round averages with but did not score, and PANMGrad reads an update beside every model.
+round averages with but did not score, and PANMGrad reads an update with every model.
 """
 
 from dataclasses import dataclass, fields
@@ -11,16 +11,16 @@ from typing import Literal
 from coterie.engine.task import Task
 
 Phase = int | Literal["enroll", "evaluate"]
-"""What is predicted: the number of a round, from 0; the enrollment before them; a measurement of the newest model."""
+"""What is predicted: a round by its number from 0, the enrollment, or an evaluation."""
 
 
 @dataclass(frozen=True)
 class CostSetting:
-    """What a cost depends on beside the method.
+    """What a cost depends on, other than the method.
 
     Args:
         population: clients ($K$).
-        params: numbers in a model ($P$), of those that are shared.
+        params: numbers in a model ($P$), counting shared ones only.
         samples: training samples of a client ($n_i$).
         group: members of the client's own cluster, itself included: Oracle's choice, and the size
             that PANM's bag and PENS's neighbors are taken to have found. The whole population when
@@ -76,12 +76,12 @@ class Cost:
 
     Args:
         models: models read (server-based methods: received and sent).
-        extra_models: numbers beside them in units of a model: updates, first models, models that
+        extra_models: further numbers in units of a model: updates, first models, models that
             others pushed.
         extra_floats: other numbers received: similarities, requests, answers.
         messages: messages received that carry no model.
         bytes: payload received (server-based methods: and sent).
-        passes: forward passes of one sample, beside those of training.
+        passes: forward passes of one sample, in addition to those of training.
     """
 
     models: float = 0.0
@@ -96,7 +96,7 @@ class Cost:
 
 
 def cost_of_reading(setting: CostSetting, models: float, scored: float = 0.0) -> Cost:
-    """Return the cost of reading models with their numbers of samples, and of scoring some by their loss."""
+    """Return the cost of reading models with their sample counts, and of scoring some by loss."""
     # One more number: the count of samples that weighs the model.
     size = (setting.params + 1) * setting.number_bytes
     return Cost(models=models, bytes=models * size, passes=scored * setting.samples)

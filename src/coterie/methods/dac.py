@@ -57,7 +57,7 @@ def pull_and_measure(
     metric: Metric,
     eps: float,
 ) -> MeasuredInbox:
-    r"""Pull models and measure them: the loss of $w_j$ on the client's data, or a product of parameters.
+    r"""Pull models and measure them: by the loss of $w_j$ on the client's data, or by parameters.
 
     Args:
         rnd: the round.
@@ -197,7 +197,7 @@ def push_and_measure(
 def _scatter_to_members(
     peers: Tensor, mask: Tensor, value: Tensor, population: int
 ) -> tuple[Tensor, Tensor]:
-    """Return values of slots as one number for each member of the population, and which members have one."""
+    """Spread values of slots over all members of the population; return which have one too."""
     rows, slots = mask.nonzero(as_tuple=True)
     out = torch.zeros(len(peers), population, dtype=value.dtype)
     given = torch.zeros(len(peers), population, dtype=torch.bool)
@@ -250,7 +250,7 @@ class PeerSimilarities:
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
     ) -> "PeerSimilarities":
-        """Store measured similarities, in a copy; those of peers that did not answer stay unchanged."""
+        """Return a copy with measured similarities; those of silent peers stay unchanged."""
         rows, slots = mask.nonzero(as_tuple=True)
         at = (rows, peers[rows, slots])
         values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
@@ -293,7 +293,7 @@ class PeerSimilarities:
     def with_estimates(
         self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False
     ) -> "PeerSimilarities":
-        """Estimate similarities that were not measured by those that peers share.
+        """Estimate unmeasured similarities from the ones that peers share.
 
         Args:
             ids: the hosted clients.
@@ -337,7 +337,7 @@ class PeerSimilarities:
 @final
 @dataclass(frozen=True)
 class DatedSimilarities(PeerSimilarities):
-    """An acquaintance that says when, for a selection rule of the user's.
+    """Similarities with the round of each read, for a custom selection rule.
 
     Args:
         last: the round in which i last read j; -1 for never.
@@ -359,7 +359,7 @@ class Dac(PeerMethod):
 
     Every client keeps a similarity to each member of the population and draws peers with $p_{ij}
     \propto e^{\tau s_{ij}}$. It measures the similarity of the peers it reads, and estimates others
-    from those that they share.
+    from what they share.
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
@@ -369,14 +369,14 @@ class Dac(PeerMethod):
             or of their updates since the start.
         aggregation: "fedavg"; "fedsim", by this round's similarities; or the import path of a
             custom rule, a function of `functional.aggregation.ReceivedModels`.
-        two_hop: estimate similarities that were not measured by those that peers share.
+        two_hop: estimate unmeasured similarities from the ones that peers share.
         loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the
             peer's data, which the peer measures (three exchanges).
         tau_schedule: "constant"; or "var", $1 + (\tau - 1) \tanh(bt/2)$.
         b: steepness of the schedule.
         eps: $\varepsilon$ of the inverse similarities.
-        selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.PeerKnowledge`; the draw by similarity when not given.
+        selection: import path of a rule of yours that says which peers a client reads, a function
+            of `functional.selection.PeerKnowledge`; the draw by similarity when not given.
     """
 
     kind: ClassVar[str] = "dac"
@@ -476,7 +476,7 @@ class Dac(PeerMethod):
     def peer_probabilities(
         self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
     ) -> Tensor:
-        """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population.
+        """Return the probabilities of drawing peers after a round ($p_{ij}$): clients x population.
 
         Members with an unknown similarity enter the softmax with 0.
         """
@@ -486,7 +486,7 @@ class Dac(PeerMethod):
         )
 
     def draw_peers(self, rnd: Round, memory: PeerSimilarities) -> tuple[Tensor, Tensor]:
-        """Draw peers; return them and their probabilities: clients x peers. A few rows at a time fit the cache."""
+        """Draw peers; return them and their probabilities, a few rows at a time for the cache."""
         if self.selection is not None:
             assert isinstance(memory, DatedSimilarities)
             met = ReadHistory(memory.count, memory.last)
@@ -587,7 +587,7 @@ class Dac(PeerMethod):
         cost: dict[str, Tensor],
         pick: Literal["most", "least"] = "most",
     ) -> tuple[PeerSimilarities, Info]:
-        """Estimate similarities that were not measured by those that peers share; return the memory and the costs.
+        """Estimate unmeasured similarities from what peers share; return the memory and the costs.
 
         Args:
             rnd: the round.
@@ -604,7 +604,7 @@ class Dac(PeerMethod):
         return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Read the peers' models, and what they say of others; a push lets them read one's own too."""
+        """Count peers' models and the similarities they share; with a push, one's own model too."""
         if isinstance(phase, str):
             return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes

@@ -1,4 +1,4 @@
-"""Ditto: FedAvg and a personal model for each client, trained on its data and kept near the global model."""
+"""Ditto: FedAvg, and a personal model for each client that is kept near the global model."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -38,7 +38,7 @@ class PersonalModels(OneModel):
         return super().serving_model(rnd, state)[0]
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Fetch the server's model and send one; nothing is fetched to measure the client's own model."""
+        """Fetch the server's model and send one; evaluating a personal model fetches nothing."""
         return Cost() if isinstance(phase, str) else cost_of_moving(setting, 2)
 
 
@@ -82,7 +82,7 @@ class Ditto(PersonalModels):
 
     @property
     def averaging(self) -> Averaging:
-        """By samples, uniform, or by a rule of the user's."""
+        """By samples, uniform, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def init_memory(self, task: Task, rng: Rng) -> PersonalMemory:

@@ -45,16 +45,16 @@ class FedAvg(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """By samples, uniform, or by a rule of the user's."""
+        """By samples, uniform, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
 
 @final
 @dataclass(frozen=True)
 class FedAvgM(OneModel):
-    r"""FedAvg with momentum on the server: $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$.
+    r"""Server momentum: $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$.
 
-    $d$ is the model sent minus the mean of those that came back.
+    $d$ is the model sent minus the mean of the returned models.
 
     Args:
         momentum: $\beta$, in [0, 1).

@@ -50,7 +50,7 @@ class FedGwcClusters(Clusters):
 
 
 MIN_PARTICIPANTS = 3
-"""Clients of a cluster that take part together: two have the same reward whatever their losses are."""
+"""Least number of a cluster's clients in a round: two get equal rewards whatever their losses."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FedGwc(ServerMethod):
         return rnd.train(state)
 
     def publish(self, rnd: Round, state: State, info: Info) -> Message:
-        """Send the losses of the first steps, padded with NaN to a length that all clients share."""
+        """Send the losses of the first steps, padded with NaN to a length all clients share."""
         losses = info["losses"]
         width = self.trace if rnd.local.steps is None else rnd.local.steps
         padded = losses.new_full((len(losses), width), torch.nan)
@@ -285,7 +285,7 @@ class FedGwc(ServerMethod):
     def _try_split(
         self, context: ServerContext, shared: FedGwcClusters, cluster: int, cohort: int
     ) -> FedGwcClusters:
-        """Split a settled cluster if its members fall apart; start its clock anew."""
+        """Split a settled cluster if its members fall apart; restart its clock."""
         members = (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
         met = shared.pairs[block].double()
@@ -308,7 +308,7 @@ class FedGwc(ServerMethod):
 def _split_cluster(
     shared: FedGwcClusters, cluster: int, members: Tensor, label: Tensor
 ) -> FedGwcClusters:
-    """Let the members with label 0 keep the cluster and found one for each other label, all on the parent's model."""
+    """Found a cluster for each label but 0, on the parent's model; label 0 keeps the parent."""
     count, children = len(shared.models), int(label.max())
     # Label 0 stays; labels 1, 2, ... become the next free numbers.
     number = torch.where(label == 0, cluster, count + label - 1)

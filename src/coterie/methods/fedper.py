@@ -1,4 +1,4 @@
-"""FedPer, FedRep and FedBN: FedAvg of a part of the model; the rest is each client's own and never leaves it.
+"""FedPer, FedRep and FedBN: FedAvg of a part of the model; the rest stays with each client.
 
 DFedAlt is FedRep between peers, without a server.
 """
@@ -19,7 +19,7 @@ from coterie.models.part import match_patterns
 
 
 def head_tensors(layout: Layout, layers: int) -> tuple[str, ...]:
-    """Return the names of the tensors of the last layers with trained parameters, running statistics included."""
+    """Return the tensors of the last layers with trained parameters, with running statistics."""
     found = list(layout.layer_tensors().values())
     return tuple(name for names in found[len(found) - layers :] for name in names) if layers else ()
 
@@ -92,7 +92,7 @@ class FedPer(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """By samples, uniform, or by a rule of the user's."""
+        """By samples, uniform, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def personal_tensors(self, layout: Layout) -> Sequence[str]:
@@ -103,7 +103,7 @@ class FedPer(OneModel):
 @final
 @dataclass(frozen=True)
 class FedRep(OneModel):
-    r"""FedAvg of a representation; each round a client first fits its own head to it, then it to the head.
+    r"""FedAvg of a representation; in a round a client fits its head first, then the rest.
 
     The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$)
     trains as the run says with the head fixed. Running statistics of the body follow in both, and
@@ -134,7 +134,7 @@ class FedRep(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """Uniform, by samples, or by a rule of the user's."""
+        """Uniform, by samples, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def personal_tensors(self, layout: Layout) -> Sequence[str]:
@@ -151,20 +151,21 @@ class FedRep(OneModel):
 @final
 @dataclass(frozen=True)
 class DFedAlt(Gossip):
-    r"""FedRep without a server: bodies gossip, and each client trains its own head and its body in turn.
+    r"""FedRep without a server: bodies gossip; each client trains its head and its body in turn.
 
     The head ($v_i$) trains for `head_epochs` epochs with the body fixed, then the body ($u_i$)
     trains as the run says with the head fixed. The paper mixes with the neighbors of a graph, by
-    the weights of a doubly stochastic matrix; here peers are drawn anew in every round, and weigh
+    the weights of a doubly stochastic matrix; here peers are drawn again in every round, and weigh
     by their samples. The paper's other method, DFedSalt, trains the body by sharpness-aware
     minimization, and is not here.
 
     Args:
         num_peers: peers read each round; clamped to population - 1.
-        selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.PeerKnowledge`; a uniform draw when not given.
+        selection: import path of a rule of yours that says which peers a client reads, a function
+            of `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
         personal_layers: how many layers the head has, counted from the last one that has trained
             parameters; 0 is Random.
         head_epochs: epochs of the head ($K_v$); those (or the steps) of the run when None.
@@ -198,7 +199,7 @@ class DFedAlt(Gossip):
 @final
 @dataclass(frozen=True)
 class FedBN(OneModel):
-    """FedAvg whose normalization layers stay with the clients: affine parameters and running statistics.
+    """FedAvg whose normalization layers, with their running statistics, stay with the clients.
 
     The paper's are batch normalizations; layer and group normalizations stay too. A model without
     any is FedAvg's. The authors' code gives all clients the same weight. With `buffers = "local"`
@@ -221,7 +222,7 @@ class FedBN(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """By samples, uniform, or by a rule of the user's."""
+        """By samples, uniform, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def personal_tensors(self, layout: Layout) -> Sequence[str]:

@@ -36,7 +36,7 @@ class FedProxClusters(Clusters):
 @final
 @dataclass(frozen=True)
 class FedProx(OneModel):
-    r"""FedAvg with the local objective $F_k(\theta) + \frac{\mu}{2} \lVert \theta - \theta^t \rVert^2$.
+    r"""FedAvg with the objective $F_k(\theta) + \frac{\mu}{2} \lVert \theta - \theta^t \rVert^2$.
 
     The reported loss does not include the penalty.
 
@@ -64,7 +64,7 @@ class FedProx(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """By samples, uniform, or by a rule of the user's."""
+        """By samples, uniform, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def init_server_state(self, task: Task, rng: Rng) -> FedProxClusters:
@@ -79,7 +79,7 @@ class FedProx(OneModel):
         )
 
     def enroll(self, rnd: Round, state: State) -> State:
-        """Tell the server how many samples each client has, when it draws by them."""
+        """Send the server each client's number of samples, when it draws by them."""
         if self.sampling == "uniform":
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.num_samples})
@@ -105,7 +105,7 @@ class FedProx(OneModel):
     def add_members(
         self, shared: FedProxClusters, models: Float[Tensor, "newcomers params"]
     ) -> FedProxClusters:
-        """New members are drawn like the others; by samples, the server would have to be told of theirs."""
+        """Add newcomers, unless clients are drawn by samples: the server lacks their numbers."""
         fits = self.sampling == "uniform"
         require(
             fits,

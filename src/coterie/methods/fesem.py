@@ -27,7 +27,7 @@ class FeSemClusters(Clusters):
 @final
 @dataclass(frozen=True)
 class FeSem(ServerMethod):
-    r"""Multi-center federated learning: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
+    r"""Multi-center: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
 
     When models are returned, each of their clients joins the nearest center (E-step) and the
     centers become the means of the returned models (M-step); others keep their membership. First
@@ -90,7 +90,7 @@ class FeSem(ServerMethod):
     def reply(
         self, context: ServerContext, shared: FeSemClusters, message: Message
     ) -> tuple[FeSemClusters, Reply]:
-        """Answer with the client's center; a client that never took part is served the largest cluster's."""
+        """Answer with the client's center, or the largest cluster's if it never took part."""
         assert message.ids is not None
         # First memberships are random: only those of clients that took part mean something.
         known = shared.label[shared.seen]

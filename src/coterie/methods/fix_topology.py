@@ -25,12 +25,13 @@ class FixTopologyMemory:
 @final
 @dataclass(frozen=True)
 class FixTopology(PeerMethod):
-    """Gossip averaging over a fixed random graph. The graph is directed: i may read j while j does not read i.
+    """Gossip averaging over a fixed random directed graph: i may read j while j does not read i.
 
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
     """
 
     kind: ClassVar[str] = "fix-topology"
@@ -53,7 +54,7 @@ class FixTopology(PeerMethod):
         )
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Pull from those that can be reached now, average."""
+        """Pull from the peers that can be reached now, and average."""
         # The graph stays; a peer that cannot be reached now leaves its slot empty.
         peers = selection.keep_allowed(state.memory.peers, rnd.candidates)
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)

@@ -40,7 +40,7 @@ class IfcaModels:
 @final
 @dataclass(frozen=True)
 class Ifca(ServerMethod):
-    r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on the client's training data.
+    r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on training data.
 
     Every client of the cohort receives all models, trains the best one (ties go to the first) and
     returns it with its choice. Clients outside the cohort use the model that is best on their
@@ -130,7 +130,7 @@ class Ifca(ServerMethod):
     def reply(
         self, context: ServerContext, shared: IfcaModels, message: Message
     ) -> tuple[IfcaModels, Reply]:
-        """Answer with all models; while groups are random, with the model of the client's group to train."""
+        """Answer with all models; while groups are random, with the model of the client's group."""
         grouped = self.start == "random_groups" and context.index < self.group_rounds
         if context.evaluating or not grouped:
             return _reply_with_all_models(context, shared, message)
@@ -226,7 +226,7 @@ def replace_nan_losses(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, 
 def choose_cluster(
     task: Task, offer: Inbox
 ) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
-    """Return the cluster of the offered model with the least loss on each client's training data, and that model.
+    """Return each client's cluster, that of the least training loss, and its offered model.
 
     What a client measured after a round holds for the offer of the next one: the server's models
     are the same.
@@ -249,7 +249,7 @@ def _reply_with_all_models(
 def _choose_candidates(
     method: Ifca, context: ServerContext, shared: IfcaModels, message: Message
 ) -> tuple[IfcaModels, Reply]:
-    """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
+    """Keep the first models where every cluster attracts its share, or the most balanced ones."""
     label = message.fields["label"]
     # [clusters, candidate sets]: the share of the least attractive cluster of each set.
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)

@@ -1,4 +1,4 @@
-"""Local: every client trains on its own data and never hears of the others."""
+"""Local: every client trains on its own data and receives nothing from the others."""
 
 from dataclasses import dataclass
 from typing import ClassVar, final

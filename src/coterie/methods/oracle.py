@@ -45,7 +45,8 @@ class Oracle(PeerMethod):
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
     """
 
     kind: ClassVar[str] = "oracle"
@@ -89,7 +90,7 @@ class Oracle(PeerMethod):
         return average_models(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Read the peers' models; once before, the cluster of every other client: eight bytes, without a model."""
+        """Read the peers' models, and once before all clients' clusters (eight bytes each)."""
         others = setting.num_others
         if phase == "enroll":
             return Cost(messages=others, extra_floats=others, bytes=8 * others)

@@ -1,4 +1,4 @@
-"""PANM: neighbors found by keeping the most similar of a few candidates, then by a mixture of two Gaussians."""
+"""PANM: neighbors are the most similar of a few candidates, then by a mixture of Gaussians."""
 
 import warnings
 from abc import abstractmethod
@@ -89,7 +89,7 @@ class Panm(PeerMethod):
         """Return the similarity of each slot, and the cost of measuring it."""
 
     def memory_widths(self, task: Task) -> tuple[int, int]:
-        """Return how many parameters of the last update and of the first model a client keeps for its messages."""
+        """Return how many parameters of the last update and the first model a client keeps."""
         return 0, 0
 
     def init_memory(self, task: Task, rng: Rng) -> PanmMemory:
@@ -106,7 +106,7 @@ class Panm(PeerMethod):
         )
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
-        """Publish the model, and in the first exchange what the score needs beside it."""
+        """Publish the model, and in the first exchange what the score needs with it."""
         fields = {"samples": task.num_samples}
         extras = {"update": state.memory.update, "origin": state.memory.origin}
         # The second exchange only averages: it needs no update and no first model.
@@ -139,8 +139,8 @@ class Panm(PeerMethod):
             memory = replace(
                 memory, neighbors=chosen, bag=selection.mask_from_ids(chosen, rnd.task.population)
             )
-            # The new neighbors were scored, hence read: the second exchange asks nobody, but takes
-            # place.
+            # The new neighbors were scored, hence read: the second exchange sends no
+            # request, but takes place.
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.MixtureOptions(self.em, self.component, self.monotone)
@@ -169,7 +169,8 @@ class Panm(PeerMethod):
         # The own model has its weight from the first sum: the second only adds to it.
         mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
         report = mixing_report(scored, parts[0], own_weight)
-        # Entries of slots are joined along the slots; `own_weight`, without slots, is reported once.
+        # Entries of slots are joined along the slots; `own_weight` has no slots and is reported
+        # once.
         report |= {
             n: torch.cat([report[n], v], dim=1)
             for n, v in mixing_report(rest, parts[1], own_weight).items()
@@ -187,7 +188,7 @@ class Panm(PeerMethod):
     def _draw_probabilities(
         rnd: Round, bags: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor, Tensor], early: bool
     ) -> Float[Tensor, "clients peers"]:
-        """Return the probability with which one draw chose each slot's peer; 1 of neighbors that stage one kept.
+        """Return the probability with which each slot's peer was drawn; 1 for kept neighbors.
 
         Args:
             rnd: the round.
@@ -207,7 +208,7 @@ class Panm(PeerMethod):
     def choose_peers_to_score(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
     ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
-        """Return the peers to score: some presumed neighbors, and candidates drawn from all others."""
+        """Return the peers to score: presumed neighbors, and candidates drawn from all others."""
         # No slots: the first exchange takes place all the same, so that nodes stay in step.
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
@@ -239,7 +240,7 @@ class PanmGrad(Panm):
     r"""PANM by cosines of updates; see `Panm`.
 
     $s_{ij} = \alpha \cos(g_i, g_j) + (1 - \alpha) \cos(h_i, h_j)$ with the last local update $g$
-    and the difference $h$ from the first model. A peer sends $g_j$ beside its model unless $\alpha
+    and the difference $h$ from the first model. A peer sends $g_j$ with its model unless $\alpha
     = 0$.
 
     Args:
@@ -282,7 +283,7 @@ class PanmGrad(Panm):
         return total, {"extra_models": inbox.mask.sum(1) * copies}
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Read models, and an update or a first model beside those that are scored."""
+        """Read models, and an update or a first model with each scored one."""
         if isinstance(phase, str):
             return Cost()
         scored, rest = self.count_reads(setting, phase)

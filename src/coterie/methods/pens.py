@@ -1,4 +1,4 @@
-"""PENS: gossip with peers whose models had a low loss on the client's data more often than chance."""
+"""PENS: gossip with peers whose models fit the client's data more often than chance."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -42,7 +42,8 @@ class Pens(PeerMethod):
             the chance mean; "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among
             those kept at least once.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
     """
 
     kind: ClassVar[str] = "pens"

@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared model that is good after a step on a client's own data, as in meta-learning (MAML)."""
+"""Per-FedAvg: a shared model that is good after one step on a client's data (MAML)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -17,7 +17,7 @@ from coterie.methods.server import Averaging, Weights
 @final
 @dataclass(frozen=True)
 class PerFedAvg(OneModel):
-    r"""FedAvg on $F_i(w) = f_i(w - \alpha \nabla f_i(w))$: the loss after a step on the client's own data.
+    r"""FedAvg on $F_i(w) = f_i(w - \alpha \nabla f_i(w))$: the loss after a step on own data.
 
     In each step of local training $\tilde w = w - \alpha \nabla f_i(w; D)$, then the run's
     optimizer moves $w$ along $(I - \alpha \nabla^2 f_i(w; D''))\, \nabla f_i(\tilde w; D')$ (the
@@ -56,7 +56,7 @@ class PerFedAvg(OneModel):
 
     @property
     def averaging(self) -> Averaging:
-        """Uniform, by samples, or by a rule of the user's."""
+        """Uniform, by samples, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:

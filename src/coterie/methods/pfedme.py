@@ -1,4 +1,4 @@
-"""pFedMe: personal models near a shared one, which is trained on the Moreau envelopes of the clients' losses."""
+"""pFedMe: personal models near a shared one, trained on Moreau envelopes of the losses."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -26,7 +26,7 @@ class PFedMe(PersonalModels):
 
     With SGD the inner steps are stable while `lam` times the learning rate is below 2. A client
     that is not asked in a round rests; in the paper all clients train, and the server averages
-    those that it draws. The authors' code also shrinks $\theta_i$ in each inner step (a weight
+    the clients it draws. The authors' code also shrinks $\theta_i$ in each inner step (a weight
     decay of 0.001) and averages by samples; `weight_decay` of the run and `weights` do the same.
 
     Args:
@@ -56,7 +56,7 @@ class PFedMe(PersonalModels):
 
     @property
     def averaging(self) -> Averaging:
-        """Uniform, by samples, or by a rule of the user's, with the server's step."""
+        """Uniform, by samples, or by a custom rule, with the server's step."""
         return Averaging(self.weights, lr=self.beta, rule=self.aggregation)
 
     def init_memory(self, task: Task, rng: Rng) -> PersonalMemory:

@@ -15,7 +15,7 @@ from coterie.rng import Rng
 @final
 @dataclass(frozen=True)
 class Pooled(Method):
-    """One model, trained on the training rows of all clients together: what federated learning does without.
+    """One model, trained on all clients' training rows together: learning without federation.
 
     No method between hospitals can do this; it is the reference that says what keeping the data
     apart costs. Every client gives all its rows, whatever the participation, each filled and scaled

@@ -25,10 +25,11 @@ class Gossip(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
-        selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.PeerKnowledge`; a uniform draw when not given.
+        selection: import path of a rule of yours that says which peers a client reads, a function
+            of `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
     """
 
     num_peers: PositiveInt = 5
@@ -69,10 +70,11 @@ class Random(Gossip):
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
-        selection: import path of a rule of yours that says whom a client reads, a function of
-            `functional.selection.PeerKnowledge`; a uniform draw when not given.
+        selection: import path of a rule of yours that says which peers a client reads, a function
+            of `functional.selection.PeerKnowledge`; a uniform draw when not given.
         aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not given.
+            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
+            given.
     """
 
     kind: ClassVar[str] = "random"

@@ -30,7 +30,7 @@ PUBLISHED = {
     "sosicfl-all": "coterie.papers.sosicfl:PublishedSosicFlAll",
     "sosicfl-plus": "coterie.papers.sosicfl:PublishedSosicFlPlus",
 }
-"""The subclass of a built-in method with the options of published code: of the same kind, by its import path."""
+"""Import paths of built-in methods' subclasses with the options of published code, by kind."""
 
 
 def find_method(kind: str, package: str = "") -> type[Method]:
@@ -71,7 +71,7 @@ def find_method(kind: str, package: str = "") -> type[Method]:
 
 
 def find_published(method: type[Method]) -> type[Method] | None:
-    """Return the class of a method's kind with the options of published code; None where there is none."""
+    """Return the class of a method's kind with the options of published code, or None."""
     path = PUBLISHED.get(method.kind, "")
     # Another class of the same kind, from elsewhere, has no published options.
     built_in = METHODS.get(method.kind) is method
@@ -114,7 +114,7 @@ def resolve_class(
 
 
 def with_published_options(method: Method) -> Method:
-    """Return the same method with the options of published code at their defaults, if its kind has any.
+    """Return a method with the options of published code at their defaults, if its kind has any.
 
     Stored configurations and the identities of runs contain these options. A preset that is chosen
     later decides the settings that `remember_given` has not recorded, or else those at their
@@ -145,7 +145,7 @@ def all_settings(method: Method) -> dict[str, Any]:
 
 
 def list_installed() -> dict[str, list[EntryPoint]]:
-    """Return what installed packages offer, by name: usually one method, nothing under a built-in name."""
+    """Return what installed packages offer, by name, except under built-in names."""
     found: dict[str, dict[str, EntryPoint]] = {}
     # Keyed by value: the same class, offered by two packages, is one offer.
     for point in entry_points(group=GROUP):
@@ -155,7 +155,7 @@ def list_installed() -> dict[str, list[EntryPoint]]:
 
 
 def name_of(method: type[Method]) -> tuple[str, str]:
-    """Return the name under which `find_method` gives a class, and the package that offers it there.
+    """Return the name by which `find_method` finds a class, and the package that offers it.
 
     The name is its kind where that is known, else its import path; the package is "" for both ends.
     """
@@ -181,7 +181,7 @@ def _import_method(path: str, what: str, package: str) -> type[Method]:
 
 @dataclass(frozen=True)
 class StoredMethod(Method):
-    """A method as a file tells it, without its class: enough to read results, not to run.
+    """A method as stored in a file, without its class: enough to read results, not to run.
 
     Args:
         name: its kind in the file.

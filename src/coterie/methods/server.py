@@ -32,7 +32,7 @@ from coterie.models.simplex_layers import compose_last_layer, last_layer_mask
 from coterie.rng import Rng
 
 MIN_UPDATES = 3
-"""A cluster is not averaged over fewer clients, unless it has fewer members or fewer are asked to take part."""
+"""A cluster is averaged over at least so many clients, unless it has or asks for fewer."""
 
 Weights = Literal["samples", "uniform"]
 Momentum = Annotated[float, Ge(0), Lt(1)]
@@ -40,7 +40,7 @@ Momentum = Annotated[float, Ge(0), Lt(1)]
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server role knows beside its state and the message.
+    """What the server role knows in addition to its state and the message.
 
     Args:
         index: number of the round; -1 while clients enroll.
@@ -48,7 +48,7 @@ class ServerContext:
         layout: how models lie in rows.
         population: how many clients there are.
         cohort: how many of them take part in the round; all when None.
-        part: which columns are shared and compared; models are 0 in those that stay at home. All
+        part: which columns are shared and compared; models are 0 in columns that stay at home. All
             when not given.
         evaluating: whether clients ask for models to measure them; otherwise to train them.
     """
@@ -88,14 +88,14 @@ class Clusters:
 
 @dataclass(frozen=True)
 class Averaging:
-    r"""How a server makes a model of those that came back.
+    r"""How a server averages the models that came back.
 
     Args:
         weights: by training samples ($n_k / n_P$), or all alike.
         momentum: of the server ($\\beta$).
         lr: of the server ($\\eta_s$).
         nesterov: whether the momentum looks ahead.
-        rule: import path of a rule of the user's that merges what came back, instead of the mean.
+        rule: import path of a custom rule that merges what came back, instead of the mean.
     """
 
     weights: Weights = "samples"
@@ -129,7 +129,7 @@ class Averaging:
     def update_models(
         self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
     ) -> Any:
-        """Move the models of a `Clusters`-like state; those of clusters with fewer than `min_updates` updates stay.
+        """Move models of a `Clusters`-like state, except with fewer than `min_updates` updates.
 
         Args:
             shared: has `models` and `velocity`.
@@ -183,7 +183,7 @@ NO_MODEL = ReplyForm(0)
 
 @dataclass(frozen=True)
 class ServerMethod(Method):
-    """A method with a server. Subclasses write `merge` and, where they differ from FedAvg, the other parts."""
+    """A method with a server. Subclasses write `merge`, and other parts that differ from FedAvg."""
 
     server: ClassVar[bool] = True
     exchanges: ClassVar[int] = 2
@@ -221,7 +221,7 @@ class ServerMethod(Method):
     def newcomer_candidates(
         self, context: ServerContext, shared: Any
     ) -> Float[Tensor, "models params"]:
-        """Return the models that serve clients now, each once: what a client that joins late chooses among."""
+        """Return the models that serve clients now, each once: a late client chooses among them."""
         # Ask on behalf of every member: only models that serve somebody are candidates.
         ids = torch.arange(context.population)
         context = replace(context, evaluating=True)
@@ -250,7 +250,7 @@ class ServerMethod(Method):
 
     @abstractmethod
     def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
-        """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
+        """Return the server's new state; message rows with NaN or infinity are already left out."""
 
     def _aggregate_finite(
         self, context: ServerContext, shared: Any, message: Message
@@ -338,7 +338,7 @@ class ServerMethod(Method):
         return rnd.train(state)
 
     def publish(self, rnd: Round, state: State, info: Info) -> Message:
-        """Return what the clients send to the server, from their state and report after the local work."""
+        """Return what clients send to the server, from their state and report of local work."""
         return Message(state.params, {"samples": rnd.task.num_samples})
 
     def compute_extra_metrics(
@@ -348,14 +348,15 @@ class ServerMethod(Method):
         params: Float[Tensor, "clients params"],
         shared: Any,
     ) -> Info:
-        """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
+        """Return the round's optional reports, where the whole cohort and the server role are."""
         return gradient_variance_report(rnd, start, params) if sees_whole_cohort(rnd) else {}
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask for a model, train it, send it."""
         request = model_request(state)
         shared, reply = self.ask_server(rnd, self.reply, request, state.shared)
-        # What stays at home (statistics, personal tensors) replaces those columns before the training.
+        # What stays at home (statistics, personal tensors) replaces those columns before the
+        # training.
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         new, info = self.local_update(rnd, replace(state, params=received), reply)
         message = self.publish(rnd, new, info)
@@ -399,7 +400,7 @@ class ServerMethod(Method):
 def extend_labels(
     shared: Clusters, models: Float[Tensor, "newcomers params"]
 ) -> Int[Tensor, " population"]:
-    """Return the cluster of each member and of new ones behind them, which are in those of their models."""
+    """Return the cluster of each member and, behind them, of newcomers by their models."""
     # newcomers x clusters: equal in every bit, because newcomers begin with copies of the server's
     # models. Of equal models argmax takes the first.
     same = (models[:, None] == shared.models).all(2).cpu()
@@ -407,7 +408,7 @@ def extend_labels(
 
 
 def clear_home_columns(task: Task, shared: Any) -> Any:
-    """Return a server's state whose models are 0 in the columns that stay at home, as those that it receives are."""
+    """Return a server's state whose models are 0 in the columns that stay at home."""
     if task.sharing.shares_all:
         return shared
 
@@ -444,7 +445,7 @@ def first_models(offer: Inbox) -> Float[Tensor, "clients params"]:
 
 
 def sees_whole_cohort(rnd: Round) -> bool:
-    """Whether all of a round's cohort is here, or in the blocks of one population, which gather it."""
+    """Whether a round's whole cohort is here, or in blocks of one population that gather it."""
     # A node hosts fewer clients than take part and cannot gather the others: it reports nothing.
     return find_gather(rnd.exchange) is not None or len(rnd.ids) == int(rnd.reachable.sum())
 
@@ -452,7 +453,7 @@ def sees_whole_cohort(rnd: Round) -> bool:
 def gradient_variance_report(
     rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"]
 ) -> Info:
-    """Return the total variances of the last layer's updates that are asked for, for each client of the cohort alike.
+    """Return requested total variances of the last layer's updates, alike for the whole cohort.
 
     "gradient_variance" is of all endpoints where the layer has several,
     "composed_gradient_variance" of the layer at the barycenter; without endpoints they are one.

@@ -1,4 +1,4 @@
-r"""SosicFL, its variant with endpoints in all layers (SosicFL-All) and with personal models (SosicFL+)."""
+r"""SosicFL, SosicFL-All (endpoints in all layers) and SosicFL+ (personal models)."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class SimplexClusters(Clusters):
 
 @dataclass(frozen=True)
 class SimplexMethod(OneModel):
-    r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
+    r"""Simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
 
     From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of
     its group, $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$;
@@ -121,11 +121,11 @@ class SimplexMethod(OneModel):
         return True
 
     def _draws_xavier(self) -> bool:
-        """Return whether endpoints are drawn by Xavier's normal law with zero bias, not as the model draws its own."""
+        """Return whether endpoints are drawn by Xavier's normal law with zero bias."""
         return self.scope == "head"
 
     def init_state(self, task: Task, rng: Rng) -> State:
-        """Return the state before the first round; endpoints that stay at home are drawn independently there too."""
+        """Return the initial state; endpoints that stay at home are drawn independently."""
         state = super().init_state(task, rng)
         return (
             state
@@ -218,7 +218,7 @@ class SimplexMethod(OneModel):
     def _cluster_mixtures(
         self, mixtures: Float[Tensor, "population topics"], stream: np.random.Generator
     ) -> tuple[Int[Tensor, " population"], Float[Tensor, "regions topics"]]:
-        """Group clients by their mixtures; return the group of each, and the centers of the groups."""
+        """Group clients by mixtures; return each client's group and the centers of groups."""
         return simplex.cluster_points(mixtures, self.regions, stream, metric="l1", center="medoid")
 
     def _place_by_gradients(
@@ -274,7 +274,7 @@ class SimplexMethod(OneModel):
         )
 
     def enroll(self, rnd: Round, state: State) -> State:
-        """Tell the server how many samples of each class each client has."""
+        """Send the server each client's number of samples of each class."""
         if self.assignment == "gradient":
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
@@ -335,7 +335,7 @@ class SimplexMethod(OneModel):
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Fetch the simplex and stand at one's center."""
+        """Fetch the simplex and evaluate at the client's region center."""
         _, offer = self.ask_server(
             rnd, self.reply, model_request(state), state.shared, evaluating=True
         )
@@ -373,7 +373,7 @@ REFERENCES = (
 
 @dataclass(frozen=True)
 class SosicFl(SimplexMethod):
-    """Federated averaging of a simplex of heads; groups of clients train and use their own region of it.
+    """Federated averaging of a simplex of heads; client groups train and use their own region.
 
     See `SimplexMethod` for the settings.
     """
@@ -387,7 +387,7 @@ class SosicFl(SimplexMethod):
 
 @dataclass(frozen=True)
 class SosicFlAll(SimplexMethod):
-    """SosicFL with endpoints of every trained tensor and one mixture for all layers; M times the traffic.
+    """SosicFL with endpoints of every trained tensor and one mixture; M times the traffic.
 
     Running statistics stay single. See `SimplexMethod` for the settings; the head has no scale of
     its own here.
@@ -494,7 +494,7 @@ class SosicFlPlus(SimplexMethod):
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Stand at one's center of one's own simplex, or of the global one before there is an own."""
+        """Evaluate at the region center of the client's own simplex, or else of the global one."""
         _, offer = self.ask_server(
             rnd, self.reply, model_request(state), state.shared, evaluating=True
         )
@@ -516,7 +516,7 @@ class SosicFlPlus(SimplexMethod):
 def _own_or_received(
     memory: PersonalSimplex, received: Float[Tensor, "clients params"]
 ) -> Float[Tensor, "clients params"]:
-    """Return each client's personal model, or what it received before there is one; no copy where all have one."""
+    """Return each client's personal model, or else what it received; no copy if all have one."""
     started = memory.started
     return (
         memory.model

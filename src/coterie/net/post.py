@@ -114,13 +114,13 @@ class Post:
     Attributes:
         ahead: the latest round of a peer that says, without a signature, that it has passed this
             node's round: a reason to ask for signed heads.
-        arrived: called with (member, address, message or reason) for every question of this node
+        on_answer: called with (member, address, message or reason) for every question of this node
             that has ended.
-        between: called between two questions to a server that does not answer.
-        able: called now and then while this node waits for answers; raises when it cannot go on,
-            and they do not count.
-        believes: whether the server has signed that it is in a round or past it; asked when it
-            says, without a signature, that it went on without this node.
+        on_server_wait: called between two questions to a server that does not answer.
+        ensure_able: called now and then while this node waits for answers; raises when it cannot go
+            on, and they do not count.
+        server_has_reached: whether the server has signed that it is in a round or past it; asked
+            when it says, without a signature, that it went on without this node.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Member:
     """One node of a run.
 
     Args:
-        name: its name; the common name of its certificate.
+        name: its name in the run.
         address: host:port at which the others reach it.
         clients: ids of the clients it hosts; a client's id is its position in the population.
         key: its public key, 66 hexadecimal digits.

@@ -154,11 +154,11 @@ class Models(Described):
     """The models of a run's clients.
 
     Args:
-        recipe: how rows become modules.
+        spec: how rows become modules.
         fixed: the tensors of the module that are the same for all clients, by their names.
         fitted: the fitted preprocessing of each client's table rows; empty without any.
         network: the model; None where it was given from Python, and is not here.
-        held: the rows in memory, by choice.
+        loaded_rows: the rows in memory, by choice.
         folder: the run's folder, which holds the other rows; None where nothing was written.
     """
 

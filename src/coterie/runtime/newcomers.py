@@ -53,8 +53,8 @@ class NewcomerSplit:
     """A federation separated into participants of the rounds and newcomers.
 
     Args:
-        taking: the clients that take part, as a federation of their own.
-        whole: all clients: first the participants, then the newcomers.
+        participants: the clients that take part, as a federation of their own.
+        all_clients: all clients: first the participants, then the newcomers.
         ids: the id of each row of `all_clients` in the original federation.
     """
 

@@ -101,7 +101,7 @@ class RunPlan:
         model: what they train.
         settings: of the run, with the engine and the block that the whole population calls for.
         seed: of the run.
-        attacked: the attackers, and how they attack.
+        attack_groups: the attackers, and how they attack.
     """
 
     federation: Federation
