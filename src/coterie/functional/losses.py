@@ -874,8 +874,7 @@ class CustomLoss(Loss):
             self(outputs, targets[: len(outputs)])
         except CoterieError:
             raise
-        # A custom function may raise anything; the shapes tell its author more than a traceback
-        # does.
+        # A custom function may raise anything; the shapes help its author more than a traceback.
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             shapes = (
