@@ -174,7 +174,7 @@ class StepSchedule(LrSchedule):
     gamma: Annotated[float, Gt(0)] = 0.1
 
     def check(self) -> None:
-        """One of the two says when."""
+        """Require exactly one of `every` and `at`."""
         if (self.every is None) == (not self.at):
             raise ConfigError(
                 f"every is {self.every!r} and at is {list(self.at)}; expected one of the two"

@@ -22,8 +22,8 @@ from coterie.functional import metrics
 class StepwiseTraining:
     """One local training whose steps a method takes itself; see `Task.train_stepwise`.
 
-    Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train`
-    would use in it.
+    Batches, dropout masks, augmentations and learning rates of a step are the ones `Task.train`
+    would use.
 
     Args:
         engine: computes the gradients.

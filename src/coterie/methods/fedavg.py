@@ -52,7 +52,7 @@ class FedAvg(OneModel):
 @final
 @dataclass(frozen=True)
 class FedAvgM(OneModel):
-    r"""Server momentum: $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$.
+    r"""FedAvg with momentum: $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$.
 
     $d$ is the model sent minus the mean of the returned models.
 

@@ -27,7 +27,9 @@ class FeSemClusters(Clusters):
 @final
 @dataclass(frozen=True)
 class FeSem(ServerMethod):
-    r"""Multi-center: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
+    r"""Multi-center federated learning: each client trains the center nearest to its model.
+
+    It minimizes $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
 
     When models are returned, each of their clients joins the nearest center (E-step) and the
     centers become the means of the returned models (M-step); others keep their membership. First

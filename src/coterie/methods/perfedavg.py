@@ -17,7 +17,7 @@ from coterie.methods.server import Averaging, Weights
 @final
 @dataclass(frozen=True)
 class PerFedAvg(OneModel):
-    r"""FedAvg on $F_i(w) = f_i(w - \alpha \nabla f_i(w))$: the loss after a step on own data.
+    r"""FedAvg on $F_i(w) = f_i(w - \alpha \nabla f_i(w))$: the loss after a local step.
 
     In each step of local training $\tilde w = w - \alpha \nabla f_i(w; D)$, then the run's
     optimizer moves $w$ along $(I - \alpha \nabla^2 f_i(w; D''))\, \nabla f_i(\tilde w; D')$ (the

@@ -1,4 +1,4 @@
-r"""The last layer of a model, and models with a simplex of endpoints in their last layer or in all layers.
+r"""The last layer of a model, and models with a simplex of endpoints in it or in all layers.
 
 A simplex model has $M$ endpoints $\Theta_1 .. \Theta_M$ of some of its tensors and computes with
 $\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set in every step. Endpoints are
@@ -93,7 +93,7 @@ class SimplexHead(nn.Module):
                 )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute with the composed layer; with `alpha` of samples x endpoints, each sample has its own."""
+        """Compute with the composed layer; rows of `alpha` give each sample its own mixture."""
         if self.ensemble and not self.training:
             every = functional.log_softmax(self._outputs_of_endpoints(x), dim=2)
             # The log of the mean of the endpoints' probabilities.
@@ -182,7 +182,7 @@ def simplex_head(
 
 
 def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
-    """Return a model with endpoints for all trained tensors; there is one set of running statistics.
+    """Return a model with endpoints for all trained tensors and one set of running statistics.
 
     Raises:
         ModelError: for a module instead of a factory, since its endpoints could not be drawn
@@ -227,7 +227,7 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
 def compose_last_layer(
     layout: Layout, updates: Float[Tensor, "clients params"]
 ) -> Float[Tensor, "clients entries"]:
-    """Return the updates of a model's last layer, composed at the barycenter if that layer has endpoints."""
+    """Return a model's last-layer updates, composed at the barycenter if it has endpoints."""
     endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer_mask(layout)
     gains = {
         path: part.gain
@@ -250,7 +250,7 @@ def compose_last_layer(
 def remove_endpoints(
     layout: Layout, rows: Float[Tensor, "clients params"]
 ) -> tuple[list[Slot], Float[Tensor, "clients plain"]]:
-    """Return models without endpoints, as the rows of the module that had none, and where its tensors lie in them.
+    """Return models without endpoints, as rows of the plain module, and its tensors' places.
 
     The endpoints of each model are mixed evenly, which is no loss where they are equal, as
     `compose_endpoints` makes them. Rows of a model that has no endpoints come back as they are.
@@ -294,7 +294,7 @@ def remove_endpoints(
 
 
 def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[str, Tensor]:
-    """Return the input buffers that mix endpoints by `alpha`; it may have leading axes for clients and steps."""
+    """Return the input buffers for mixtures `alpha`, which may have axes for clients and steps."""
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}
 
 

@@ -83,7 +83,7 @@ class Participants:
 def find_participants(
     roster: Roster, method: Method, settings: Settings, seed: int
 ) -> Participants | None:
-    """Tell who joins late; None where the study holds nobody out.
+    """Find who joins late; None where the study holds no client out.
 
     Args:
         roster: of all members; clients that a study names are its members.
@@ -158,7 +158,7 @@ def _make_participants(
 
 
 def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
-    """Answer newcomers from now on, by what the run has come to.
+    """Answer newcomers from now on, with the outcome of the run.
 
     Args:
         post: of a node that has done its last round.

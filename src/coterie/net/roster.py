@@ -71,7 +71,7 @@ class Roster:
         clusters: planted cluster of each client, for tests with Oracle only.
         issued: when it was signed, in ISO 8601.
         removed: ids of clients whose member was removed. Ids are never used again, so that the
-            population keeps its size; nobody asks these clients for anything.
+            population keeps its size; these clients receive no requests.
     """
 
     run: str

@@ -61,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def serve_head(self, head: HeadSource) -> None:
-        """Say how this node answers when it is asked how it is."""
+        """Register the handler of questions about this node's state."""
         ...
 
     def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
@@ -69,7 +69,7 @@ class Transport(Protocol):
         ...
 
     def serve_roster(self, sealed: Callable[[], bytes]) -> None:
-        """Say how this node answers when it is asked for its roster."""
+        """Register the handler of questions for this node's roster."""
         ...
 
     def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:
@@ -179,7 +179,7 @@ class InProcess:
         return assemble_delivery(expect, parts, time.monotonic() - started)
 
     def serve_head(self, head: HeadSource) -> None:
-        """Say how this node answers when it is asked how it is."""
+        """Register the handler of questions about this node's state."""
         self._head = head
 
     def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
@@ -188,7 +188,7 @@ class InProcess:
         return Missing("unreachable") if node is None or node._head is None else node._head(nonce)
 
     def serve_roster(self, sealed: Callable[[], bytes]) -> None:
-        """Say how this node answers when it is asked for its roster."""
+        """Register the handler of questions for this node's roster."""
         self._sealed = sealed
 
     def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:

@@ -496,11 +496,11 @@ class ZenohTransport:
             )
 
     def serve_head(self, head: HeadSource) -> None:
-        """Say how this node answers when it is asked how it is."""
+        """Register the handler of questions about this node's state."""
         self._head = head
 
     def serve_roster(self, sealed: Callable[[], bytes]) -> None:
-        """Say how this node answers when it is asked for its roster."""
+        """Register the handler of questions for this node's roster."""
         self._sealed = sealed
 
     def _listen(self) -> None:

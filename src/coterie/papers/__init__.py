@@ -1,1 +1,1 @@
-"""The five papers beside our results: published `numbers`, `compare`, their `analyses` and `figures`."""
+"""Published `numbers` of the five papers, and how to `compare`, analyze and plot our results."""

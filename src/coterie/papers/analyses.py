@@ -54,7 +54,7 @@ class AnalysisOptions(Configurable):
 
     Args:
         points: number of points of the simplex.
-        clients: clients to test on, beside all test sets together; one client of each of two
+        clients: clients to test on, and all test sets together; one client of each of two
             regions when empty.
         betas: values of FedGWC's width.
     """
@@ -65,7 +65,7 @@ class AnalysisOptions(Configurable):
 
 
 def evaluate_simplex(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
-    """Evaluate models at uniform points of a run's simplex on all test sets together and on those of single clients.
+    """Evaluate models at uniform points of a run's simplex on all and on single clients' test sets.
 
     Args:
         loop: a run of SosicFL, SosicFL-All or SosicFL+ (its global simplex), with classes.
@@ -216,7 +216,7 @@ ANALYSES = {
 def analyze_runs(
     folder: str | Path, what: str, options: AnalysisOptions | None = None, **sources: Any
 ) -> list[Path]:
-    """Analyze the runs in a folder to which the analysis applies, and write a table into the folder of each.
+    """Analyze the runs in a folder to which the analysis applies; write a table for each.
 
     Args:
         folder: of a study, or of one of its runs.

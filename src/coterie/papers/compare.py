@@ -48,8 +48,8 @@ class StudyResult:
         folder: its folder.
         study: the study.
         rows: the rows of its summary.
-        known: the metrics that are built in, and those that its methods declared.
-        seeds: the seeds that the rows are means over; None where a stored summary does not tell.
+        known: the metrics that are built in, and the declared ones of its methods.
+        seeds: the seeds that the rows are means over; None where a stored summary lacks them.
         left_out: how each run stands that is not among them.
         archived: whether the runs are not there, and all is as summary.json has it.
         pairs: of its methods; none of a sweep over data or models, whose points are studies of
@@ -90,7 +90,7 @@ class StudyResult:
         return list(dict.fromkeys([*own, *there]))
 
     def describe_gaps(self) -> list[str]:
-        """Return what must be known beside its numbers: which runs are not in them."""
+        """Return what must be known with its numbers: which runs are not in them."""
         content = {"rows": self.rows, "seeds": self.seeds, "left_out": self.left_out}
         said = []
         if self.archived:
@@ -130,12 +130,12 @@ class ComparedNumber:
         paper: the published mean.
         paper_std: its deviation; None when not given.
         difference: ours - paper.
-        within: whether the difference is within the rule, see `allowed_difference`; None where the published
-            deviation is so large that nothing can be told, see `is_too_uncertain`.
+        within: whether the difference is within the rule, see `allowed_difference`; None where the
+            published deviation is so large that nothing can be said, see `is_too_uncertain`.
         pooled: what stood for the deviation that the paper does not print: ours, pooled; see
             `compare_with_paper`.
-        chosen: whether the row was chosen here (tuned, say) and stands beside a published row that
-            the study repeats already.
+        chosen: whether the row was chosen here (tuned, say) and is compared with a published row
+            that the study repeats already.
         predicted: whether ours is no result but what the cost ledger predicts; see `predict_costs`.
     """
 
@@ -176,7 +176,7 @@ class Ordering:
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """A study beside the published numbers.
+    """A study compared with the published numbers.
 
     Args:
         study: its name.
@@ -187,7 +187,7 @@ class PaperComparison:
         chain: the orderings of `numbers.ROLES` that the paper shows.
         pairs: pairs of rows that are further apart in the paper than the rule allows.
         notes: notes on the published numbers.
-        seeds: the seeds that our means are over; None where a stored summary does not tell.
+        seeds: the seeds that our means are over; None where a stored summary lacks them.
         left_out: how each run stands that is not among them.
         missing: which runs are not in the numbers, in words.
     """
@@ -268,7 +268,7 @@ def _make_result(
 
 
 def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[StudyResult], list[str]]:
-    """Return studies averaged over the seeds that all of them have, and what must be known beside their numbers.
+    """Return studies averaged over their common seeds, and what must be known with their numbers.
 
     Where they have none in common, or a summary without its runs has other seeds, each keeps its
     own, and that is said.
@@ -315,7 +315,7 @@ class PairComparison:
     Args:
         result: the study.
         metric: by which they are compared.
-        pairs: those that were asked for, corrected for their number.
+        pairs: the requested pairs, corrected for their number.
         verdicts: what they establish, in words.
     """
 
@@ -426,20 +426,22 @@ def _display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
 
 
 def ranking_metric(lines: Sequence[ComparedNumber]) -> str | None:
-    """Return the metric by which the methods of a paper are put into order; None when it prints no such number."""
+    """Return the metric that orders a paper's methods; None when it prints no such number."""
     printed = {line.metric for line in lines}
     return next((one.name for one in metrics.MAIN if one.name in printed), None)
 
 
 def allowed_difference(metric: str, std: float | None, paper_std: float | None) -> float:
-    """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
+    """Return the allowed difference of two means: twice its deviation, at least one point.
 
-    A deviation that is not known counts as zero; `compare_with_paper` puts ours in the place of the
-    paper's.
+    The least difference of one point is for accuracies. A deviation that is not known counts as
+    zero; `compare_with_paper` puts ours in the place of the paper's.
 
     Example:
-        >>> round(allowed_difference("accuracy", 0.006, 0.008), 3), allowed_difference("accuracy", 0.0, None), allowed_difference("mse", 3.0, 4.0)
-        (0.02, 0.01, 10.0)
+        >>> round(allowed_difference("accuracy", 0.006, 0.008), 3)
+        0.02
+        >>> allowed_difference("accuracy", 0.0, None), allowed_difference("mse", 3.0, 4.0)
+        (0.01, 10.0)
     """
     # Our mean and the paper's are independent: their variances add.
     spread = 2 * math.hypot(std or 0.0, paper_std or 0.0)
@@ -447,14 +449,17 @@ def allowed_difference(metric: str, std: float | None, paper_std: float | None) 
 
 
 def is_too_uncertain(metric: str, mean: float, std: float | None) -> bool:
-    """Whether a published deviation is too large to judge by: of an error or a share, at least half of the number.
+    """Whether a published deviation is too large to judge by: at least half of the number.
 
-    Twice that deviation reaches zero, so that any small number would be within the rule. The
-    clusters of a row, for which no deviation is printed, share what is said of its mean.
+    Twice that deviation reaches zero, so that any small number would be within the rule. Only
+    metrics that are never negative, such as errors and shares, are judged in this way. The clusters
+    of a row, for which no deviation is printed, share what is said of its mean.
 
     Example:
-        >>> is_too_uncertain("mse", 1494.84, 1973.0), is_too_uncertain("mse", 30.26, 1.73), is_too_uncertain("accuracy", 0.5, None)
-        (True, False, False)
+        >>> is_too_uncertain("mse", 1494.84, 1973.0), is_too_uncertain("mse", 30.26, 1.73)
+        (True, False)
+        >>> is_too_uncertain("accuracy", 0.5, None)
+        False
     """
     # Of metrics that may be negative zero is an ordinary value, so that the rule says nothing.
     return std is not None and metric not in SIGNED_METRICS and 0 < abs(mean) <= 2 * std
@@ -505,11 +510,11 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
 
 
 PREDICTED_COSTS = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
-"""Published metrics that the cost ledger predicts, and half of the last digit that is printed of them."""
+"""Published metrics that the cost ledger predicts, with half of their last printed digit."""
 
 
 def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
-    """Set what a paper prints of costs beside what the cost ledger predicts for a study; that needs no run.
+    """Compare a paper's printed costs with the cost ledger's for a study; that needs no run.
 
     A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken
     for the own cluster, or for everybody where the study does not say the sizes of clusters. It is
@@ -541,7 +546,7 @@ def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
 
 
 def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
-    """Return the models that move in a whole run, and the largest bandwidth, in units of a model."""
+    """Return the models that move in a whole run and the largest bandwidth, in models."""
     entry, population = study.scale_method(label), study.data.num_clients
     assert population is not None
     sizes: Sequence[int] = next(
@@ -560,7 +565,7 @@ def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
 
 
 def is_full_size(study: StudyConfig) -> bool:
-    """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
+    """Whether a study has the clients, samples, model, steps and rounds of the built-in one.
 
     Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ,
     swept or not. A study whose name is not built in is not of full size.
@@ -571,7 +576,7 @@ def is_full_size(study: StudyConfig) -> bool:
 
 
 def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
-    """The sizes of each point of a sweep, of the study itself where nothing but the settings of methods is swept."""
+    """The sizes of each point of a sweep, or of the study where only method settings are swept."""
     return [_sizes_of_one(point) for point in expand_sweep(study, to_run=False)]
 
 
@@ -585,17 +590,18 @@ def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PaperCoverage:
-    """How many of a paper's numbers stand beside one of ours.
+    """How many of a paper's numbers are compared with ours.
 
     Args:
         source: the paper, a name of `numbers.SOURCES`.
         published: its numbers.
-        full: those beside a result of full size; see `is_full_size`.
-        reduced: those beside a result of a smaller size only.
-        predicted: costs beside what the ledger predicts for the built-in study; see `predict_costs`.
-        none: those beside nothing.
-        within: of the numbers beside something, those within the rule.
-        untold: those of which that cannot be told.
+        full: numbers compared with a result of full size; see `is_full_size`.
+        reduced: numbers compared with a smaller result only.
+        predicted: costs compared with what the ledger predicts for the built-in study; see
+            `predict_costs`.
+        none: numbers compared with nothing.
+        within: compared numbers within the rule.
+        untold: compared numbers for which that is unknown.
     """
 
     source: str
@@ -609,7 +615,7 @@ class PaperCoverage:
 
 
 def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
-    """Count, paper by paper, the published numbers that stored studies stand beside; rows chosen here do not count."""
+    """Count, by paper, the published numbers that stored studies compare, without chosen rows."""
     beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
         source: {} for source in numbers.SOURCES
     }
@@ -638,7 +644,7 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
 
 
 def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
-    """Return what the ledger predicts of a paper's printed costs, by the name of the built-in study of full size."""
+    """Return the predicted costs of a paper by the name of its built-in study of full size."""
     names = [
         name
         for name, experiment in numbers.EXPERIMENTS.items()
@@ -656,7 +662,7 @@ def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
 
 
 def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> ComparedNumber | None:
-    """Set one published number beside ours; None when we have none."""
+    """Compare one published number with ours; None when we have none."""
     # The deviation over clusters is not stored: it is computed from the clusters' means.
     if one.metric == metrics.STD_OVER_CLUSTERS.name:
         means = _cluster_means(result, label)
@@ -739,7 +745,7 @@ def _cluster_means(result: StudyResult, label: str) -> list[float]:
 
 
 def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], list[Ordering]]:
-    """Return the chain of roles and the clear pairs, of the means over clients (or else over clusters)."""
+    """Return the chain of roles and the clear pairs, of means over clients or else clusters."""
     where = "all" if any(line.cluster == "all" for line in lines) else "clusters"
     metric = ranking_metric(lines)
     means: dict[str, ComparedNumber] = {}

@@ -64,7 +64,7 @@ class PublishedDac(Dac):
 
     @property
     def asks_history(self) -> bool:
-        """Whether clients ask all peers that they ever read for similarities, in an exchange of its own."""
+        """Whether clients ask every peer that they ever read, in an exchange of its own."""
         return self.two_hop and self.two_hop_scope == "history"
 
     @property
@@ -100,7 +100,7 @@ class PublishedDac(Dac):
     def peer_probabilities(
         self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
     ) -> Tensor:
-        """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
+        """Return the probabilities of drawing peers next ($p_{ij}$): clients x population."""
         # unknown ones are 0
         # `considered` None: unknown members enter the softmax with 0. Otherwise they get the floor
         # alone.

@@ -1,4 +1,4 @@
-"""FedGWC as the paper has it and as its authors' code does, where these differ from `methods.fedgwc`.
+"""FedGWC as in the paper and in its authors' code, where they differ from `methods.fedgwc`.
 
 A study file sets these options on `kind = "fedgwc"`; `methods.registry` then takes this class.
 """
@@ -161,7 +161,7 @@ class PublishedFedGwc(FedGwc, WithPresets):
     def propose_split(
         self, affinity: Float[Tensor, "clients clients"], cohort: int | None = None, seed: int = 0
     ) -> Int[Tensor, " clients"] | None:
-        """Return the groups into which clients with an affinity fall apart; None where they do not."""
+        """Return the groups into which clients with an affinity split, or None if they do not."""
         n_max = self.n_max
         # Outside a round there is no cohort, and `n_max` alone bounds the children.
         if self.n_max_by == "cohort" and cohort is not None:

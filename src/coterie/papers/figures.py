@@ -1,4 +1,4 @@
-"""The figures of the papers: the options of each published figure, and the kinds that only they have.
+"""The figures of the papers: the options of each published figure, and the papers' own kinds.
 
 Some are drawn from `coterie analyze` results, some from runs that recorded similarities
 (`record_similarities`).
@@ -67,7 +67,7 @@ SERVED = -1  # the point that models are served from
 
 
 def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
-    """Accuracy of models over a simplex: a panel for all test sets, and one for each tested client."""
+    """Accuracy over a simplex: a panel for all test sets, and one for each tested client."""
     name, run, table = _load_analysis(runs, "simplex")[0]
     axes_of = [column for column in table.columns if column.startswith("alpha_")]
     corners = _polygon_corners(len(axes_of))
@@ -115,7 +115,7 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
 
 
 def _polygon_corners(number: int) -> Float[np.ndarray, "topics 2"]:
-    """Corners of a regular polygon: exact for up to three endpoints, a projection of the simplex for more."""
+    """Corners of a regular polygon; for over three endpoints it is a projection of the simplex."""
     if number == 2:
         return np.array([[0.0, 0.0], [1.0, 0.0]])
     # The first corner is at the top.
@@ -124,7 +124,7 @@ def _polygon_corners(number: int) -> Float[np.ndarray, "topics 2"]:
 
 
 def plot_interactions(runs: NamedRuns) -> DrawnFigure:
-    """FedGWC's interaction matrix of each first seed, in order of found cluster, with lines between clusters."""
+    """FedGWC's interaction matrix of each first seed, ordered and divided by found cluster."""
     found = _load_analysis(runs, "interaction")
     # Reversed, so that the first seed of a method is written last and stays.
     first = {name: (run, table) for name, run, table in reversed(found)}
@@ -168,7 +168,9 @@ def _load_analysis(runs: NamedRuns, what: str) -> list[tuple[str, StoredRun, pd.
 
 
 def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
-    """Class shares of the training data in each found cluster, a panel per cluster, of the first method with clusters.
+    """Class shares of each found cluster's training data, for the first method with clusters.
+
+    Each cluster has a panel.
 
     Args:
         runs: named runs.
@@ -240,9 +242,9 @@ def plot_similarities(
     column: Literal["similarity", "probability"] = "similarity",
     moments: int = 2,
 ) -> DrawnFigure:
-    """Similarities that clients found, of peers of their own cluster and of others: a panel a method and round.
+    """Similarities of peers of the own cluster and of others: a panel per method and round.
 
-    Beside the histograms (all clients, all seeds) stand the normal distributions with their means
+    Next to the histograms (all clients, all seeds) stand the normal distributions with their means
     and deviations.
 
     Args:
@@ -285,7 +287,7 @@ def plot_similarities(
 
 
 def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
-    """What a run recorded of pairs whose clusters are known: the round, the value, whether both are of one cluster."""
+    """Load a run's records of pairs with known clusters: round, value, and if clusters agree."""
     if column not in run.edges:
         return pd.DataFrame({"round": [], column: [], "own": []})
     reader, read = (
@@ -310,7 +312,7 @@ def _choose_rounds(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int)
 def _plot_histograms(
     axes: Axes, value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"], column: str
 ) -> pd.DataFrame:
-    """Draw the values of pairs of one cluster and of two; the table has the bins, and how well they come apart."""
+    """Draw values of pairs within and across clusters; the table has bins and the separation."""
     low, high = float(value.min()), float(value.max())
     wide = low > 0 and high > (FAR if column == "probability" else HEAVY) * low
     edges = (
@@ -355,7 +357,7 @@ def _plot_histograms(
 def _probability_above(
     value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]
 ) -> float:
-    """The probability that a pair of one cluster has a larger value than a pair of two; ties count half."""
+    """The probability that a same-cluster pair has the larger value; ties count half."""
     number, others = int(own.sum()), int((~own).sum())
     if not number or not others:
         return float("nan")
@@ -367,7 +369,7 @@ def _probability_above(
 def plot_neighbors(
     runs: NamedRuns, *, metric: str | None = None, split: str = "validation", cluster: str = "all"
 ) -> DrawnFigure:
-    """A metric over rounds, and beside it the share of the models that clients averaged with from their own cluster.
+    """A metric over rounds, and the share of averaged models from the clients' own clusters.
 
     Args:
         runs: named runs of peer-to-peer methods, with planted clusters.
@@ -406,7 +408,7 @@ def plot_neighbors(
 
 
 def _own_share(run: StoredRun) -> pd.Series:
-    """Of each round, the share of the models averaged with from the client's own cluster: the mean over clients."""
+    """Each round's share of averaged models from the client's own cluster: mean over clients."""
     # Only models that were averaged with: scored and relayed ones are no neighbors.
     mixed = run.edges.loc[(run.edges["purpose"] == "mix").to_numpy(), ["round", "reader", "read"]]
     reader, read = (

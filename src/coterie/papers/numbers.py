@@ -97,8 +97,7 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("random", ("random",)),
     ("local", ("local",)),
 )
-"""The chain of the papers, by their names of methods: the oracle, the best of those that look for peers, random gossip,
-no exchange."""
+"""The papers' chain of methods: the oracle, the best that selects peers, random gossip, local."""
 
 _FOLD_OF_TINY_IMAGENET = (
     "The column of local accuracies is an artifact of how the public code divides TinyImageNet: the last class gets "
@@ -128,8 +127,10 @@ PRINTED_AGAIN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("table 9", "emnist-dirichlet", "fedprox/fedprox", "75.9"),
     )
 }
-"""Accuracies that a paper prints a second time, of one method on the same data: where, experiment, row, and the number
-in percent. The tables hold what was printed first, so that a result is counted and judged once."""
+"""Accuracies that a paper prints a second time, of one method on the same data.
+
+An entry has the place, the experiment, the row and the number in percent. The tables hold what was
+printed first, so that a result is counted and judged once."""
 
 _NOTES: dict[str, tuple[str, ...]] = {
     **{
@@ -238,7 +239,8 @@ def load_published(experiment: str) -> tuple[PublishedNumber, ...]:
         ConfigError: for an unknown one.
 
     Example:
-        >>> [(p.mean, p.std) for p in load_published("similarity/synthetic_concept_3c") if p.row == "oracle/fedavg"][0]
+        >>> published = load_published("similarity/synthetic_concept_3c")
+        >>> [(p.mean, p.std) for p in published if p.row == "oracle/fedavg"][0]
         (9.43, 0.33)
     """
     source, _, name = experiment.partition("/")
@@ -256,7 +258,7 @@ def find_notes(experiment: str) -> Sequence[str]:
 
 
 def list_rows(experiment: str) -> list[str]:
-    """Return the rows of an experiment's tables, "method/aggregation", in the order of the paper."""
+    """Return the rows of an experiment's tables, "method/aggregation", in the paper's order."""
     # `dict.fromkeys` removes repetitions and keeps the order.
     return list(dict.fromkeys(one.row for one in load_published(experiment)))
 

@@ -1,6 +1,7 @@
 """SosicFL with the options of its authors' code, where it differs from `methods.sosicfl`.
 
-A study file sets these options on a SosicFL kind; `methods.registry` then takes a class of this module.
+A study file sets these options on a SosicFL kind; `methods.registry` then takes a class of this
+module.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ def assert_accepted(guarantee: str) -> Iterator[None]:
 
 
 def import_again(function: str | Callable[..., Any], what: str) -> tuple[Callable[..., Any], str]:
-    """Return a function of the user's and its import path; it has to be found under it."""
+    """Return a custom function and its import path, by which it must be found."""
     with assert_accepted(f"{what} is found by its import path"):
         path = function if isinstance(function, str) else find_import_path(function, what)
         return import_function(path, f"{what} {path!r}"), path

@@ -12,7 +12,7 @@ from coterie.exchange.base import Exchange, Inbox, Message, Reply
 from coterie.rng import Rng
 
 MakeExchanges = Callable[[Sequence[Sequence[int]], int], Sequence[Exchange]]
-"""(ids of each host, population) -> an exchange for each host; the first host has the server role."""
+"""Makes an exchange for each host from its ids and the population; the first is the server."""
 
 
 def check_exchange(

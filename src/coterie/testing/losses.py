@@ -31,7 +31,7 @@ def check_loss(
     """Check the guarantees that every loss must give.
 
     It returns one finite value a sample. Its gradient is finite, and not zero everywhere. It
-    changes neither outputs nor targets. The loss of a sample does not depend on the samples beside
+    changes neither outputs nor targets. The loss of a sample does not depend on the samples next to
     it, unless it is declared `whole`.
 
     Args:

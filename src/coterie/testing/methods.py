@@ -150,7 +150,7 @@ def run_grouped(
     server: int = 0,
     seed: int = 3,
 ) -> Float[Tensor, "clients params"]:
-    """Host a population in several threads that exchange over a post office; return all models in the order of ids.
+    """Host a population in threads that exchange over a post office; return all models by id.
 
     Args:
         federation: the data.
@@ -223,7 +223,7 @@ def _check_description(method: Method) -> None:
 
 
 def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
-    """`round` never changes its arguments, and memory has a row for each client; return the models in the end."""
+    """`round` changes no argument and memory has a row per client; return the final models."""
     loop = make.make_loop()
     loop.run_next_round()
     while not loop.is_finished:
@@ -296,7 +296,7 @@ def _check_repeats(make: _RunFactory, whole: Tensor) -> None:
 
 
 def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
-    """Hosting the clients in any grouping, with the server anywhere, gives the bytes of the simulation."""
+    """Hosting clients in any grouping, with the server anywhere, gives the simulation's bytes."""
     number = make.federation.population
     ids = list(range(number))
     # The server is at another host each time.
@@ -375,7 +375,7 @@ def _check_silence(make: _RunFactory) -> None:
 
 
 def _check_newcomer_model(make: _RunFactory) -> None:
-    """A newcomer's model is the server's: no client's own model or memory is in it, and a cluster has one."""
+    """A newcomer's model is the server's, one per cluster, with no client's own model or memory."""
     loop = make.make_loop()
     _run_to_end(loop)
     # Columns that a newcomer does not receive are not compared.
@@ -470,7 +470,7 @@ class _SilentPeer(Faulty):
 
 
 def _check_equal(found: Tensor, expected: Tensor, message: str) -> None:
-    """Raise an AssertionError with the message and the size of the difference, unless all bits are equal."""
+    """Raise an AssertionError with the message and the difference, unless all bits are equal."""
     assert torch.equal(found, expected), f"{message} ({describe_difference(found, expected)})"
 
 

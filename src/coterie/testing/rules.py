@@ -22,7 +22,7 @@ def check_aggregation(
 ) -> None:
     """Check the guarantees that every aggregation rule must give.
 
-    It is found by its import path, returns a finite model of the form of those that it is given,
+    It is found by its import path, returns a finite model of the form of the given models,
     for one model and for several, of either precision, changes no argument, and gives the same
     result again. The order of the peers changes nothing. In a peer-to-peer method and on a server
     it keeps the promises of methods: hosting, silence and resume among them.

@@ -83,7 +83,7 @@ def tiny_federation(
 
 
 class TinyTokens(nn.Module):
-    """A model of tokens: an embedding and a linear layer at each position, with some dependence on the one before.
+    """A model of tokens: an embedding and a linear layer, with some dependence on the token before.
 
     Args:
         tokens: how many there are.
@@ -106,7 +106,7 @@ class TinyTokens(nn.Module):
 
 
 def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: int = 0) -> Source:
-    """Make a small dataset of gray images, with a column "writer" of 12 values; the test set is half as large."""
+    """Make small gray images with a column "writer" of 12 values; the test set is half as large."""
     stream = Rng(seed).generator("testing.source")
 
     def draw_samples(number: int) -> Samples:

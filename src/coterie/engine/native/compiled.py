@@ -71,7 +71,7 @@ class CompiledEngine(Engine):
         return self._other.forward(rows, x, inputs)
 
     def _compare(self, x: Tensor, y: Tensor) -> None:
-        """Take one gradient step with the program and with the loop engine, with other samples where results differ.
+        """Take one gradient step with the program and the loop engine, and compare the results.
 
         Rounding alone may move a result far: a batch normalization that sees few values magnifies
         it, and a gate that it opens or shuts changes a gradient at once. So the program may differ
@@ -119,7 +119,7 @@ class CompiledEngine(Engine):
         return engine.train(rows, work, 1), rows - row
 
     def _unequal(self) -> dict[str, Tensor]:
-        """Return values of the input buffers that tell their entries apart: weights of the endpoints of a simplex."""
+        """Return values for input buffers that differ in each entry: weights of a simplex's endpoints."""
         values = {}
         for name, own in self.layout.zero_inputs(1).items():
             if name not in self.layout.keys and own.is_floating_point():

@@ -1,4 +1,4 @@
-"""Building C++ programs for this machine, kept in the user's cache folder."""
+"""Building C++ programs for this machine, kept in the per-user cache folder."""
 
 import ctypes
 import hashlib
@@ -30,7 +30,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def report_compiling(listener: Callable[[str], None]) -> Iterator[None]:
-    """Tell a listener, in words for a person, whenever this process compiles a program during the block."""
+    """Notify a listener, in words for a person, whenever this process compiles in the block."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -61,7 +61,7 @@ def _native() -> str:
 
 @lru_cache(maxsize=1)
 def describe_machine() -> tuple[str, ...]:
-    """Return what compiled code depends on: the compiler and its flag for this processor, and what it defines for both.
+    """Return what compiled code depends on: the compiler, its processor flag, and its macros.
 
     Among what it defines are its version, and the features of the processor that it uses.
     """
@@ -75,17 +75,17 @@ def describe_machine() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def vector_bytes() -> int:
-    """Return the bytes of the widest vector registers that programs for this processor use: 64, 32 or 16."""
+    """Return the bytes of the widest vector registers that programs use here: 64, 32 or 16."""
     defined = set(describe_machine()[-1].split())
     return 64 if "__AVX512F__" in defined else 32 if "__AVX__" in defined else 16
 
 
 def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
-    """Return the compiled program and the seconds it took to compile; 0 when it was compiled before.
+    """Return the compiled program and the seconds of compiling it, 0 when it was compiled before.
 
     Args:
         text: of the program.
-        flags: of the compiler, beside the usual ones.
+        flags: of the compiler, in addition to the usual ones.
 
     Raises:
         CompilerError: when there is no compiler, or it fails.
@@ -129,7 +129,7 @@ def _digest_of(library: Path) -> str:
 
 
 def _trusted(library: Path) -> bool:
-    """Whether a program is there that was written here, whole; what is damaged is compiled again."""
+    """Whether an undamaged program written here exists; a damaged one is compiled again."""
     digest = library.with_suffix(".sha256")
     if not library.exists() or not digest.exists():
         return False

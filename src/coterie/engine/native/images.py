@@ -54,7 +54,7 @@ class ImageLowering(Lowering):
         return -(-channels // self.lanes) * self.lanes
 
     def _pixels_pay(self, channels: int, width: int, conv: "_Convolution") -> bool:
-        """Return whether neighboring pixels fill vectors better than neighboring channels, and a kernel is known."""
+        """Return whether pixels fill vectors better than channels do, and a kernel is known."""
         if conv.groups > 1 or conv.taps == 1 or conv.stride != (1, 1):
             return False
         # Compares the filled share of vectors; pixels have to win by a fifth.
@@ -98,7 +98,7 @@ class ImageLowering(Lowering):
         before: tuple[int, int],
         after: tuple[int, int],
     ) -> Value:
-        """Return memory for images with zeros around them, as `_padded` says: the part inside the zeros."""
+        """Return the inner part of memory for images with zeros around them, as `_padded` says."""
         n, c, h, w = shape
         wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
         # The images fill the inside, so zeros are written to the frame alone. Further channels lie
@@ -118,7 +118,7 @@ class ImageLowering(Lowering):
 
     @staticmethod
     def _arrays(n: Size, c: Size, order: Sequence[int]) -> tuple[Size, Size]:
-        """Return how many planes images consist of in memory, and the numbers that lie at each of their places."""
+        """Return the number of planes of images in memory, and of numbers at each place."""
         if tuple(order) == SAMPLES:
             return c, n
         return (n, c) if tuple(order) == LAST else (n * c, 1)
@@ -135,7 +135,7 @@ class ImageLowering(Lowering):
 
     @cached_property
     def _frames(self) -> dict[Ref, tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int]]]:
-        """What convolutions read, with order, channels and zeros as `_padded` takes them, where there are zeros."""
+        """What convolutions read: order, channels and zeros for `_padded`, if there are zeros."""
         frames = {}
         for node in self.trace.nodes:
             convolves = node.name in ("convolution", "convolution_pool")
@@ -360,7 +360,7 @@ class ImageLowering(Lowering):
         return gw
 
     def _framed(self, g: Value, conv: "_Convolution", channels: int) -> tuple[str, str]:
-        """Return the gradient of the output with the zeros that windows over it reach, and its frame as C++."""
+        """Return the output's gradient with the zeros that windows over it reach, and its frame."""
         high, wide = conv.frames()
         text = self._padded(g, LAST, channels, (high[0], wide[0]), (high[1], wide[1]))
         return text, f"{conv.ho + sum(high)}, {conv.wo + sum(wide)}, {high[0]}, {wide[0]}"
@@ -437,7 +437,7 @@ class ImageLowering(Lowering):
         dilation: Any,
         order: Sequence[int],
     ) -> tuple[str, Size]:
-        """Return the C++ of the windows over images `x` that make images of the shape `y`, and how many arrays they are.
+        """Return the C++ of windows over images `x` that make images like `y`, and their arrays.
 
         Where samples lie side by side, each channel is an array whose pixels have a number of each
         sample.
@@ -586,7 +586,7 @@ class ImageLowering(Lowering):
 def _copies(
     shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]
 ) -> list[int]:
-    """Return how often images of a shape are repeated along height and width to be of another size."""
+    """Return how often images are repeated along height and width to have another size."""
     small, large = _sizes(shape[2:]), _sizes(size)
     counts = [many // few for few, many in zip(small, large, strict=True)]
     wanted = [
@@ -668,7 +668,7 @@ class _Convolution:
         return w
 
     def frames(self) -> list[tuple[int, int]]:
-        """Return how many zeros (before, after) the gradient of the output needs along height and width.
+        """Return the zeros (before, after) that the output's gradient needs along height and width.
 
         Each entry of the input then finds as many entries of the gradient as the kernel has.
         """
@@ -682,7 +682,7 @@ class _Convolution:
         return found
 
     def text(self, pixel: int, out: int) -> str:
-        """Return the C++ of its shape, for one group; `pixel` and `out` numbers lie in a pixel of memory."""
+        """Return the C++ of its shape for one group; `pixel` and `out` count numbers of a pixel."""
         frame = (self.h + 2 * self.padding[0], self.w + 2 * self.padding[1])
         channels = (
             (self.c, pixel, self.o, out) if self.depthwise else (self.cg, pixel, self.og, out)

@@ -1,4 +1,4 @@
-"""What native programs are given: samples, noise and the optimizer as C++ reads them; and the threads that run them.
+"""What native programs take (samples, noise and the optimizer as C++ reads them), and threads.
 
 Clients share nothing, so threads take ranges of them and no result depends on how many threads
 there are, on the block or on who is hosted.
@@ -23,13 +23,13 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def use_threads(number: int) -> None:
-    """Set the number of threads of native programs in this process; 0 for that of PyTorch. No result depends on it."""
+    """Set the threads of native programs in this process, 0 for PyTorch's; results stay equal."""
     global _threads
     _threads = number
 
 
 class Store(ctypes.Structure):
-    """Samples as they are stored: bytes with a table of their values for each channel, or numbers."""
+    """Samples as stored: bytes with a table of their values for each channel, or numbers."""
 
     _fields_ = (
         ("x", _POINTER), ("values", _POINTER), ("classes", _POINTER), ("targets", _POINTER), ("bytes", _LONG),
@@ -90,7 +90,7 @@ def convert_noise(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...
 
 
 def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
-    """Return the optimizer in the form the program reads, and the tensor that owns the memory of its rates."""
+    """Return the optimizer in the program's form, and the tensor that owns its rates' memory."""
     local, given = work.local, work.local.optimizer_arguments
     rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
     beta1, beta2 = given.get("betas", (0.0, 0.0))

@@ -38,7 +38,7 @@ def c_type(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Places in memory: entry (i, j, ...) is `buffer[offset + i * strides[0] + j * strides[1] + ...]`.
+    """Places: entry (i, j, ...) is `buffer[offset + i * strides[0] + j * strides[1] + ...]`.
 
     With an empty `buffer` an entry is the number in brackets itself.
     """
@@ -93,7 +93,7 @@ class Value:
         return leaf
 
     def is_dense(self, order: Sequence[int]) -> bool:
-        """Return whether a value lies in memory without gaps, its axes in an order from outermost to innermost."""
+        """Return whether a value has no gaps in memory with its axes ordered from the outermost."""
         if self.leaf is None:
             return False
         places = zip(self.leaf.strides, dense_strides(self.shape, order), self.shape, strict=True)
@@ -120,7 +120,7 @@ def in_memory(
 
 
 def dense_strides(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Size]:
-    """Return the strides of an array without gaps; `order` names its axes from the outermost to the innermost."""
+    """Return the strides of an array without gaps; `order` has its axes from the outermost."""
     strides: list[Size] = [0] * len(shape)
     step: Size = 1
     for axis in reversed(order if order is not None else range(len(shape))):
@@ -376,7 +376,7 @@ class Program:
     def _joined(
         values: Sequence[Value], axes: Sequence[int]
     ) -> tuple[list[Value], list[int], list[Size]] | None:
-        """Join two neighboring axes that both stay or both go, where they lie side by side in all values.
+        """Join neighboring axes that both stay or both go, where they are adjacent in all values.
 
         Returns:
             The values, the axes to reduce and the shape of the results, or None where nothing is
@@ -508,7 +508,7 @@ class Program:
     # ------------------------------------------------------------------ memory
 
     def arena(self, samples: int) -> tuple[dict[str, int], int]:
-        """Return the place of each buffer in bytes, and the size of the arena, for batches of up to some samples."""
+        """Return each buffer's place in bytes and the arena's size, for batches up to a size."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for number, statement in enumerate(self.statements):
@@ -571,10 +571,10 @@ def by_strides(strides: Sequence[Size]) -> list[int]:
 
 
 def order_of(value: Value) -> list[int]:
-    """Return the axes of a value from the outermost to the innermost, as most of what it is made of lies."""
+    """Return the axes of a value from the outermost to the innermost, by most of its leaves."""
     axes = range(len(value.shape))
     for leaf in value.leaves:
-        # A leaf that is broadcast along an axis does not tell where that axis lies best.
+        # A leaf that is broadcast along an axis does not show where that axis lies best.
         if leaf.buffer and all(leaf.strides[a] != 0 for a in axes if value.shape[a] != 1):
             wide = [a for a in by_strides(leaf.strides) if value.shape[a] != 1]
             return [*(a for a in axes if value.shape[a] == 1), *wide]
@@ -660,7 +660,7 @@ class Nest:
         )
 
     def summed(self, loop: str, lines: Sequence[str], number: int, width: str = "") -> str:
-        """Return the loops of sums, in parts that are added to `total0`, `total1`, ... in double precision.
+        """Return the loops of sums, in parts added to `total0`, `total1`, ... in double precision.
 
         Args:
             loop: a loop over columns around the lines, if any.

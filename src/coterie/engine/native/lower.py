@@ -107,7 +107,7 @@ class Lowering:
         self._node_now: Operation | None = None
 
     def _used_again(self) -> set[Ref]:
-        """Return the right factors of products of which several are views of one matrix, as in steps of time."""
+        """Return right factors of which several are views of one matrix, as in steps of time."""
         roots: dict[Ref | None, Ref] = {}
         factors: dict[Ref, list[Ref]] = {}
         for node in self.trace.nodes:
@@ -214,7 +214,7 @@ class Lowering:
         return value
 
     def operand(self, value: Any) -> Any:
-        """Return an argument of a node, or a result of the function, with `Ref`s replaced by their values."""
+        """Return a node's argument or a function's result, with `Ref`s replaced by their values."""
         if isinstance(value, Ref):
             if value not in self.values:
                 if value.number not in self.trace.constants:
@@ -900,7 +900,7 @@ class Lowering:
         return self._shaped(wide, [c * s for c, s in zip(counts, x.shape, strict=True)])
 
     def _picked(self, x: Value, axis: int, index: Value, shape: Sequence[Size]) -> Value:
-        """Return entries of a value at places along an axis; both have a stride for each axis of the result."""
+        """Return entries at places along an axis; both have a stride per axis of the result."""
         leaf = x.memory
         stride = leaf.strides[axis]
         size = x.shape[axis]
@@ -937,7 +937,7 @@ class Lowering:
 
     @staticmethod
     def _only_index(x: Value, indices: Sequence[Value | None]) -> tuple[int, Value]:
-        """Return the one axis that is indexed, and its places; those before 0 are counted from the end."""
+        """Return the one indexed axis and its places; negative ones are counted from the end."""
         # A mask would make a shape that depends on data.
         given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
         if len(given) != 1 or given[0][1].dtype == torch.bool:
@@ -949,7 +949,7 @@ class Lowering:
         )
 
     def _rows_at(self, x: Value, axis: int, index: Value) -> Value:
-        """Return the entries of `x` at places along an axis; the axes of the places take its place."""
+        """Return entries of `x` at places along an axis, which the places' axes replace."""
         many = len(index.shape)
         shape = [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
         leaf = x.memory
@@ -976,7 +976,7 @@ class Lowering:
         return target
 
     def _write_rows(self, target: Value, axis: int, index: Value, g: Value, operator: str) -> None:
-        """Write the entries of `g` to places along an axis; the axes of the index are there in the shape of `g`."""
+        """Write the entries of `g` to places along an axis; `g` has the axes of the index there."""
         g = expand(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
         many = len(index.shape)
         leaf = target.memory
@@ -987,7 +987,7 @@ class Lowering:
         self._write_at(fixed, *place, g, g.shape, operator)
 
     def _write_entries(self, x: Value, axis: int, index: Value, g: Value, operator: str) -> Value:
-        """Return a copy of `x` with the entries of `g` at places along an axis; index and `g` have the axes of `x`."""
+        """Return a copy of `x` with entries of `g` along an axis; index and `g` have the axes of `x`."""
         target = self.program.store(x, range(len(x.shape)))
         leaf = target.memory
         fixed = replace(
@@ -1215,7 +1215,7 @@ class Lowering:
             "std::sqrt({0})".format, self._variance(x, axes, correction, keepdim)[0], cost=6
         )
 
-    # ------------------------------------------------------------------ softmax and losses of classes
+    # -------------------------------------------------------------- softmax and losses of classes
 
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
@@ -1424,7 +1424,7 @@ class Lowering:
         weight: Value | None,
         inner: Value | None,
     ) -> tuple[Value, Value, Value]:
-        """Return the gradient of the input of a normalization over axes, and the sums of g times the normalized, of g.
+        """Return the gradient of a normalization's input, and the sums of `g * normalized` and `g`.
 
         Args:
             g: gradient of the output.
@@ -1503,7 +1503,7 @@ class Lowering:
         return self._shaped(x, [n, groups, c // groups, product(x.shape[2:])])
 
     def _of_channels(self, value: Value, parts: Value) -> Value:
-        """Return a value of each group for each of its channels, so that loops over channels do not stop at groups."""
+        """Spread a group's value over its channels, so that loops do not stop at groups."""
         return self.program.store(expand(value, [*value.shape[:2], parts.shape[2], 1]), range(4))
 
     def _op_native_group_norm(
@@ -1602,7 +1602,7 @@ class Lowering:
         return self._shaped(self._product(self._op_unsqueeze(a, 0), self._op_unsqueeze(b, 1)), [])
 
     def _matrix(self, x: Value, static: int) -> Value:
-        """Return a matrix (or many) in memory whose last two strides are numbers; axis `static` has a known size."""
+        """Store matrices with numbers as the last two strides; axis `static` has a known size."""
         leaf = x.leaf
         strides = leaf.strides[-2:] if leaf is not None else (Dim(1),)
         if leaf is not None and all(isinstance(s, int) for s in strides):

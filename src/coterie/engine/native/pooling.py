@@ -1,4 +1,4 @@
-"""Traces with max-pooling rewritten, so that activations and convolutions around it do less work."""
+"""Traces with max-pooling rewritten, so that activations and convolutions around it are cheaper."""
 
 from dataclasses import replace
 

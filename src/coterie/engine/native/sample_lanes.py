@@ -1,8 +1,8 @@
 """Convolution networks with the samples of a batch across the vector, as calls of `sample_lanes.h`.
 
 A vector holds the same place of an image in `LANES` samples. So it is full however few channels a
-layer has, where neighboring channels or pixels would leave part of it empty. A call computes exactly
-`LANES` samples; those that a batch lacks are copies of its first one, with weight 0.
+layer has, where neighboring channels or pixels would leave part of it empty. A call computes
+exactly `LANES` samples; missing samples of a batch are copies of its first one, with weight 0.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ _KNOWN = {
 
 
 def samples_pay(trace: Trace, size: int) -> bool:
-    """Return whether samples across the vector are faster than channels or pixels, for all of a module.
+    """Return whether samples across the vector are faster than channels or pixels, in all layers.
 
     Args:
         trace: of the module's training step, whose samples do not need each other.
@@ -191,7 +191,7 @@ class SampleLowering(ImageLowering):
     def _input_gradient(
         self, grads: str, row: int, x: Value, w: Value, conv: _Convolution
     ) -> Value:
-        """Return the gradient of the input from that of the output, whose rows have zeros on both sides."""
+        """Return the input's gradient from the output's, whose rows have zeros on both sides."""
         gx = self._images(x.shape[0], [conv.c, conv.h, conv.w], SAMPLES)
         weights = self._plain(w)
         grids = f"{_grid(conv.c, conv.h, conv.w, conv.w)}, {_grid(conv.o, conv.ho, conv.wo, row)}"
@@ -222,10 +222,10 @@ class SampleLowering(ImageLowering):
         )
         return gw
 
-    # ------------------------------------------------------------------ from places to samples and back
+    # -------------------------------------------------------------- from places to samples and back
 
     def _op_view(self, x: Value, shape: Any) -> Value:
-        """See `Lowering`; rows of samples that become images are turned over, so that samples lie side by side."""
+        """See `Lowering`; rows that become images are transposed, so that samples are adjacent."""
         images = super()._op_view(x, shape)
         if len(images.shape) != 4 or not images.is_dense(PLANES):
             return images
@@ -241,7 +241,7 @@ class SampleLowering(ImageLowering):
         return super()._product(self._by_sample(a), self._by_sample(b))
 
     def _by_sample(self, x: Value) -> Value:
-        """Return a matrix with a row for each sample as it is, or one with samples side by side turned over."""
+        """Return a matrix by rows of samples as it is, or one with adjacent samples transposed."""
         # Weights have sizes that are plain numbers: only a matrix of samples has a Dim of rows.
         if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
             return x

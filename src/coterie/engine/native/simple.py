@@ -1,4 +1,4 @@
-"""Modules of simple layers: convolutions with stride 1, max-pooling, linear layers and the usual activations.
+"""Modules of simple layers: stride-1 convolutions, max-pooling, linear layers and activations.
 
 Their programs compile in a few seconds, and PyTorch runs them over many clients at once.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LARGE = 1_000_000
-"""Numbers of a model from which passing over it for a few samples at a time takes longer than the rest."""
+"""Numbers of a model above which passing over it for a few samples takes most of the time."""
 
 _OPERATIONS = {
     "relu", "leaky_relu", "tanh", "addmm", "mm", "mul", "view", "_unsafe_view", "t", "transpose", "permute", "expand",
@@ -32,7 +32,7 @@ def is_simple(name: str, args: Sequence[Any]) -> bool:
 
 
 def separate_windows(options: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the size of the windows of a max-pooling that neither overlap nor reach beyond an image; None for others.
+    """Return the window size of a max-pooling whose windows neither overlap nor overhang, or None.
 
     Args:
         options: of the pooling, from the size of its windows on.

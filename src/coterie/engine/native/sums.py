@@ -1,4 +1,4 @@
-"""Sums of products of matrices as one product: what weights that are used in many steps of time get as gradients.
+"""Sums of matrix products as one product: gradients of weights used in many steps of time.
 
 A sum of a1 b1, a2 b2, ... is the product of [a1 a2 ...] and the b1, b2, ... below each other.
 """
@@ -25,7 +25,7 @@ def join_products(trace: Trace) -> Trace:
     made: dict[int, list[Operation]] = {}
 
     def factors(ref: Ref, turned: bool) -> list[tuple[Ref, Ref, bool]] | None:
-        """Return the factors of a sum that is used once, each with whether their product is turned; None for others."""
+        """Return the factors of a sum used once, with whether products are turned, or None."""
         node = makers.get(ref)
         # A value that is read elsewhere too must stay as it is.
         if node is None or uses[ref] != 1:

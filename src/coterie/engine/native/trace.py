@@ -1,4 +1,4 @@
-"""A training step as a list of PyTorch's own operations, recorded once while it runs on a few samples.
+"""A training step as a list of PyTorch operations, recorded while it runs on a few samples.
 
 Every operation below autograd is recorded, forward and backward. Writes in place become new values,
 so that a trace is a plain data flow. The step is recorded for two batch sizes; a number that
@@ -110,7 +110,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A number that depends on the number of samples n: `value / n`, or `places n / (places n - 1)`."""
+    """A number that depends on the samples n: `value / n`, or `places n / (places n - 1)`."""
 
     value: float = 0.0
     places: int = 0
@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
         return False
 
     def _numbered(self, tensor: Tensor) -> Ref:
@@ -234,7 +234,7 @@ class _Recorder(TorchDispatchMode):
                     self.trace.constants[ref.number] = tensor.detach().clone()
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return the value of a tensor, taken anew from what was written to its memory since."""
+        """Return the value of a tensor, updated by what was written to its memory since."""
         if id(tensor) not in self._tracked:
             ref = self._new(tensor)
             # No recorded operation has made it, so the module holds it.
@@ -254,12 +254,12 @@ class _Recorder(TorchDispatchMode):
 
     @staticmethod
     def _place(tensor: Tensor, base: Tensor) -> tuple[list[int], list[int], int, list[int]]:
-        """Return where a view lies in its base: sizes, strides, offset, and the base's own strides."""
+        """Return a view's place in its base: sizes, strides, offset, and the base's strides."""
         offset = int(tensor.storage_offset() - base.storage_offset())
         return [*tensor.shape], [*tensor.stride()], offset, [*base.stride()]
 
     def _wrote(self, tensor: Tensor, value: Ref) -> None:
-        """Make a value that of a tensor and, where the tensor is a view, of its part of the base."""
+        """Assign a value to a tensor and, where the tensor is a view, to its part of the base."""
         known = self._tracked[id(tensor)]
         base = self._tracked[id(known.group.base)]
         whole = tensor.shape == base.tensor.shape and tensor.stride() == base.tensor.stride()
@@ -339,7 +339,7 @@ class _Recorder(TorchDispatchMode):
     def _in_place(
         self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict
     ) -> Any:
-        """Run an operation that changes its first argument, and record the one that makes a new value."""
+        """Run an operation that changes its first argument; record it as making a new value."""
         if not name.endswith("_") or any(
             a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]
         ):
@@ -377,7 +377,7 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
 
 
 class _TracedBatchNorm(nn.Module):
-    """Batch normalization as PyTorch's own operation, with the statistics returned as `FunctionalBatchNorm` does."""
+    """PyTorch's batch normalization, with statistics returned as `FunctionalBatchNorm` does."""
 
     num_batches_tracked: Tensor
     running_mean: Tensor | None
@@ -424,7 +424,7 @@ def _traced_form(module: nn.Module) -> nn.Module:
 
 
 class _OneHotByComparing(TorchFunctionMode):
-    """Makes one-hot vectors without a look at the data, which PyTorch takes to check that classes are in range."""
+    """Makes one-hot vectors without PyTorch's look at the data, which checks the classes' range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function."""
@@ -443,7 +443,7 @@ class _OneHotByComparing(TorchFunctionMode):
 
 @contextmanager
 def _plain_operations() -> Iterator[None]:
-    """While active, PyTorch computes with operations that a trace can name: no fused attention, no oneDNN networks."""
+    """While active, PyTorch uses operations that a trace can name: no fused attention or oneDNN."""
     fast = torch.backends.mha.get_fastpath_enabled()
     flash, efficient = (
         torch.backends.cuda.flash_sdp_enabled(),
@@ -468,7 +468,7 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 
 
 def _frozen(layout: Layout) -> dict[str, Tensor]:
-    """Return the frozen weights as tensors that a record can tell apart from what it holds as constants."""
+    """Return the frozen weights as copies that a record can distinguish from its constants."""
     return {name: tensor.detach().clone() for name, tensor in layout.frozen.items()}
 
 
@@ -481,7 +481,7 @@ def _train_once(
     layer: Callable[[], str],
     known: Callable[[str], bool],
 ) -> Trace:
-    """Record losses, gradients and the new untrained state of a step; the last input is the weight of each loss."""
+    """Record a step's losses, gradients and untrained state; the last input weighs the losses."""
     named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     # The recorder knows a tensor by its identity, so each input is a tensor of its own.
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
@@ -616,7 +616,7 @@ def iterate_refs(value: Any) -> Iterator[Ref]:
 
 @contextmanager
 def _layer_of(module: nn.Module) -> Iterator[Callable[[], str]]:
-    """Give a function that tells the path of the layer that is running."""
+    """Yield a function that returns the path of the layer that is running."""
     trail: list[str] = [""]
     handles = []
     for path, part in module.named_modules():
@@ -703,7 +703,7 @@ def record(
 def _together(
     layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor
 ) -> bool:
-    """Try whether the losses of two samples change with the samples beside them."""
+    """Try whether the losses of two samples change with the samples next to them."""
     views = layout.split_rows(layout.flatten_rewritten(layout.train_module))
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
     losses = []

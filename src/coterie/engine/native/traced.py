@@ -1,4 +1,4 @@
-"""The program of any module: the C++ text of its traced training step and evaluation, and its calls."""
+"""The program of any module: the C++ of its traced training step and evaluation, and its calls."""
 
 import ctypes
 import math
@@ -67,7 +67,7 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def _flags() -> tuple[str, ...]:
-    """Return the compiler's flags; by itself it uses half of the registers of 64 bytes on most processors."""
+    """Return the compiler's flags; by default it uses half of registers of 64 bytes."""
     return (*_FLAGS, "-mprefer-vector-width=512") if compiler.vector_bytes() == 64 else _FLAGS
 
 
@@ -151,7 +151,7 @@ class _Function:
         self.program.assign(Leaf(name, 0, (1,)), result)
 
     def write_gradients(self, results: Sequence[Value | None]) -> None:
-        """Write or add the gradient of each trained tensor; where a kernel can add, it writes there itself."""
+        """Write or add each trained tensor's gradient; a kernel that can add writes it itself."""
         slots = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
         for slot, result in zip(slots, results, strict=True):
             # The loss does not depend on the tensor. `more` says that an earlier piece of the batch
@@ -212,7 +212,7 @@ class _Function:
         self.program.assign(Leaf("g", start, tuple(strides)), inner, add="more")
 
     def write_state(self, results: Sequence[Value | None]) -> None:
-        """Write the untrained tensors anew, when all of them are known."""
+        """Write the new untrained tensors, when all of them are known."""
         slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
         pairs = [
             (s, r)
@@ -247,7 +247,7 @@ class _Function:
         return [*lines, *body]
 
     def memory(self, samples: int) -> tuple[Tensor, int]:
-        """Return the place of each buffer in the arena for calls of so many samples, and its size."""
+        """Return each buffer's place in the arena for calls of so many samples, and its size."""
         places, top = self.program.arena(samples)
         return torch.tensor(
             [places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64
@@ -255,7 +255,7 @@ class _Function:
 
 
 def _is_there(value: Value, start: int) -> bool:
-    """Return whether a value is what lies at a place of the row."""
+    """Return whether a value is an unmodified part of the row from the entry `start`."""
     return (
         value.is_dense(range(len(value.shape)))
         and value.memory.buffer == "row"
@@ -328,7 +328,7 @@ class TracedProgram:
         self._samples = {"train": self._fitting(self._train), "judge": self._fitting(self._judge)}
 
     def _fitting(self, function: _Function) -> int:
-        """Return how many samples a call takes at once: what they need stays in the cache, or is less than two models.
+        """Return how many samples a call takes: they fit the cache, or need less than two models.
 
         Each call passes over the model and its gradient, so fewer calls pay where these are large.
         """
@@ -342,7 +342,7 @@ class TracedProgram:
         return samples
 
     def _written(self, x: Tensor, y: Tensor) -> str:
-        """Return the C++ of the program: kernels, the two functions, and the loops that call them."""
+        """Return the C++ of the program: kernels, both functions, and the loops that call them."""
         layout = self.layout
         number, integer = (
             ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
@@ -385,7 +385,7 @@ class TracedProgram:
         return "\n".join([*head, *train, *judge, driver[:start] + driver[stop:]])
 
     def _lanes(self, here: Path) -> list[str]:
-        """Return the C++ of the kernels that have samples across the vector, where they are called."""
+        """Return the C++ of the kernels with samples across the vector, where they are called."""
         if not self.across:
             return []
         return [f"constexpr int N = {LANES};", (here / "sample_lanes.h").read_text()]
