@@ -40,10 +40,9 @@ Kept as metrics: `loss` (training), `diverged`, what a method may count of its c
 `bytes` or not, `extra_bytes` are received outside the slots), and the metrics that the method
 declares in `reports`, one number a client.
 
-With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`,
-`weights` (mixing weight of
-each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see
-`similarity_report`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
+With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`, `weights`
+(mixing weight of each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each
+slot, see `similarity_report`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
 `trained` (the models before the exchange that ends a round, which are the ones to judge).
 `slots_refused` is the loop's: which of the `peers` the client refused.
 """
@@ -514,8 +513,7 @@ def draw_peers_uniformly(
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
     In a population above `LARGE_POPULATION` a client draws members until it has enough, so that its
-    cost does
-    not grow with the population: the same distribution, by other draws.
+    cost does not grow with the population: the same distribution, by other draws.
 
     Args:
         rnd: the round.

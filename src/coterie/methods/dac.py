@@ -57,7 +57,7 @@ def pull_and_measure(
     metric: Metric,
     eps: float,
 ) -> MeasuredInbox:
-    r"""Pull models and measure them: by the loss of $w_j$ on the client's data, or by parameters.
+    r"""Pull models and measure them: by the loss of $w_j$ on the client's data, or by a product.
 
     Args:
         rnd: the round.
@@ -604,7 +604,7 @@ class Dac(PeerMethod):
         return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Count peers' models and the similarities they share; with a push, one's own model too."""
+        """Count peers' models and the similarities they share; a push adds reads of its own model."""
         if isinstance(phase, str):
             return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes

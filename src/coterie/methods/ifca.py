@@ -40,7 +40,7 @@ class IfcaModels:
 @final
 @dataclass(frozen=True)
 class Ifca(ServerMethod):
-    r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on its training data.
+    r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on the client's data.
 
     Every client of the cohort receives all models, trains the best one (ties go to the first) and
     returns it with its choice. Clients outside the cohort use the model that is best on their

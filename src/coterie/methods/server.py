@@ -348,7 +348,7 @@ class ServerMethod(Method):
         params: Float[Tensor, "clients params"],
         shared: Any,
     ) -> Info:
-        """Return the round's optional reports, where the whole cohort and the server role are."""
+        """Return the round's optional reports, where the whole cohort and the server are."""
         return gradient_variance_report(rnd, start, params) if sees_whole_cohort(rnd) else {}
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:

@@ -306,9 +306,9 @@ class Layout:
         trainable: number of leading entries of a row that are trained.
         size: the length of a row.
         frozen: the parameters that are not trained, by name: of all clients alike, and in no row.
-        inputs: names of the buffers that are set in every step and are no state; a
-            submodule lists them in its class attribute `input_buffers` (the key of a dropout layer, the
-            position in a simplex of models).
+        inputs: names of the buffers that are set in every step and are no state; a submodule lists
+            them in its class attribute `input_buffers` (the key of a dropout layer, the position in
+            a simplex of models).
         keys: the input buffers that are keys of random streams.
         train_module, eval_module: the module in training and in evaluation mode.
         own: the module as it was given.

@@ -119,7 +119,7 @@ class CompiledEngine(Engine):
         return engine.train(rows, work, 1), rows - row
 
     def _unequal(self) -> dict[str, Tensor]:
-        """Return values for input buffers that differ in each entry: weights of a simplex's endpoints."""
+        """Return values of input buffers that differ in each entry: weights of endpoints."""
         values = {}
         for name, own in self.layout.zero_inputs(1).items():
             if name not in self.layout.keys and own.is_floating_point():

@@ -987,7 +987,7 @@ class Lowering:
         self._write_at(fixed, *place, g, g.shape, operator)
 
     def _write_entries(self, x: Value, axis: int, index: Value, g: Value, operator: str) -> Value:
-        """Return a copy of `x` with entries of `g` along an axis; index and `g` have the axes of `x`."""
+        """Return a copy of `x` with entries of `g` along an axis; index and `g` have its axes."""
         target = self.program.store(x, range(len(x.shape)))
         leaf = target.memory
         fixed = replace(
