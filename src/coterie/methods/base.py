@@ -42,9 +42,9 @@ declares in `reports`, one number a client.
 
 With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`, `weights`
 (mixing weight of each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each
-slot, see `similarity_report`), `label` (found cluster), `losses` and `train_samples` of `Task.train`,
-`trained` (the models before the exchange that ends a round, which are the ones to judge).
-`slots_refused` is the loop's: which of the `peers` the client refused.
+slot, see `similarity_report`), `label` (found cluster), `losses` and `train_samples` of
+`Task.train`, `trained` (the models before the exchange that ends a round, which are the ones to
+judge). `slots_refused` is the loop's: which of the `peers` the client refused.
 """
 
 RESERVED_REPORT_KEYS = frozenset(

@@ -604,7 +604,7 @@ class Dac(PeerMethod):
         return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
-        """Count peers' models and the similarities they share; a push adds reads of its own model."""
+        """Count peers' models and shared similarities; a push adds reads of the own model."""
         if isinstance(phase, str):
             return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes
