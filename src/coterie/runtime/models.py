@@ -76,7 +76,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class SavedModelSpec:
     """How the rows of a run become modules, and what their inputs and outputs are; stored as JSON.
 
     Args:
@@ -129,7 +129,7 @@ class ModelSpec:
         return {**asdict(self), "inputs": self.inputs.to_json()}
 
     @staticmethod
-    def from_json(stored: Mapping[str, Any]) -> "ModelSpec":
+    def from_json(stored: Mapping[str, Any]) -> "SavedModelSpec":
         """Return the specification that `as_json` returned as plain values."""
 
         # JSON has lists only, and the specification compares tuples.
@@ -146,7 +146,7 @@ class ModelSpec:
             "inputs": InputForm.from_json(stored["inputs"]),
             **{name: tuple(stored[name]) for name in ("class_names", "ids", "names")},
         }
-        return ModelSpec(**kept)
+        return SavedModelSpec(**kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,7 +162,7 @@ class Models(Described):
         folder: the run's folder, which holds the other rows; None where nothing was written.
     """
 
-    spec: ModelSpec
+    spec: SavedModelSpec
     fixed: Mapping[str, Tensor]
     fitted: tuple[FittedPreparation, ...] = ()
     network: ModelSource | None = None
@@ -442,7 +442,7 @@ def collect_models(
         # Otherwise the file of models holds the rows itself.
         tensors.setdefault(evaluated, (FILE, _ROWS))
     state, hidden, fixed = _list_entries(own, slots, layout.other_tensors())
-    recipe = ModelSpec(
+    recipe = SavedModelSpec(
         label=label,
         method=loop.method.kind,
         seed=loop.rng.seed,
@@ -492,7 +492,7 @@ folder of a finished run, <study>/<method>/seed-<n>
         )
     _check_file(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
-        recipe = ModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
+        recipe = SavedModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
         # `file` is no mapping, so it can be read by `keys` alone.
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in kept}
