@@ -18,6 +18,7 @@ from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.dac import pull_and_measure
 from coterie.methods.fedavg import OneModel
+from coterie.methods.registry import resolve_class
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.models.part import match_patterns
@@ -128,7 +129,8 @@ def test_what_stays_at_home_is_in_no_message_and_no_exchange_changes_it(
     )
     settings = replace(settings, local=replace(settings.local, steps=0), patience=1)
     federation = tiny_federation()
-    spy, method = Spy(federation.ids), METHODS[kind](**options)
+    found, taken = resolve_class(METHODS[kind], options)
+    spy, method = Spy(federation.ids), found(**taken)
     with pytest.warns() if apart and "similarity" in options else _nothing():
         loop: Loop = _RunFactory(federation, method, Net, settings).make_loop(exchange=spy)
     noise = torch.from_numpy(Rng(1).generator("noise").normal(size=loop.state.params.shape))
