@@ -584,7 +584,7 @@ BROKEN_MODEL: list[tuple[Any, str]] = [
     ("return", "returned NoneType; expected a torch.nn.Module: is a `return` missing?"),
     ("weights", "made again from the same random stream it has other weights"),
     ("random", "trained again with the same seed it is another model"),
-    ("state", "trained beside other clients it is another model"),
+    ("state", "trained with other clients it is another model"),
 ]
 
 

@@ -184,5 +184,5 @@ def show_status(
         typer.echo(line)
     if not all(one.state == "done" for one in found):
         typer.echo(f"Continue with: {shlex.join(['coterie', 'resume', str(folder)])}")
-    # The status tells a script whether to wait, to resume, or to look.
+    # A script reads from the status whether to wait, to resume, or to look.
     raise typer.Exit(state.exit_status(found))

@@ -639,6 +639,6 @@ DacNoTwoHop = make_variant(
     Dac,
     "DacNoTwoHop",
     "dac-no-two-hop",
-    "DAC that knows only whom it has read itself",
+    "DAC that knows only the similarities that it measured itself",
     two_hop=False,
 )

@@ -284,7 +284,7 @@ class Post:
         try:
             asked = [self._pool.submit(question) for question in questions]
         except RuntimeError:  # the pool is shut down
-            raise TransportError("this node is closed; it asks nobody any more") from None
+            raise TransportError("this node is closed and sends no more requests") from None
         try:
             while wait(asked, _LOOK).not_done:
                 self.ensure_able()

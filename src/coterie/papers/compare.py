@@ -94,7 +94,7 @@ class StudyResult:
         content = {"rows": self.rows, "seeds": self.seeds, "left_out": self.left_out}
         said = []
         if self.archived:
-            said.append("No run is there: the numbers are those that summary.json has kept.")
+            said.append("No run is there: the numbers are from summary.json.")
         # Without the runs, seeds can only be counted from the rows of the summary.
         if self.archived and self.seeds is None and not self.study.sweep:
             counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)

@@ -510,7 +510,7 @@ PUBLISHED.update(
         "panm-4": _figure(
             "graph",
             "panm/cifar10-4",
-            "Topologies of neighbors in stage two beside those of baselines: a color for each cluster.",
+            "Topologies of neighbors in stage two, next to those of baselines: a color for each cluster.",
             after="stage_one_rounds",
         ),
         "panm-5-left": _figure(

@@ -159,7 +159,7 @@ _NOTES: dict[str, tuple[str, ...]] = {
         "FeSEM's Rand index, 0.49 ± 0.2, cannot be: two clusters of two groups of 50 have 0.4949 at least.",
     ),
     "similarity/synthetic_concept_3c": (
-        "Random, 1494.84 ± 1973: the coefficients are drawn anew for every seed; an order of magnitude only.",
+        "Random, 1494.84 ± 1973: the coefficients are drawn again for every seed; an order of magnitude only.",
     ),
     "similarity/fmnist_covariate_4c": (
         "Random, ± 0.12: the runs behind the table have 0.22.",
@@ -180,7 +180,7 @@ _NOTES: dict[str, tuple[str, ...]] = {
         "The costs of PANM count 2l models in a round that corrects the bag, those it scores; so counted they are "
         "1118 and 1397 here, too. The neighbors that such a round averages with and has not scored are 33 and 50 more "
         "(bags of the 24 others of a cluster).",
-        "PANMGrad reads an update beside each model that it scores, 758 and 857 in a run: in neither number.",
+        "PANMGrad reads an update with each model that it scores, 758 and 857 in a run: in neither number.",
         "The bandwidth of PANM is that of stage one, (l + k) / n; a round that corrects the bag reads more.",
     ),
 }

@@ -113,7 +113,7 @@ def _check_alone(
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
         same = _are_close(alone, values[i : i + 1])
         assert same, (
-            f"the loss of sample {i} is {float(values[i]):.6g} beside the others and {float(alone):.6g} alone: "
+            f"the loss of sample {i} is {float(values[i]):.6g} among the others and {float(alone):.6g} alone: "
             "leave the mean over samples to Coterie, or make it a subclass of Loss with whole = True"
         )
 

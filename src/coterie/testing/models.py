@@ -77,7 +77,7 @@ def check_model(
         federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings
     )
     assert torch.equal(whole, alone), (
-        "trained beside other clients it is another model: it keeps something outside its parameters and "
+        "trained with other clients it is another model: it keeps something outside its parameters and "
         "floating-point buffers (register_buffer)"
     )
     said, scale = {}, float(whole.abs().max())

@@ -171,7 +171,7 @@ def test_a_summary_without_its_runs_is_compared_and_called_so(tmp_path):
     """Two seeds of two were stored for Oracle; Alone and Random have no numbers."""
     found = compare.load_result(write_study(tmp_path / "mine", Oracle=9))
     assert found.describe_gaps() == [
-        "No run is there: the numbers are those that summary.json has kept.",
+        "No run is there: the numbers are from summary.json.",
         "Alone: 0 of 2 seeds.",
         "Random: 0 of 2 seeds.",
     ]

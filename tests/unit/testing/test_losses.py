@@ -120,7 +120,7 @@ def relabeling(outputs, targets):
         (rooted, "gradient of the loss is not finite"),
         (
             centered,
-            "the loss of sample 0 is .* beside the others and .* alone: leave the mean over samples to Coterie",
+            "the loss of sample 0 is .* among the others and .* alone: leave the mean over samples to Coterie",
         ),
         (overwriting, "changes the outputs that it gets"),
         (relabeling, "changes the targets that it gets"),
