@@ -102,7 +102,9 @@ class RunLocation:
             yield None, workers or default_workers(device)
             return
         # A run on the CPU must not reserve a GPU.
-        gpus = (1.0 if device.startswith("cuda") else 0.0) if self.gpus is None else self.gpus
+        gpus = self.gpus
+        if gpus is None:
+            gpus = float(device.startswith("cuda"))
         if found.kind == "slurm":
             from coterie.cluster import slurm
 

@@ -218,7 +218,7 @@ def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     near = difflib.get_close_matches(
         plain.removesuffix(".*"), [*sorted(modules), *tensors], n=3, cutoff=0.4
     )
-    listed = (
-        ", ".join(near) if near else ", ".join(tensors[:6]) + (", ..." if len(tensors) > 6 else "")
-    )
+    listed = ", ".join(near or tensors[:6])
+    if not near and len(tensors) > 6:
+        listed += ", ..."
     return f"{what}: {pattern!r} matches no tensor of the model; {'near names are' if near else 'it has'} {listed}"

@@ -214,12 +214,13 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
             (name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)
         ]
     # Above 20 classes the names do not fit: every tenth number instead.
-    few = len(classes) <= 20
-    panels[-1].set_xticks(range(len(classes)) if few else range(0, len(classes), 10))
-    panels[-1].set_xticklabels(
-        classes if few else [str(k) for k in range(0, len(classes), 10)],
-        rotation=90 if few and max(map(len, classes)) > 2 else 0,
-    )
+    step, names, rotation = 10, list(map(str, range(len(classes)))), 0
+    if len(classes) <= 20:
+        step, names = 1, list(classes)
+        # Names of over two letters overlap when they lie flat.
+        rotation = 90 if max(map(len, classes)) > 2 else 0
+    panels[-1].set_xticks(range(0, len(classes), step))
+    panels[-1].set_xticklabels(names[::step], rotation=rotation)
     panels[-1].set_xlabel("class")
     figure.supylabel("share of training samples (%)", fontsize=8)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])

@@ -108,15 +108,18 @@ def describe_model(
     normalization = None
     if inputs.images:
         normalization = {"scale": 255, "mean": inputs.mean, "std": inputs.std}
+    name = recipe.names[row] if recipe.names else recipe.ids[row]
+    if known is None:  # a module that was given as an object
+        known = {"kind": recipe.module, "options": {}}
     return {
         "study": study,
         "method": recipe.label,
         "seed": recipe.seed,
         "rounds": recipe.rounds,
-        "client": recipe.names[row] if recipe.names else recipe.ids[row],
+        "client": name,
         "model": recipe.evaluated if which == "evaluated" else which,
-        "kind": recipe.module if known is None else known["kind"],
-        "options": {} if known is None else known["options"],
+        "kind": known["kind"],
+        "options": known["options"],
         "module": recipe.module,
         "features": inputs.features,
         "feature_names": inputs.names,

@@ -528,6 +528,10 @@ def _forecast_run(
         if settings.participation <= 1
         else settings.participation / task.population
     )
+    # From elsewhere come at most as many models as there are clients.
+    received = min(elsewhere, reads * len(task))
+    if method.server:
+        received = share * elsewhere
     return _memory.forecast_memory(
         clients=len(task),
         params=task.layout.size,
@@ -552,8 +556,7 @@ def _forecast_run(
         rounds=0 if elsewhere else settings.rounds,  # the driver has the tables of blocks
         reads=reads,
         stored=stored,
-        # From elsewhere come at most as many models as there are clients.
-        received=share * elsewhere if method.server else min(elsewhere, reads * len(task)),
+        received=received,
     )
 
 

@@ -413,6 +413,9 @@ def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
     """Relabeling the clients relabels the result."""
     federation = make.federation
     order = torch.from_numpy(Rng(5).generator("testing.relabel").permutation(federation.population))
+    truth = federation.truth
+    if truth is not None:
+        truth = dataclasses.replace(truth, cluster=truth.cluster[order])
     moved = dataclasses.replace(
         federation,
         x=federation.x[order],
@@ -420,9 +423,7 @@ def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
         split=federation.split[order],
         test_of=federation.test_of[order],
         noise=None if federation.noise is None else federation.noise[order],
-        truth=None
-        if federation.truth is None
-        else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
+        truth=truth,
     )
     rng = _RelabeledRng(3, -1, tuple(order.tolist()))
     # The streams move with the clients, so that only a dependence on ids is left.

@@ -89,6 +89,7 @@ def build_payload(
         content = json.loads((home / FEDERATION).read_text("utf-8"))
         description = _reduce_description(content, cluster)
     config = home / CONFIG
+    study_config = config.read_text("utf-8") if config.is_file() else None
     place = shlex.quote(f"{_find_study_place(runs[0].study_name, home)}/{CONFIG}")
     return replace_nonfinite(
         {
@@ -116,7 +117,7 @@ def build_payload(
             "clients": build_client_data(alike, metric, cluster),
             "data": description,
             "command": f"coterie run {place} --out again",
-            "study_config": config.read_text("utf-8") if config.is_file() else None,
+            "study_config": study_config,
         }
     )
 

@@ -106,8 +106,11 @@ def _build_method_reads(
         at = thin_indices(len(ends), windows + 1)[1:]
     window_ends = ends[at]
     peers, times = _find_top_peers(whole, clients)
+    # The smallest types that hold them; a float holds an id up to 2^24.
+    count_type = "u8" if counts.max() < 256 else "u16"
+    id_type = "u16" if population <= 65536 else "f32"
     return {
-        "counts": pack_array(counts, "u8" if counts.max() < 256 else "u16"),
+        "counts": pack_array(counts, count_type),
         "rounds": rounds.tolist(),
         "share": pack_array(mean, "q16"),
         "share_std": pack_array(spread, "q16"),
@@ -117,8 +120,7 @@ def _build_method_reads(
         "agreement": graph.compare_partitions(groups, cluster),
         "windows": _score_windows(runs, cluster, window_ends),
         "gini": graph.gini(graph.count_readers(whole)),
-        # A float holds an id up to 2^24.
-        "peers": pack_array(peers, "u16" if population <= 65536 else "f32"),
+        "peers": pack_array(peers, id_type),
         "times": pack_array(times, "u16"),
     }
 
