@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-more test-all mutants docs site dist golden bench clean
+.PHONY: help setup demo check test test-more test-all mutants adversary docs site dist golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -46,6 +46,9 @@ test-all: setup ## every test; those marked gpu skip where there is none
 
 mutants: setup ## put faults into the code one at a time: do the tests notice? (about half an hour)
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
+
+adversary: setup ## draw studies at random and check what must hold for all (MINUTES=10)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.adversary --minutes $(or $(MINUTES),10) $(ADVERSARY)
 
 docs: setup ## write everything that is generated: pages, README's tables, the list of the command line
 	$(BIN)/python scripts/design.py

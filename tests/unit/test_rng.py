@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from coterie.rng import EVERYONE, Rng
-from coterie.testing.methods import _RelabeledRng
+from coterie.testing.methods import RelabeledRng
 
 
 def test_streams_differ_in_every_part_of_their_key():
@@ -47,7 +47,7 @@ def test_foreign_code_draws_reproducibly_and_leaves_the_global_generator_alone()
 
 
 def test_relabeled_streams_give_the_new_client_the_draws_of_the_old_one():
-    relabeled = _RelabeledRng(3, 0, (2, 0, 1))
+    relabeled = RelabeledRng(3, 0, (2, 0, 1))
     plain = Rng(3, 0).gumbel("peers", torch.arange(3), 3)
     moved = relabeled.gumbel("peers", torch.arange(3), 3)
     assert moved[0, 1] == plain[2, 0]

@@ -189,6 +189,7 @@ def run_method(
     model: ModelSource = "linear",
     settings: Settings | None = None,
     seed: int = 3,
+    rng: Rng | None = None,
 ) -> Loop:
     """Run a method over a whole federation in this process and return its loop at the end.
 
@@ -198,10 +199,11 @@ def run_method(
         model: the model to train.
         settings: the settings of the run.
         seed: the seed of the run.
+        rng: its random streams; those of `seed` when None.
     """
     loop = _RunFactory(
         federation or tiny_federation(), method, model, settings or tiny_settings()
-    ).make_loop(rng=Rng(seed))
+    ).make_loop(rng=rng or Rng(seed))
     _run_to_end(loop)
     return loop
 
@@ -411,22 +413,12 @@ def _check_newcomer_model(make: _RunFactory) -> None:
 
 def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
     """Relabeling the clients relabels the result."""
-    federation = make.federation
-    order = torch.from_numpy(Rng(5).generator("testing.relabel").permutation(federation.population))
-    truth = federation.truth
-    if truth is not None:
-        truth = dataclasses.replace(truth, cluster=truth.cluster[order])
-    moved = dataclasses.replace(
-        federation,
-        x=federation.x[order],
-        y=federation.y[order],
-        split=federation.split[order],
-        test_of=federation.test_of[order],
-        noise=None if federation.noise is None else federation.noise[order],
-        truth=truth,
+    order = torch.from_numpy(
+        Rng(5).generator("testing.relabel").permutation(make.federation.population)
     )
-    rng = _RelabeledRng(3, -1, tuple(order.tolist()))
+    moved = relabel_clients(make.federation, order)
     # The streams move with the clients, so that only a dependence on ids is left.
+    rng = RelabeledRng(3, -1, tuple(order.tolist()))
     result = dataclasses.replace(make, federation=moved).run_to_end(rng=rng)
     gap = float((result - whole[order]).abs().max())
     # Sums over clients run in the order of ids: another order rounds differently.
@@ -435,8 +427,25 @@ def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
     )
 
 
+def relabel_clients(federation: Federation, order: Int[Tensor, " clients"]) -> Federation:
+    """Return the federation with other ids: client i has the data of client `order[i]`."""
+    truth, names = federation.truth, federation.client_names
+    if truth is not None:
+        truth = dataclasses.replace(truth, cluster=truth.cluster[order])
+    return dataclasses.replace(
+        federation,
+        x=federation.x[order],
+        y=federation.y[order],
+        split=federation.split[order],
+        test_of=federation.test_of[order],
+        noise=None if federation.noise is None else federation.noise[order],
+        client_names=tuple(names[place] for place in order.tolist()) if names else (),
+        truth=truth,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class _RelabeledRng(Rng):
+class RelabeledRng(Rng):
     """The streams of clients that were given new ids: client i draws what `order[i]` drew."""
 
     order: tuple[int, ...] = ()
