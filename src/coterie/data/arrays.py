@@ -1,19 +1,23 @@
 """Federations from your own data: arrays, tables, PyTorch datasets and folders of images."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from coterie._util.settings import parse_settings
 from coterie.data.build import DataConfig, Split, build_from_sources
 from coterie.data.federation import Federation
-from coterie.data.folders import FolderOptions, as_pixels, load_image_folder
+from coterie.data.folders import FolderOptions, load_image_folder
+from coterie.data.items import (
+    ItemForm,
+    find_class_names,
+    is_dataset,
+    is_dataset_dict,
+    list_partitions,
+    read_datasets,
+    split_dataset_dict,
+)
 from coterie.data.source import Source
 from coterie.data.tables import Encode, Impute, TableOptions, read_table
 from coterie.errors import ConfigError, DataError
@@ -26,7 +30,7 @@ def from_arrays(
     *,
     clients: Any = None,
     num_clients: int | None = None,
-    test: tuple[Any, Any] | None = None,
+    test: tuple[Any, ...] | None = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
@@ -45,8 +49,8 @@ def from_arrays(
         clients: client id of each sample, of any sortable type. The clients are numbered in sorted
             order, and keep their ids as names unless these are the numbers from 0.
         num_clients: instead of `clients`: divide the samples among this many clients.
-        test: (x, y) of a test set for all clients; without it, each client holds out a share of
-            its samples.
+        test: (x, y) of a test set for all clients, or (x, y, clients) of each client's own test
+            samples; without it, each client holds out a share of its samples.
         clusters: the known cluster of each client, in the order of the clients or by client id; for
             Oracle, metrics and reports.
         classes: number of classes; one more than the largest label by default, 0 where a target is
@@ -206,6 +210,7 @@ def from_folder(
     transform: Callable[[Any], Any] | None = None,
     size: int | Sequence[int] | None = None,
     class_names: Sequence[str] = (),
+    test: str | Path | None = None,
     clusters: Mapping[str, int] | None = None,
     split: Split = Split(),
     normalize: Literal["half", "standard", "none"] = "half",
@@ -224,6 +229,8 @@ def from_folder(
             they differ and no transform makes them equal.
         class_names: all classes, in order; by default the names of all folders of classes,
             sorted.
+        test: a folder like `path`, with each client's own test pictures; without it, each client
+            holds out a share of its pictures.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images: "half", "standard" or "none".
@@ -239,16 +246,19 @@ def from_folder(
         {"size": size, "class_names": list(class_names), "clusters": clusters},
         "from_folder",
     )
-    source = load_image_folder(path, settings, transform=transform, name=name)
+    source = load_image_folder(path, settings, test=test, transform=transform, name=name)
     return _build_from_source(source, split, normalize=normalize)
 
 
 def from_dataset(
     dataset: Any,
-    clients: Any,
+    clients: Any = None,
     *,
+    num_clients: int | None = None,
     transform: Callable[[Any], Any] | None = None,
-    test: tuple[Any, Any] | None = None,
+    inputs: str | Sequence[str] | None = None,
+    target: str | None = None,
+    test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
@@ -256,25 +266,46 @@ def from_dataset(
     normalize: Literal["half", "standard", "none"] = "half",
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
+    """Make a federation from one dataset, whose items are read once and in order.
 
-    The dataset is map-style or iterable; an input is an array, a picture of Pillow, or a tuple or
-    table of several. `transform` is applied to each input while it is read, as to make pictures one
-    size. `clients` has the client id of each sample; the other arguments are those of
-    `from_arrays`.
+    Args:
+        dataset: map-style or iterable, of pairs (input, target), or of tables such as those of
+            Hugging Face. An input is an array, a picture of Pillow, or a tuple or table of several.
+            A table of splits, such as a `DatasetDict`, is its "train", with its "test" as test set.
+        clients: the client id of each sample, or the key of an item that says it.
+        num_clients: instead of `clients`: divide the samples among this many clients.
+        transform: applied to each input while it is read, as to make pictures one size.
+        inputs: the key of the input, or the keys of several, where items are tables; the only one
+            that is left when not given.
+        target: the key of the target; when not given the one of "label", "labels", "target",
+            "targets" and "y" that occurs.
+        test: the test set of all clients, as (x, y) or a dataset; or each client's own, as (x, y,
+            clients), (dataset, clients), or a dataset where `clients` is a key.
+        clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
+        classes: number of classes.
+        class_names: a name for each class; by default the names that a dataset of Hugging Face knows.
+        split: how samples are divided, and distribution shifts to add.
+        normalize: normalization of images.
+        name: a name for the data.
 
     Raises:
-        DataError: when its items are not pairs, or differ in shape.
+        ConfigError: when arguments contradict each other, or name no key.
+        DataError: when its items are neither pairs nor tables, or differ in shape.
     """
-    x, y = _join_datasets([_collect_pairs(dataset, "the dataset", transform)])
+    key = clients if isinstance(clients, str) else None
+    form = ItemForm(transform, inputs, target, key)
+    dataset, held = split_dataset_dict(dataset)
+    test = held if test is None else test
+    x, y, owners, _ = read_datasets({"the dataset": dataset}, form, split.seed)
     return from_arrays(
         x,
         y,
-        clients=clients,
-        test=test,
+        clients=clients if key is None else owners,
+        num_clients=num_clients,
+        test=_read_test(test, form, split.seed),
         clusters=clusters,
         classes=classes,
-        class_names=class_names,
+        class_names=class_names or find_class_names([dataset], target),
         split=split,
         normalize=normalize,
         name=name,
@@ -282,10 +313,12 @@ def from_dataset(
 
 
 def from_datasets(
-    datasets: Sequence[Any] | Mapping[str, Any],
+    datasets: Any,
     *,
     transform: Callable[[Any], Any] | None = None,
-    test: tuple[Any, Any] | None = None,
+    inputs: str | Sequence[str] | None = None,
+    target: str | None = None,
+    test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
@@ -293,156 +326,101 @@ def from_datasets(
     normalize: Literal["half", "standard", "none"] = "half",
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from PyTorch datasets, one for each client, of (input, target) pairs.
+    """Make a federation from datasets, one for each client, whose items are read once.
 
-    A table of datasets names the clients. The other arguments are those of `from_dataset`.
+    Args:
+        datasets: a list, or a table by the names of the clients; or a federated dataset or a
+            partitioner of Flower, each partition of which is a client. Their items are those of
+            `from_dataset`.
+        transform: applied to each input while it is read.
+        inputs: the key of the input, or the keys of several; see `from_dataset`.
+        target: the key of the target; see `from_dataset`.
+        test: each client's own test set, as a list or table of datasets like `datasets`; or the
+            test set of all clients, as (x, y) or one dataset; or (x, y, clients).
+        clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
+        classes: number of classes.
+        class_names: a name for each class; by default the names that datasets of Hugging Face know.
+        split: how samples are divided, and distribution shifts to add.
+        normalize: normalization of images.
+        name: a name for the data.
 
     Raises:
+        ConfigError: when arguments contradict each other, or name no key.
         DataError: when there are no datasets, or items differ in shape.
     """
-    if not datasets:
-        raise DataError("there are no datasets; expected one for each client")
-    by_client: Mapping[Any, Any] = dict(enumerate(datasets))
-    if isinstance(datasets, Mapping):
-        by_client = datasets
-    read, owners = [], []
-    for client, dataset in by_client.items():
-        read.append(_collect_pairs(dataset, f"dataset {client}", transform))
-        owners += [client] * len(read[-1][1])
-    x, y = _join_datasets(read)
+    if is_dataset_dict(datasets):
+        raise ConfigError(
+            f"datasets is a table of {' and '.join(datasets)}, which are splits and not clients; "
+            "expected a dataset for each client: from_dataset takes a table of splits"
+        )
+    form = ItemForm(transform, inputs, target)
+    by_client = _list_by_client(list_partitions(datasets))
+    x, y, owners = _read_clients(by_client, "dataset", form, split.seed)
+    partitions = hasattr(test, "load_partition")
+    if isinstance(test, list | Mapping) or partitions:
+        own = _list_by_client(list_partitions(test))
+        if set(map(str, own)) != set(map(str, by_client)):
+            missing = sorted(set(map(str, own)) ^ set(map(str, by_client)))
+            raise DataError(
+                f"client {missing[0]!r} has only one of training and test data; expected a test "
+                f"set for each of the {len(by_client)} clients, and no other"
+            )
+        held: Any = _read_clients(own, "test set", form, split.seed)
+    else:
+        held = _read_test(test, form, split.seed)
     return from_arrays(
         x,
         y,
         clients=owners,
-        test=test,
+        test=held,
         clusters=clusters,
         classes=classes,
-        class_names=class_names,
+        class_names=class_names or find_class_names(by_client.values(), target),
         split=split,
         normalize=normalize,
         name=name,
     )
 
 
-_Items = tuple[dict[Any, list[Any]], list[Any]]
-"""A dataset's inputs by part (None where an input is one tensor), and its targets."""
+def _list_by_client(datasets: Any) -> Mapping[Any, Any]:
+    """Return datasets by client: their names, or their numbers from 0."""
+    found = datasets if isinstance(datasets, Mapping) else dict(enumerate(datasets))
+    if not found:
+        raise DataError("there are no datasets; expected one for each client")
+    return found
 
 
-def _collect_pairs(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
-    """Read all pairs of a dataset."""
-    if isinstance(dataset, DataLoader):
-        raise DataError(
-            f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset"
+def _read_clients(
+    by_client: Mapping[Any, Any], what: str, form: ItemForm, seed: int
+) -> tuple[Any, Any, list[Any]]:
+    """Read each client's dataset; return inputs, targets, and the client of each sample."""
+    named = {f"{what} {client}": dataset for client, dataset in by_client.items()}
+    x, y, _, sizes = read_datasets(named, form, seed)
+    owners: list[Any] = []
+    for client, size in zip(by_client, sizes, strict=True):
+        owners += [client] * size
+    return x, y, owners
+
+
+def _read_test(test: Any, form: ItemForm, seed: int) -> tuple[Any, ...] | None:
+    """Return a test set as `from_arrays` takes it, from one or from a dataset.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    owners: Any = None
+    if isinstance(test, tuple) and len(test) == 2 and is_dataset(test[0]):
+        test, owners = test
+        if isinstance(owners, str):
+            form, owners = replace(form, client=owners), None
+    if test is None or isinstance(test, tuple):
+        return test
+    # A list holds the items of one dataset.
+    if not is_dataset(test) and not isinstance(test, list):
+        raise ConfigError(
+            f"test is a {type(test).__name__}; expected (x, y), (x, y, clients), a dataset, or "
+            "(dataset, clients)"
         )
-    inputs: dict[Any, list[Any]] = {}
-    targets: list[Any] = []
-    for place, item in enumerate(_iterate_items(dataset, what)):
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DataError(
-                f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)"
-            )
-        found = item[0] if transform is None else transform(item[0])
-        # One tensor is one part with the key None.
-        values: Mapping[Any, Any] = {None: found}
-        if isinstance(found, Mapping):
-            values = found
-        elif isinstance(found, tuple):
-            values = dict(enumerate(found))
-        if inputs and list(values) != list(inputs):
-            raise DataError(
-                f"{what}: the input of item {place} has other parts than the first; make them equal"
-            )
-        for key, value in values.items():
-            tensor = _as_tensor(value, f"{what}: the input of item {place}")
-            inputs.setdefault(key, []).append(tensor)
-        target = item[1]
-        if not isinstance(target, str):
-            target = _as_tensor(target, f"{what}: the target of item {place}")
-        targets.append(target)
-    if not targets:
-        raise DataError(f"{what} is empty; every client needs data")
-    for key, tensors in inputs.items():
-        name = "" if key is None else f" {key!r}"
-        _require_one_shape(tensors, f"{what} has inputs{name}", "input")
-    if not _are_words(targets):
-        _require_one_shape(targets, f"{what} has targets", "target")
-    return inputs, targets
-
-
-def _are_words(targets: Sequence[Any]) -> bool:
-    """Whether all targets are text."""
-    words = {isinstance(target, str) for target in targets}
-    if len(words) > 1:
-        raise DataError("the targets mix text and numbers; make all text, or all numbers")
-    return words == {True}
-
-
-def _iterate_items(dataset: Any, what: str) -> Iterable[Any]:
-    """Return the items of a map-style or an iterable dataset."""
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        # By index: plain iteration of such a dataset ends only if it raises IndexError.
-        return (dataset[place] for place in range(len(dataset)))
-    if isinstance(dataset, Iterable):
-        return dataset
-    found = type(dataset).__name__
-    raise DataError(
-        f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__"
-    )
-
-
-def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
-    shapes = sorted({tuple(value.shape) for value in values})
-    if len(shapes) > 1:
-        advice = "make them equal"
-        if kind == "input":
-            advice += " with transform=, such as transform=lambda image: image.resize((64, 64))"
-        raise DataError(f"{what} of different shapes: {shapes[0]} and {shapes[1]}; {advice}")
-
-
-def _join_datasets(read: Sequence[_Items]) -> tuple[Any, Any]:
-    """Join the samples of several datasets."""
-    parts = {}
-    for key in read[0][0]:
-        # Types, shapes and missing parts are compared over all datasets.
-        stacks, kinds = [], set()
-        for inputs, _ in read:
-            if key in inputs:
-                stacks.append(torch.stack(inputs[key]))
-                kinds.add((str(stacks[-1].dtype), tuple(stacks[-1].shape[1:])))
-            else:
-                kinds.add(("none", ()))
-        if len(kinds) > 1:
-            first, second, *_ = sorted(kinds)
-            raise DataError(
-                f"the datasets have inputs of different types or shapes: {first} and {second}; "
-                "make them equal"
-            )
-        parts[key] = torch.cat(stacks)
-    targets: list[Any] = []
-    for _, own in read:
-        targets += own
-    words = _are_words(targets)
-    if not words:
-        _require_one_shape(targets, "the datasets have targets", "target")
-    y = np.array(targets) if words else torch.stack(targets)
-    if None in parts:
-        return parts[None], y
-    # Positional parts have the keys 0, 1, ...; named ones their names.
-    return (tuple(parts.values()) if 0 in parts else parts), y
-
-
-def _as_tensor(value: Any, what: str) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    if hasattr(value, "getbands"):  # a picture of Pillow
-        return torch.from_numpy(as_pixels(value))
-    array = np.array(value)
-    # Booleans, unsigned and signed integers, floats.
-    if array.dtype.kind not in "buif":
-        raise DataError(
-            f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with "
-            "transform="
-        )
-    return (
-        torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
-    )
+    x, y, found, _ = read_datasets({"the test set": test}, form, seed)
+    owners = found or owners
+    return (x, y) if owners is None else (x, y, owners)

@@ -54,9 +54,11 @@ class DataConfig(Configurable):
             for each dataset, in training and in test; where they differ, images are held
             normalized, as float16.
         test: "cluster": one test set for each planted cluster, transformed like it; "client": one
-            for each client, as also where the dataset has no test set.
-        test_samples: samples of each client's test set; with "cluster", the largest size of a test
-            set.
+            for each client, as also where the dataset has no test set; "own": the test samples that
+            the dataset says are the client's, by the column of its clients or of the shift
+            "natural", as also where test samples were given with their clients.
+        test_samples: samples of each client's test set; with "cluster" and "own", the largest size
+            of a test set.
         test_source: with "client": "train" holds out samples of the client's own, so that they are
             distributed like its training data; "test" draws from the dataset's test set, in the
             client's own class shares.
@@ -84,7 +86,7 @@ class DataConfig(Configurable):
     validation: NonNegativeInt | None = None
     shift: Sequence[Mapping[str, Any] | Shift] = ()
     normalize: Normalize | Annotated[Sequence[Normalize], MinLen(1)] = "half"
-    test: Literal["cluster", "client"] = "cluster"
+    test: Literal["cluster", "client", "own"] = "cluster"
     test_samples: PositiveInt | None = None
     test_source: Literal["train", "test"] = "train"
     validation_fraction: Fraction = 0.2
@@ -306,7 +308,9 @@ def build_from_sources(
             raise DataError(
                 f"{first.name} and {other.name} have other targets or columns; make them alike"
             )
-    if data.folds is not None and data.test == "cluster" and len(first.test):
+    if data.test == "cluster" and first.has_client_tests:
+        data = replace(data, test="own")
+    if data.folds is not None and data.test != "client" and len(first.test):
         raise ConfigError(
             f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' "
             "leaves that unused"
@@ -317,13 +321,17 @@ def build_from_sources(
         # There is no test set to share, or folds take the tests from the training data.
         data = replace(data, test="client")
     clients = _plan_clients(data, sources, rng)
-    own_tests = None if data.test == "cluster" else data.test_source
+    if data.test == "own" and not any(len(source.test) for source in sources):
+        raise ConfigError(
+            f"test is 'own', and {first.name} has no test samples; test = 'client' holds some out"
+        )
+    tests_of = {"cluster": None, "own": "own", "client": data.test_source}
     return assemble_federation(
         clients,
         sources,
         rng,
         data.normalize,
-        own_tests,
+        tests_of[data.test],
         data.test_samples,
         data.test_fraction,
         fold=None if data.folds is None else (fold, data.folds),
@@ -394,7 +402,7 @@ def assemble_federation(
     sources: Sequence[Source],
     rng: Rng,
     normalize: str | Sequence[str] = "half",
-    own_tests: Literal["train", "test"] | None = None,
+    own_tests: Literal["train", "test", "own"] | None = None,
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
     fold: tuple[int, int] | None = None,
@@ -409,7 +417,7 @@ def assemble_federation(
         normalize: of images: "half", "standard" or "none"; or one of them for each dataset.
         own_tests: None: a test set for each kind of client; "train": each client's own held-out
             samples; "test": for each client, samples of the dataset's test set in the client's
-            class shares.
+            class shares; "own": for each client, the test samples that name it.
         test_samples: size of a client's test set, or the largest size of a shared one.
         test_fraction: size of a client's test set as a part of its samples, when `test_samples` is
             not given.
@@ -420,7 +428,8 @@ def assemble_federation(
     Raises:
         DataError: when the data do not suffice.
     """
-    drawn = _draw_rows(clients, sources, rng, range(len(clients)) if ids is None else ids)
+    numbers = range(len(clients)) if ids is None else ids
+    drawn = _draw_rows(clients, sources, rng, numbers)
     form = SampleLayout.choose_layout(sources, clients, normalize)
     if fold is None:
         cuts = [client.split_sizes() for client in clients]
@@ -437,6 +446,8 @@ def assemble_federation(
         tests, test_of = maker.make_shared(test_samples)
     elif own_tests == "train":
         tests, test_of = maker.make_held_out(drawn, cuts)
+    elif own_tests == "own":
+        tests, test_of = maker.make_own(test_samples, numbers)
     else:
         tests, test_of = maker.make_matching(drawn, test_samples, test_fraction)
     # Rows are padded to the largest client.
@@ -778,6 +789,43 @@ class _TestSetMaker:
             )
         return tuple(sets), torch.arange(len(sets))
 
+    def make_own(
+        self, limit: int | None, ids: Sequence[int]
+    ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+        """Make each client's test set of the test samples that name it.
+
+        Raises:
+            ConfigError: when the test samples name other clients, or none.
+            DataError: when a client has no test samples.
+        """
+        rows_by_group: dict[tuple[int, str], dict[int, Rows]] = {}
+        sets = []
+        for row, client in enumerate(self.clients):
+            source = self.sources[client.recipe.source]
+            column = None if client.group is None else client.group[0]
+            if client.group is None or column not in source.test.columns:
+                raise ConfigError(
+                    f"the test samples of {source.name} do not say whose they are by "
+                    f"{column or 'a column of clients'!r}, which makes the clients; leave out what "
+                    "divides the samples otherwise, or give test samples without clients"
+                )
+            key = (client.recipe.source, client.group[0])
+            if key not in rows_by_group:
+                rows_by_group[key] = _group_rows(source.test.columns[client.group[0]].numpy())
+            own = rows_by_group[key].get(client.group[1], np.zeros(0, np.int64))
+            if limit is not None:
+                # The client's own stream: a smaller test set is a part of a larger one.
+                own = self.rng.generator("data.test.own", ids[row]).permutation(own)
+            own = self._select_rows(client.recipe, limit, own)
+            name = self._client_name(row)
+            if not len(own):
+                raise DataError(
+                    f"client {client.name or row!r} has no test samples; give it one at least, or "
+                    "leave it out"
+                )
+            sets.append(self._make_test_set(source.test, own, client.recipe, name, row))
+        return tuple(sets), torch.arange(len(sets))
+
     def make_matching(
         self, drawn: Sequence[Rows], size: int | None, fraction: float | int
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
@@ -810,17 +858,26 @@ class _TestSetMaker:
         ]
         return tuple(sets), torch.arange(len(sets))
 
-    def _select_rows(self, recipe: SampleRecipe, limit: int | None) -> Rows:
-        """Return the rows of a test set that fit a recipe, in ascending order."""
+    def _select_rows(
+        self, recipe: SampleRecipe, limit: int | None, order: Rows | None = None
+    ) -> Rows:
+        """Return the rows of a test set that fit a recipe, in ascending order.
+
+        Args:
+            recipe: of the samples.
+            limit: the largest number of rows; the first in `order` are taken.
+            order: the rows to choose from; all, in a random order, when not given.
+        """
         test = self.sources[recipe.source].test
-        keep = np.ones(len(test), dtype=bool)
+        if order is None:
+            # One random order for all limits: a smaller test set is a part of a larger one.
+            order = self.rng.generator(f"data.test.order.{recipe.source}").permutation(len(test))
+        keep = np.ones(len(order), dtype=bool)
         if recipe.labels is not None:
-            keep &= np.isin(test.y.numpy(), recipe.labels)
+            keep &= np.isin(test.y.numpy()[order], recipe.labels)
         if recipe.where is not None and recipe.where[0] in test.columns:
-            keep &= test.columns[recipe.where[0]].numpy() == recipe.where[1]
-        # One random order for all limits: a smaller test set is a part of a larger one.
-        order = self.rng.generator(f"data.test.order.{recipe.source}").permutation(len(test))
-        order = order[keep[order]]
+            keep &= test.columns[recipe.where[0]].numpy()[order] == recipe.where[1]
+        order = order[keep]
         if recipe.mixture is not None:
             order = _take_in_shares(order, test.y.numpy()[order], np.array(recipe.mixture), limit)
         return np.sort(order[:limit])
@@ -839,6 +896,13 @@ class _TestSetMaker:
             samples, rows, recipe, self.rng.generator("data.test.targets", place)
         )
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
+
+
+def _group_rows(values: Int[np.ndarray, " samples"]) -> dict[int, Rows]:
+    """Return the places of each value, in ascending order."""
+    order = np.argsort(values, kind="stable")
+    found, starts = np.unique(values[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True))
 
 
 def _take_in_shares(

@@ -244,8 +244,7 @@ def load_table_or_folder(
     from coterie.data.tables import TableOptions, read_table
 
     options = dict(options)
-    keys = ("path", "test") if name == "table" else ("path",)
-    paths = {key: options.pop(key) for key in keys if key in options}
+    paths = {key: options.pop(key) for key in ("path", "test") if key in options}
     if "path" not in paths:
         raise ConfigError(
             f"data.options: path is missing; expected that of the {name}, such as path = "
@@ -259,7 +258,7 @@ def load_table_or_folder(
             raise ConfigError(
                 "data.options: class_names is missing; every machine must name the same classes"
             )
-        return load_image_folder(found["path"], pictures, name=title)
+        return load_image_folder(found["path"], pictures, test=found.get("test"), name=title)
     columns = parse_settings(TableOptions, options, "data.options")
     return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
 

@@ -64,6 +64,7 @@ def load_image_folder(
     path: str | Path,
     settings: FolderOptions,
     *,
+    test: str | Path | None = None,
     transform: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> Source:
@@ -72,27 +73,62 @@ def load_image_folder(
     Args:
         path: the folder.
         settings: how to read it.
+        test: a folder like it, with each client's own test pictures.
         transform: instead of the import path in the settings.
         name: a name for the data.
 
     Raises:
         DataError: when the folder is laid out otherwise, a picture is damaged, or sizes differ.
     """
+    if transform is None and settings.transform is not None:
+        transform = import_object(settings.transform, f"transform {settings.transform!r}")
+    folder, places = _list_classes(path)
+    held, test_places = (folder, []) if test is None else _list_classes(test)
+    found = {label.name for _, label in (*places, *test_places)}
+    classes = tuple(settings.class_names) or tuple(sorted(found))
+
+    def load_pictures(
+        folder: Path, places: Sequence[tuple[Path, Path]]
+    ) -> tuple[Tensor, list[str], list[str]]:
+        return _load_pictures(folder, places, classes, transform, settings.size)
+
+    x, labels, owners = load_pictures(folder, places)
+    return Source.from_arrays(
+        x,
+        labels,
+        clients=owners,
+        clusters=settings.clusters,
+        test=load_pictures(held, test_places) if test_places else None,
+        class_names=classes,
+        name=name or folder.name,
+    )
+
+
+def _list_classes(path: str | Path) -> tuple[Path, list[tuple[Path, Path]]]:
+    """Return a folder, and the folders of each client and class in it."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}; expected one with a folder of pictures for each client"
         )
-    if transform is None and settings.transform is not None:
-        transform = import_object(settings.transform, f"transform {settings.transform!r}")
     places = []
     for client in _list_folders(folder):
         places += [(client, label) for label in _list_folders(client)]
-    classes = tuple(settings.class_names) or tuple(sorted({label.name for _, label in places}))
     if not places:
         raise DataError(
             f"{folder} has no pictures; expected {folder.name}/CLIENT/CLASS/picture.png"
         )
+    return folder, places
+
+
+def _load_pictures(
+    folder: Path,
+    places: Sequence[tuple[Path, Path]],
+    classes: Sequence[str],
+    transform: Callable[[Any], Any] | None,
+    size: int | Sequence[int] | None,
+) -> tuple[Tensor, list[str], list[str]]:
+    """Return the pictures of a folder, their classes and their clients."""
     inputs: list[Tensor | np.ndarray] = []
     labels: list[str] = []
     owners: list[str] = []
@@ -103,7 +139,7 @@ def load_image_folder(
                 f"{', '.join(classes)}"
             )
         for file in _list_pictures(label):
-            inputs.append(_load_picture(file, transform, settings.size))
+            inputs.append(_load_picture(file, transform, size))
             labels.append(label.name)
             owners.append(client.name)
     # A client without pictures would be missing silently.
@@ -114,14 +150,7 @@ def load_image_folder(
             f"{silent[0]}/CLASS/picture.png: "
             "sort its pictures into classes, or remove its folder"
         )
-    return Source.from_arrays(
-        _stack_inputs(inputs, folder),
-        labels,
-        clients=owners,
-        clusters=settings.clusters,
-        class_names=classes,
-        name=name or folder.name,
-    )
+    return _stack_inputs(inputs, folder), labels, owners
 
 
 def _list_folders(path: Path) -> list[Path]:

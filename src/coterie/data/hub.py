@@ -27,11 +27,10 @@ from torch import Tensor
 
 from coterie._util import extras
 from coterie._util.files import cache_folder, replace_atomically
+from coterie.data.items import TEST_SPLITS
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, describe_unknown
 
-TEST_SPLITS = ("test", "validation", "valid")
-"""Splits used as test set: the first of these that exists."""
 # Pillow's modes of one channel: black and white, 8, 32 and 16 bits, floats.
 _GRAY = ("1", "L", "I", "I;16", "F")
 

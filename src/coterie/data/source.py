@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie.data.preparation import Preparation, TableColumn
-from coterie.errors import DataError, require
+from coterie.errors import ConfigError, DataError, require
 
 LARGEST = 1 << 24
 """The largest whole number of an input: float32 represents all up to it exactly."""
@@ -133,7 +133,7 @@ class Source:
         *,
         clients: Any = None,
         clusters: Sequence[int] | Mapping[Any, int] | None = None,
-        test: tuple[Any, Any] | None = None,
+        test: tuple[Any, ...] | None = None,
         classes: int | None = None,
         class_names: Sequence[str] = (),
         feature_names: Sequence[str] = (),
@@ -148,7 +148,8 @@ class Source:
             clients: the client of each sample; without it the samples are a pool that others
                 divide.
             clusters: the known cluster of each client.
-            test: (x, y) of a test set for all clients.
+            test: (x, y) of a test set for all clients, or (x, y, clients) of each client's own test
+                samples.
             classes: number of classes.
             class_names: a name for each class.
             feature_names: a name for each entry of an input; the columns of a table of pandas or
@@ -166,8 +167,13 @@ class Source:
             >>> source.class_names, source.client_names, source.train.y.tolist()
             (('no', 'yes'), ('ann', 'bob'), [1, 0, 0, 1])
         """
-        if test is not None and len(test) != 2:
-            raise DataError(f"test has {len(test)} parts; expected (x, y)")
+        if test is not None and len(test) not in (2, 3):
+            raise DataError(f"test has {len(test)} parts; expected (x, y) or (x, y, clients)")
+        if test is not None and len(test) == 3 and clients is None:
+            raise ConfigError(
+                "test has clients, and the training samples have none; give clients, or a test set "
+                "(x, y) for all"
+            )
         targets, names = encode_labels([y] if test is None else [y, test[1]], class_names)
         inputs, parts, constants = _convert_inputs(x, normalize)
         pool = make_samples(inputs, targets[0], classes)
@@ -193,6 +199,9 @@ class Source:
                     f"{describe_parts(parts)}"
                 )
             kept = make_samples(x_held, targets[1], classes)
+            if len(test) == 3:
+                owners = match_clients(test[2], len(kept), columns["client"], client_names)
+                kept = replace(kept, columns={"client": owners})
             pool, kept = _match_dtypes(pool, kept)
         if classes:
             require(
@@ -222,6 +231,11 @@ class Source:
             feature_names=tuple(feature_names),
             parts=parts,
         ).check()
+
+    @property
+    def has_client_tests(self) -> bool:
+        """Whether the test samples say whose they are: each client then has a test set."""
+        return bool(self.clients and len(self.test)) and self.clients in self.test.columns
 
     @property
     def is_images(self) -> bool:
@@ -638,6 +652,41 @@ def number_clients(
         )
     columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
     return columns, names
+
+
+def match_clients(
+    clients: Any, samples: int, known: Int[Tensor, " training"], names: Sequence[str]
+) -> Int[Tensor, " samples"]:
+    """Return the numbers of the clients of test samples, by their names.
+
+    Args:
+        clients: the client of each test sample.
+        samples: number of test samples.
+        known: the number of the client of each training sample.
+        names: of the clients by number; empty where clients are numbers.
+
+    Raises:
+        DataError: when a client has test samples and no training samples, or the other way round.
+    """
+    columns, given = number_clients(clients, samples)
+    held = columns["client"]
+    # Clients without names are the numbers from 0.
+    found = given or tuple(map(str, held.unique().tolist()))
+    known_names = tuple(names) or tuple(map(str, known.unique().tolist()))
+    number_of = {name: number for number, name in enumerate(known_names)}
+    for name in found:
+        if name not in number_of:
+            raise DataError(
+                f"client {name!r} has test samples and no training samples; expected test samples "
+                f"of {', '.join(known_names[:10])}: leave the others out"
+            )
+    for name in known_names:
+        if name not in found:
+            raise DataError(
+                f"client {name!r} has training samples and no test samples; give it one at least, "
+                "or leave it out"
+            )
+    return torch.tensor([number_of[name] for name in found])[held]
 
 
 def column_names(x: Any) -> tuple[str, ...]:

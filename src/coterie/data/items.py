@@ -1,0 +1,405 @@
+"""Read datasets of PyTorch and of Hugging Face item by item, each once and in order.
+
+An item is a pair (input, target), or a table such as {"image": ..., "label": ...}.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from coterie.data.folders import as_pixels
+from coterie.errors import ConfigError, DataError, describe_unknown
+from coterie.rng import Rng
+
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""The keys of an item that are taken for its target when none is named."""
+
+TEST_SPLITS = ("test", "validation", "valid")
+"""Splits used as test set: the first of these that exists."""
+
+_READ_TWICE = 16  # items of a dataset that are read again, to see whether they stay the same
+
+
+@dataclass(frozen=True)
+class ItemForm:
+    """What an item of a dataset is.
+
+    Args:
+        transform: applied to each input.
+        inputs: the key of the input, or the keys of several, where items are tables; the only key
+            that is left when not given.
+        target: the key of the target; the one of `TARGETS` that occurs when not given.
+        client: the key that says whose an item is; none when not given.
+    """
+
+    transform: Callable[[Any], Any] | None = None
+    inputs: str | Sequence[str] | None = None
+    target: str | None = None
+    client: str | None = None
+
+    def split_item(self, item: Any, what: str) -> tuple[Any, Any, Any]:
+        """Return the input, the target and the client of an item.
+
+        Args:
+            item: as the dataset returned it.
+            what: the item, in words.
+
+        Raises:
+            ConfigError: when a key is missing, or must be named.
+            DataError: when the item is neither a pair nor a table.
+        """
+        if isinstance(item, Mapping):
+            return self._split_table(item, what)
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            found = f"a {type(item).__name__}"
+            advice = ""
+            if isinstance(item, tuple | list):
+                found += f" of {len(item)}"
+                advice = ", where several inputs are a tuple: ((first, second), target)"
+            raise DataError(f"{what} is {found}; expected a pair (input, target){advice}")
+        for name in ("inputs", "target", "client"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, and {what} is a pair; that names a key of "
+                    "items that are tables: leave it out"
+                )
+        return item[0], item[1], None
+
+    def _split_table(self, item: Mapping[Any, Any], what: str) -> tuple[Any, Any, Any]:
+        keys = ", ".join(map(str, item))
+        target = self.target
+        if target is None:
+            known = [key for key in TARGETS if key in item]
+            if len(known) != 1:
+                raise ConfigError(
+                    f"{what} has the keys {keys}; say which is learned, such as target='label'"
+                )
+            target = known[0]
+        left = [key for key in item if key not in (target, self.client)]
+        names = [self.inputs] if isinstance(self.inputs, str) else self.inputs
+        if names is None:
+            # Ids and other columns next to the input must not become features silently.
+            if len(left) != 1:
+                raise ConfigError(
+                    f"{what} has the keys {keys}; say which are the inputs, such as "
+                    f"inputs={left[0] if left else 'image'!r}"
+                )
+            names = left
+        for name in (target, *names, *(() if self.client is None else (self.client,))):
+            if name not in item:
+                raise ConfigError(f"{what}: {describe_unknown('key', name, list(item))}")
+        found: Any = {name: item[name] for name in names}
+        if len(names) == 1:
+            found = item[names[0]]
+        return found, item[target], None if self.client is None else item[self.client]
+
+
+@dataclass
+class _Items:
+    """What was read of one dataset.
+
+    Args:
+        inputs: by part; the key is None where an input is one tensor.
+        targets: of the items.
+        owners: their clients, where items name them.
+    """
+
+    inputs: dict[Any, list[Tensor]] = field(default_factory=dict)
+    targets: list[Any] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether a value is a dataset: it has items, and is no array, table or list."""
+    plain = isinstance(value, Tensor | np.ndarray | str | list | tuple | Mapping)
+    if plain or hasattr(value, "__array__"):
+        return False
+    return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def list_partitions(datasets: Any) -> Any:
+    """Return the partitions of a federated dataset of Flower; other values as they are.
+
+    Args:
+        datasets: has `load_partition` and `num_partitions`, or `load_partition` and
+            `partitioners`.
+    """
+    if not hasattr(datasets, "load_partition"):
+        return datasets
+    partitioners = getattr(datasets, "partitioners", None)
+    if partitioners is None:
+        return [datasets.load_partition(place) for place in range(datasets.num_partitions)]
+    split = next(iter(partitioners))
+    if len(partitioners) > 1:
+        if "train" not in partitioners:
+            raise ConfigError(
+                f"the dataset has partitions of {', '.join(partitioners)}; expected those of "
+                "'train': give a list of its partitions"
+            )
+        split = "train"
+    # The number of partitions is known once the data are there, which the first one loads.
+    first = datasets.load_partition(0, split)
+    number = partitioners[split].num_partitions
+    return [first, *(datasets.load_partition(place, split) for place in range(1, number))]
+
+
+def split_dataset_dict(dataset: Any) -> tuple[Any, Any]:
+    """Return the training and the test split of a table of splits; (dataset, None) of others."""
+    if not is_dataset_dict(dataset):
+        return dataset, None
+    test = next((name for name in TEST_SPLITS if name in dataset), None)
+    unused = [name for name in dataset if name not in ("train", test)]
+    if unused:
+        warnings.warn(
+            f"the splits {', '.join(unused)} are not used: train is, and {test or 'no split'} as "
+            "test set",
+            stacklevel=3,
+        )
+    return dataset["train"], None if test is None else dataset[test]
+
+
+def is_dataset_dict(value: Any) -> bool:
+    """Whether a table holds splits, such as "train" and "test", and not clients."""
+    return isinstance(value, Mapping) and "train" in value and set(value) <= _SPLITS
+
+
+_SPLITS = {"train", *TEST_SPLITS, "unsupervised", "extra"}
+
+
+def find_class_names(datasets: Iterable[Any], target: str | None) -> tuple[str, ...]:
+    """Return the names of the classes that datasets of Hugging Face know; none where they differ.
+
+    Args:
+        datasets: any datasets.
+        target: the key of the target; see `ItemForm`.
+    """
+    found = set()
+    for dataset in datasets:
+        features = getattr(dataset, "features", None)
+        if not isinstance(features, Mapping):
+            return ()
+        key = target or next((key for key in TARGETS if key in features), "")
+        found.add(tuple(getattr(features.get(key), "names", None) or ()))
+    return found.pop() if len(found) == 1 else ()
+
+
+def read_datasets(
+    datasets: Mapping[str, Any], form: ItemForm, seed: int = 0
+) -> tuple[Any, Any, list[Any], list[int]]:
+    """Read datasets, each item once and in order, and join them.
+
+    Args:
+        datasets: by the words that messages call them.
+        form: what their items are.
+        seed: of PyTorch's own generator while they are read, for items that draw from it.
+
+    Returns:
+        Inputs and targets as `from_arrays` takes them, the client of each sample where items name
+        it, and the number of samples of each dataset.
+
+    Raises:
+        DataError: when items cannot be used, or differ in shape.
+    """
+    read: list[_Items] = []
+    changing: list[str] = []
+    for number, (what, dataset) in enumerate(datasets.items()):
+        with Rng(seed).temporary_torch_seed("data.read", number):
+            read.append(_read_items(dataset, what, form))
+            difference = _find_changing_item(dataset, what, form, read[-1])
+        if difference:
+            changing.append(difference)
+    if changing:
+        more = f" (and {len(changing) - 1} further datasets)" if len(changing) > 1 else ""
+        warnings.warn(
+            f"{changing[0]}{more}: the dataset is random, and it is read once, so that every round "
+            "trains on the same draw, and testing takes it too; leave the random transform out of "
+            "the dataset, and draw it in each step with LocalTraining(augment='module:function')",
+            stacklevel=3,
+        )
+    owners: list[Any] = []
+    for one in read:
+        owners += one.owners
+    x, y = _join_items(read)
+    return x, y, owners, [len(one.targets) for one in read]
+
+
+def _read_items(dataset: Any, what: str, form: ItemForm) -> _Items:
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset"
+        )
+    out = _Items()
+    for place, item in enumerate(_iterate_items(dataset, what)):
+        parts, target, owner = _convert_item(item, f"item {place}", what, form)
+        if out.inputs and list(parts) != list(out.inputs):
+            raise DataError(
+                f"{what}: the input of item {place} has other parts than the first; make them equal"
+            )
+        for key, tensor in parts.items():
+            out.inputs.setdefault(key, []).append(tensor)
+        out.targets.append(target)
+        if form.client is not None:
+            out.owners.append(owner.item() if isinstance(owner, Tensor) else owner)
+    if not out.targets:
+        raise DataError(f"{what} is empty; every client needs data")
+    for key, tensors in out.inputs.items():
+        name = "" if key is None else f" {key!r}"
+        _require_one_shape(tensors, f"{what} has inputs{name}", "input")
+    if not _are_words(out.targets):
+        _require_one_shape(out.targets, f"{what} has targets", "target")
+    return out
+
+
+def _convert_item(
+    item: Any, name: str, what: str, form: ItemForm
+) -> tuple[dict[Any, Tensor], Any, Any]:
+    """Return the parts of an item's input, its target and its client."""
+    found, target, owner = form.split_item(item, f"{what}: {name}")
+    if form.transform is not None:
+        found = form.transform(found)
+    # One tensor is one part with the key None.
+    values: Mapping[Any, Any] = {None: found}
+    if isinstance(found, Mapping):
+        values = found
+    elif isinstance(found, tuple):
+        values = dict(enumerate(found))
+    parts = {
+        key: _as_tensor(value, f"{what}: the input of {name}") for key, value in values.items()
+    }
+    if not isinstance(target, str):
+        target = _as_tensor(target, f"{what}: the target of {name}")
+    return parts, target, owner
+
+
+def _find_changing_item(dataset: Any, what: str, form: ItemForm, read: _Items) -> str:
+    """Describe an item that differs when it is read again; empty when none does."""
+    if not _is_map_style(dataset):
+        return ""
+    size = len(read.targets)
+    # Evenly over the dataset, so that a transform of some classes only is noticed too.
+    for place in np.unique(np.linspace(0, size - 1, min(size, _READ_TWICE)).astype(int)).tolist():
+        parts, target, _ = _convert_item(dataset[place], f"item {place}", what, form)
+        for key, tensor in parts.items():
+            if not _is_equal(tensor, read.inputs[key][place]):
+                return f"{what}: the input of item {place} differs when it is read again"
+        if not _is_equal(target, read.targets[place]):
+            return f"{what}: the target of item {place} differs when it is read again"
+    return ""
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other or one == other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # NaN is unequal to itself, and is refused later.
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _are_words(targets: Sequence[Any]) -> bool:
+    """Whether all targets are text."""
+    words = {isinstance(target, str) for target in targets}
+    if len(words) > 1:
+        raise DataError("the targets mix text and numbers; make all text, or all numbers")
+    return words == {True}
+
+
+def _is_map_style(dataset: Any) -> bool:
+    # An iterable dataset has a __getitem__ too, which only raises.
+    iterable = isinstance(dataset, IterableDataset)
+    return not iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _iterate_items(dataset: Any, what: str) -> Iterator[Any]:
+    """Iterate over the items of a map-style or an iterable dataset."""
+    if _is_map_style(dataset):
+        # By index: plain iteration of such a dataset ends only if it raises IndexError.
+        size = len(dataset)
+        for place in range(size):
+            try:
+                item = dataset[place]
+            except IndexError as error:
+                raise DataError(
+                    f"{what} has no item {place} ({error}), and its length is {size}; make "
+                    "__len__ the number of its items"
+                ) from error
+            yield item
+        return
+    if not isinstance(dataset, Iterable):
+        found = type(dataset).__name__
+        raise DataError(
+            f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__"
+        )
+    number = 0
+    for item in dataset:
+        number += 1
+        yield item
+    if isinstance(dataset, Sized) and len(dataset) != number:
+        warnings.warn(
+            f"{what} has length {len(dataset)} and yields {number} items; these are used",
+            stacklevel=2,
+        )
+
+
+def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
+    shapes = sorted({tuple(value.shape) for value in values})
+    if len(shapes) > 1:
+        advice = "make them equal"
+        if kind == "input":
+            advice += " with transform=, such as transform=lambda image: image.resize((64, 64))"
+        raise DataError(f"{what} of different shapes: {shapes[0]} and {shapes[1]}; {advice}")
+
+
+def _join_items(read: Sequence[_Items]) -> tuple[Any, Any]:
+    """Join the samples of several datasets."""
+    parts = {}
+    for key in read[0].inputs:
+        # Types, shapes and missing parts are compared over all datasets.
+        stacks, kinds = [], set()
+        for one in read:
+            if key in one.inputs:
+                stacks.append(torch.stack(one.inputs[key]))
+                kinds.add((str(stacks[-1].dtype), tuple(stacks[-1].shape[1:])))
+            else:
+                kinds.add(("none", ()))
+        if len(kinds) > 1:
+            first, second, *_ = sorted(kinds)
+            raise DataError(
+                f"the datasets have inputs of different types or shapes: {first} and {second}; "
+                "make them equal"
+            )
+        parts[key] = torch.cat(stacks)
+    targets: list[Any] = []
+    for one in read:
+        targets += one.targets
+    words = _are_words(targets)
+    if not words:
+        _require_one_shape(targets, "the datasets have targets", "target")
+    y = np.array(targets) if words else torch.stack(targets)
+    if None in parts:
+        return parts[None], y
+    # Positional parts have the keys 0, 1, ...; named ones their names.
+    return (tuple(parts.values()) if 0 in parts else parts), y
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "getbands"):  # a picture of Pillow
+        return torch.from_numpy(as_pixels(value))
+    array = np.array(value)
+    # Booleans, unsigned and signed integers, floats.
+    if array.dtype.kind not in "buif":
+        raise DataError(
+            f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with "
+            "transform="
+        )
+    return (
+        torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
+    )

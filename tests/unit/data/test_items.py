@@ -1,0 +1,228 @@
+"""Datasets of PyTorch, Hugging Face and Flower, read item by item."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from coterie import from_dataset, from_datasets
+from coterie.errors import ConfigError, DataError
+
+
+class Items(Dataset):
+    """A list as a dataset."""
+
+    def __init__(self, items: list, length: int | None = None) -> None:
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return len(self.items) if self.length is None else self.length
+
+    def __getitem__(self, place: int):
+        return self.items[place]
+
+
+def tables(size: int = 12, **more) -> list[dict]:
+    """Items as Hugging Face has them; the input is the number of the sample."""
+    return [{"pixels": [place + 0.5, 0.0], "label": place % 3, **more} for place in range(size)]
+
+
+def numbers(federation) -> list[list[float]]:
+    """The numbers of the samples of each client, wherever they are used."""
+    out = []
+    for row in range(len(federation)):
+        own = federation.x[row][federation.split[row] >= 0][:, 0].tolist()
+        out.append(sorted(own + federation.tests[int(federation.test_of[row])].x[:, 0].tolist()))
+    return out
+
+
+class Flipped(Dataset):
+    """Images that are mirrored at random, as an image pipeline does."""
+
+    def __init__(self, size: int = 40, noisy: bool = False) -> None:
+        self.x = torch.arange(size * 4).reshape(size, 1, 2, 2) / 8
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int):
+        x = self.x[place]
+        if torch.rand(()) < 0.5:
+            x = x.flip(2)
+        return (x + torch.randn_like(x) if self.noisy else x), place % 2
+
+
+def test_a_random_dataset_is_said_once_and_read_to_the_same_samples():
+    message = (
+        r"dataset 0: the input of item \d+ differs when it is read again \(and 2 further datasets\)"
+        r": the dataset is random, .* LocalTraining\(augment='module:function'\)"
+    )
+    found = []
+    for _ in range(2):
+        torch.rand(7)  # the state of PyTorch's own generator changes nothing
+        with pytest.warns(UserWarning, match=message) as said:
+            found.append(from_datasets([Flipped() for _ in range(3)]).compute_fingerprint())
+        assert len(said) == 1
+    assert found[0] == found[1]
+
+
+def test_clients_with_equal_random_datasets_draw_apart():
+    with pytest.warns(UserWarning, match="the dataset is random"):
+        federation = from_datasets([Flipped(noisy=True) for _ in range(2)])
+    assert federation.origin is not None
+    places = [row.argsort() for row in federation.origin]
+    one, other = (federation.x[row][places[row]] for row in (0, 1))
+    assert not torch.equal(one, other)
+
+
+def test_a_random_target_and_a_random_transform_are_said():
+    g = np.random.Generator(np.random.Philox(0))
+
+    class Labels(Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, place: int):
+            return torch.zeros(2), int(g.integers(1000)) % 2
+
+    with pytest.warns(UserWarning, match="the target of item 0 differs"):
+        from_datasets([Labels()])
+    with pytest.warns(UserWarning, match="the input of item 0 differs"):
+        from_datasets([Items(list(zip(torch.zeros(9, 2), [0, 1, 2] * 3, strict=True)))],
+                      transform=lambda x: x + g.standard_normal())  # fmt: skip
+
+
+def test_a_dataset_that_stays_the_same_is_not_called_random():
+    # Warnings are errors here. NaN is unequal to itself, and is refused for what it is.
+    from_datasets([Items([(torch.tensor([place, 1.0]), place % 2) for place in range(50)])])
+    with pytest.raises(DataError, match="NaN"):
+        from_datasets([Items([(torch.tensor([float("nan")]), 0)] * 5)])
+
+
+def test_a_length_that_lies_is_one_line():
+    with pytest.raises(DataError, match=r"dataset 0 has no item 12 \(.*\), and its length is 20"):
+        from_datasets([Items([(torch.zeros(2), 0)] * 12, length=20)])
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.zeros(2), place % 2) for place in range(9)])
+
+        def __len__(self) -> int:
+            return 12
+
+    with pytest.warns(UserWarning, match="has length 12 and yields 9 items; these are used"):
+        from_datasets([Stream()])
+
+
+def test_items_that_are_tables_need_names_only_where_these_could_be_mistaken():
+    plain = from_datasets([Items(tables()), Items(tables(9))])
+    assert numbers(plain) == [[place + 0.5 for place in range(size)] for size in (12, 9)]
+    assert plain.classes == 3
+    # A column beside the input is no feature unless it is named.
+    with pytest.raises(
+        ConfigError, match="has the keys pixels, label, writer; say which are the i"
+    ):
+        from_datasets([Items(tables(writer=7))])
+    named = from_datasets([Items(tables(writer=7))], inputs="pixels")
+    assert named.features == (2,)
+    both = from_datasets([Items(tables(writer=7.5))], inputs=["pixels", "writer"])
+    assert [part.name for part in both.parts] == ["pixels", "writer"]
+    other = [{"pixels": item["pixels"], "fine": item["label"]} for item in tables()]
+    with pytest.raises(ConfigError, match="has the keys pixels, fine; say which is learned"):
+        from_datasets([Items(other)])
+    assert from_datasets([Items(other)], target="fine").classes == 3
+    with pytest.raises(ConfigError, match="unknown key 'image'"):
+        from_datasets([Items(tables())], inputs="image")
+    with pytest.raises(ConfigError, match="target is 'label', and dataset 0: item 0 is a pair"):
+        from_datasets([Items([(torch.zeros(2), 0)] * 4)], target="label")
+
+
+def test_an_item_of_three_says_how_several_inputs_are_given():
+    with pytest.raises(DataError, match=r"a tuple of 3; .* tuple: \(\(first, second\), target\)"):
+        from_datasets([Items([(1.0, 2.0, 0)] * 4)])
+
+
+def test_parts_of_datasets_of_pytorch_are_clients():
+    x = torch.stack([torch.arange(30) + 0.5, torch.zeros(30)], 1)
+    whole = TensorDataset(x, torch.arange(30) % 2)
+    subset = Subset(whole, [29, 3, 5, 7, 11, 13])
+    joined = ConcatDataset([Subset(whole, range(15, 20)), Subset(whole, range(20, 25))])
+    federation = from_datasets({"subset": subset, "joined": joined})
+    assert federation.client_names == ("joined", "subset")
+    assert numbers(federation) == [
+        [place + 0.5 for place in range(15, 25)],
+        [place + 0.5 for place in (3, 5, 7, 11, 13, 29)],
+    ]
+
+
+class Partitioner:
+    """A partitioner of Flower: by number, or by the number and the split of its dataset."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    @property
+    def num_partitions(self) -> int:
+        return len(self.sizes)
+
+    def load_partition(self, partition_id: int) -> Dataset:
+        return Items(tables(self.sizes[partition_id]))
+
+
+class FederatedDataset:
+    """A federated dataset of Flower, which knows its partitions when the first is loaded."""
+
+    def __init__(self, sizes: dict[str, list[int]]) -> None:
+        self.sizes, self.partitioners = sizes, {split: Partitioner([]) for split in sizes}
+
+    def load_partition(self, partition_id: int, split: str | None = None) -> Dataset:
+        assert split is not None or len(self.sizes) == 1
+        own = split or next(iter(self.sizes))
+        self.partitioners[own] = Partitioner(self.sizes[own])
+        return self.partitioners[own].load_partition(partition_id)
+
+    def load_split(self, split: str) -> Dataset:
+        return Items(tables(5 if split == "test" else 50))
+
+
+def test_partitions_of_flower_are_clients():
+    held = FederatedDataset({"train": [9, 12, 6]})
+    federation = from_datasets(held, test=held.load_split("test"))
+    assert [len(own) for own in numbers(federation)] == [9 + 5, 12 + 5, 6 + 5]
+    assert len(federation.tests) == 1
+    alone = from_datasets(Partitioner([9, 12]), test=Partitioner([3, 4]))
+    assert [len(one.x) for one in alone.tests] == [3, 4]
+    with pytest.raises(ConfigError, match="partitions of a, b; expected those of 'train'"):
+        from_datasets(FederatedDataset({"a": [3], "b": [3]}))
+
+
+def test_datasets_of_hugging_face_are_read_by_their_keys():
+    datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
+    features = datasets.Features(
+        {
+            "pixels": datasets.Sequence(datasets.Value("float32")),
+            "label": datasets.ClassLabel(names=["cat", "dog", "owl"]),
+            "writer": datasets.Value("string"),
+        }
+    )
+
+    def make(size: int):
+        rows = tables(size)
+        columns = {key: [row[key] for row in rows] for key in ("pixels", "label")}
+        columns["writer"] = [("w1", "w0")[place % 2] for place in range(size)]
+        return datasets.Dataset.from_dict(columns, features=features)
+
+    splits = datasets.DatasetDict({"train": make(30), "test": make(7)})
+    for form in (splits, splits.with_format("torch"), splits.with_format("numpy")):
+        federation = from_dataset(form, "writer", inputs="pixels")
+        assert federation.client_names == ("w0", "w1")
+        assert federation.class_names == ("cat", "dog", "owl")
+        assert federation.tests[0].x[:, 0].tolist() == [1.5, 3.5, 5.5]
+        assert federation.tests[1].x[:, 0].tolist() == [0.5, 2.5, 4.5, 6.5]
+    train = splits["train"].remove_columns("writer")
+    assert from_dataset(train, num_clients=3).class_names == ("cat", "dog", "owl")
+    with pytest.warns(UserWarning, match="the splits validation are not used"):
+        from_dataset(
+            datasets.DatasetDict({**splits, "validation": make(4)}), "writer", inputs="pixels"
+        )
