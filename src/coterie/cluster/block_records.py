@@ -13,13 +13,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coterie.errors import CoterieError
+from coterie.methods.base import SLOT_FILLS, concatenate_rows
 from coterie.runtime.record import Record
 
-_EDGE_FILLS = {
-    **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
-    **{"similarities": torch.nan, "probabilities": torch.nan},  # there where the run records them
-}
-"""What the table of reads takes of a report, with the value for a client's missing slots."""
+_OF_READS = [name for name in SLOT_FILLS if name != "losses"]
+"""What the table of reads takes of a report."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class BlockRecord(Record):
         self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
     ) -> None:
         """Store a call that adds edges."""
-        values = {name: info[name].cpu() for name in _EDGE_FILLS if name in info}
+        values = {name: info[name].cpu() for name in _OF_READS if name in info}
         if "peers" in values:
             self._entries.append(RecordCall("edges", round, ids=ids, values=values))
 
@@ -155,11 +153,4 @@ def _concatenate_rows(
         known.new_zeros((len(entry.ids), *known.shape[1:])) if part is None else part
         for part, entry in zip(parts, entries, strict=True)
     ]
-    if entries[0].kind == "edges" and known.ndim > 1:
-        # The number of slots of a client can differ between blocks.
-        width = max(part.shape[1] for part in found)
-        fill = _EDGE_FILLS[name]
-        found = [
-            torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in found
-        ]
-    return torch.cat(found)
+    return concatenate_rows(name, found) if entries[0].kind == "edges" else torch.cat(found)

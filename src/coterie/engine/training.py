@@ -329,8 +329,12 @@ class Trainer:
 
     # ------------------------------------------------------------------ checks
 
-    def check_batches(self, local: LocalTraining) -> None:
+    def check_batches(self, local: LocalTraining, owner: str = "") -> None:
         """Refuse batches of one sample, where the module normalizes over batches.
+
+        Args:
+            local: how clients train.
+            owner: whose the samples are; the client's when empty.
 
         Raises:
             ModelError: with a client that has such a batch, and what to do.
@@ -342,7 +346,7 @@ class Trainer:
         ]
         if not alone or self._can_train_on_one_sample():
             return
-        name, samples = self.data.client_name(alone[0]), counts[alone[0]]
+        name, samples = owner or self.data.client_name(alone[0]), counts[alone[0]]
         more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
         needs = "batch normalization needs two or more"
         other = "a model without it (nn.GroupNorm, nn.LayerNorm)"

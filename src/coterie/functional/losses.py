@@ -35,7 +35,7 @@ from coterie.functional.metrics import (
     TOKEN_ACCURACY,
     Metric,
 )
-from coterie.functional.scores import UNCOUNTED, Form
+from coterie.functional.scores import UNCOUNTED, Form, flatten_entries
 
 Targets = Literal["class", "labels", "integers", "numbers"]
 """The target of a sample: one class; one or several yes or no; integers of any shape; numbers."""
@@ -383,7 +383,7 @@ class MultiLabel(Loss):
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`."""
-        return outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
+        return flatten_entries(outputs), flatten_entries(targets)
 
     def check_data(
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
@@ -416,9 +416,9 @@ def _mask_uncounted(targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
 
 def _mean_over_positions(values: Tensor, counted: Tensor) -> Tensor:
     """Return the mean of each sample over the positions that count, 0 where none does."""
-    shares = counted.to(values.dtype).reshape(len(values), -1)
+    shares = flatten_entries(counted.to(values.dtype))
     # `where` drops a value that is not finite; a product with 0 would keep NaN.
-    every = torch.where(counted, values, 0.0).reshape(len(values), -1)
+    every = flatten_entries(torch.where(counted, values, 0.0))
     return every.sum(1) / shares.sum(1).clamp(min=1)
 
 
@@ -630,7 +630,7 @@ class SquaredError(_Numbers):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         difference = (outputs.reshape(targets.shape) - targets).square()
-        return difference.reshape(len(targets), -1).mean(1)
+        return flatten_entries(difference).mean(1)
 
 
 @final
@@ -645,7 +645,7 @@ class AbsoluteError(_Numbers):
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        return (outputs.reshape(targets.shape) - targets).abs().reshape(len(targets), -1).mean(1)
+        return flatten_entries((outputs.reshape(targets.shape) - targets).abs()).mean(1)
 
 
 @final
@@ -673,7 +673,7 @@ class Huber(_Numbers):
         every = functional.huber_loss(
             outputs.reshape(targets.shape), targets, reduction="none", delta=self.delta
         )
-        return every.reshape(len(targets), -1).mean(1)
+        return flatten_entries(every).mean(1)
 
 
 @final
@@ -693,7 +693,7 @@ class Poisson(_Numbers):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         logs = outputs.reshape(targets.shape)
-        return (logs.exp() - targets * logs).reshape(len(targets), -1).mean(1)
+        return flatten_entries(logs.exp() - targets * logs).mean(1)
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`: the means."""
@@ -733,7 +733,7 @@ class Quantile(_Numbers):
             torch.maximum(q * away[..., i], (q - 1) * away[..., i])
             for i, q in enumerate(self.quantiles)
         ]
-        return torch.stack(every, -1).reshape(len(targets), -1).mean(1)
+        return flatten_entries(torch.stack(every, -1)).mean(1)
 
     def _split_quantiles(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.reshape(*targets.shape, len(self.quantiles))

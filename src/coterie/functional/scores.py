@@ -39,6 +39,14 @@ class Undefined(UserWarning):
     """A metric is NaN; the message says why."""
 
 
+def flatten_entries(
+    values: Shaped[Tensor, "samples *entries"],
+) -> Shaped[Tensor, "samples entries_in_all"]:
+    """Return the entries of each sample in one axis, of no samples too."""
+    # The size of an axis of -1 is ambiguous where there are no samples.
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
 def warn_undefined(metric: str, reason: str) -> float:
     """Return NaN, and warn with the reason."""
     warnings.warn(f"{metric} is undefined: {reason}", Undefined, stacklevel=3)
@@ -264,14 +272,14 @@ def squared_error(
     outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
 ) -> Float[Tensor, " samples"]:
     """Return the squared error of each sample, the mean over a target's entries."""
-    return (outputs - targets).square().reshape(len(targets), -1).mean(1)
+    return flatten_entries((outputs - targets).square()).mean(1)
 
 
 def absolute_error(
     outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
 ) -> Float[Tensor, " samples"]:
     """Return the absolute error of each sample, the mean over a target's entries."""
-    return (outputs - targets).abs().reshape(len(targets), -1).mean(1)
+    return flatten_entries((outputs - targets).abs()).mean(1)
 
 
 def r2(
@@ -284,7 +292,7 @@ def r2(
     """
     from sklearn.metrics import r2_score
 
-    found, wanted = (values.double().reshape(len(targets), -1) for values in (outputs, targets))
+    found, wanted = (flatten_entries(values.double()) for values in (outputs, targets))
     # scikit-learn would count an entry without variance as 0 or 1.
     varies = (wanted != wanted[:1]).any(0)
     if not bool(varies.any()):

@@ -63,6 +63,34 @@ RESERVED_REPORT_KEYS = frozenset(
 )
 """Names of a report that are no metrics."""
 
+SLOT_FILLS = {
+    **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
+    **{"similarities": torch.nan, "probabilities": torch.nan, "losses": torch.nan},
+}
+"""Entries of a report with a column for each slot or step, and the value of what a client lacks."""
+
+
+def concatenate_rows(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Join the rows of several groups of clients in an entry of a report.
+
+    Clients with fewer slots than others read nobody in those, with fewer steps train in none.
+
+    Args:
+        name: of the entry.
+        parts: its rows in each group.
+
+    Example:
+        >>> concatenate_rows("peers", [torch.tensor([[1, 2]]), torch.tensor([[0]])]).tolist()
+        [[1, 2], [0, -1]]
+    """
+    if name not in SLOT_FILLS or parts[0].ndim < 2:
+        return torch.cat(list(parts))
+    width, fill = max(part.shape[1] for part in parts), SLOT_FILLS[name]
+    return torch.cat(
+        [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts]
+    )
+
+
 Order = Literal["exchange_first", "train_first"]
 
 ROWS_AT_ONCE = 32

@@ -77,6 +77,7 @@ def make_task(
     # The pooled clients are one more task of the same model.
     if "pool" in method.needs:
         pooled = build(federation.pool_clients() if pool is None else pool)
+        pooled.trainer.check_batches(local, "the pool of all clients")
     # `host` removes planted clusters; the task gets them only where the method declares them.
     task = build(federation.host(federation.ids), clusters=clusters, pool=pooled)
     task.trainer.check_batches(local)

@@ -19,7 +19,15 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Rule, make_inbox
 from coterie.exchange.narrowed import narrow_exchange, narrow_message
-from coterie.methods.base import Info, Method, PeerMethod, Round, State, map_tensors
+from coterie.methods.base import (
+    Info,
+    Method,
+    PeerMethod,
+    Round,
+    State,
+    concatenate_rows,
+    map_tensors,
+)
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 from coterie.runtime.extensions import Extension
@@ -354,7 +362,9 @@ def _join_reports(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Te
         return {}
     # The inverse of the order of the waves.
     place = torch.argsort(torch.cat(list(rows)))
-    return {name: torch.cat([info[name] for info in infos])[place] for name in infos[0]}
+    return {
+        name: concatenate_rows(name, [info[name] for info in infos])[place] for name in infos[0]
+    }
 
 
 def _add_standing_message(message: Message, ids: Tensor, standing: Message | None) -> Message:

@@ -17,7 +17,11 @@ from coterie.engine._work import step_keys
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
 from coterie.exchange.base import Message, make_inbox
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.pooled import Pooled
 from coterie.rng import Rng
+from coterie.runtime.settings import Settings
+from coterie.runtime.task import make_task
 from coterie.studies import config
 from coterie.testing import tiny_federation
 from coterie.testing.tiny import build_task
@@ -470,6 +474,15 @@ def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_norma
                  LocalTraining(batch_size=8), LocalTraining(batch_size=4, steps=1)):  # fmt: skip
         made.trainer.check_batches(fine)
     task("loop", nn.Linear(4, 3), hosted).trainer.check_batches(LocalTraining(batch_size=1))
+
+
+def test_the_last_batch_of_a_pool_is_looked_at_too():
+    """Six clients of 12 samples: 72 in the pool, whose last batch of 71 holds one."""
+    local = LocalTraining(batch_size=71)
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with pytest.raises(ModelError, match="the pool of all clients has 72 training samples"):
+        make_task(tiny_federation(), Pooled(), module, Settings(local=local))
+    make_task(tiny_federation(), FedAvg(), module, Settings(local=local))
 
 
 def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batches():

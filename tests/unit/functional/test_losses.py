@@ -83,6 +83,15 @@ def test_every_bundled_loss_is_tried():
     assert {type(loss) for loss, _, _ in CASES.values()} == set(LOSSES.values())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_samples_have_no_losses(name: str):
+    """As in the validation of a client without validation data."""
+    loss, outputs, targets = CASES[name]
+    assert loss(outputs[:0], targets[:0]).shape == (0,)
+    if loss.metric is not None:
+        assert loss.measure_samples(outputs[:0], targets[:0]).shape == (0,)
+
+
 # ---------------------------------------------------------------- values
 
 

@@ -70,14 +70,22 @@ def test_a_chain_of_readers_acts_one_by_one():
     ]
 
 
+@pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
-def test_a_run_in_waves_is_a_run_one_by_one(schedule, monkeypatch):
+def test_a_run_in_waves_is_a_run_one_by_one(schedule, equal, monkeypatch):
+    """Clients of unequal size take other numbers of steps, in every grouping."""
+    federation = tiny_federation(train=40)
+    if not equal:
+        split = federation.split.clone()
+        for row, left_out in enumerate([0, 39, 20, 35, 3, 30]):
+            split[row, :left_out] = -1
+        federation = dataclasses.replace(federation, split=split)
     settings = tiny_settings(
         schedule=schedule, init="per_client", local=LocalTraining(lr=0.01), rounds=4, patience=2
     )
 
     def run():
-        return simulate(tiny_federation(), Random(2), model="linear", settings=settings, seed=3)
+        return simulate(federation, Random(2), model="linear", settings=settings, seed=3)
 
     in_waves = run()
     monkeypatch.setattr(
