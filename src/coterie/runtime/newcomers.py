@@ -127,6 +127,10 @@ def choose_newcomers(
         return torch.tensor(sorted(rows))
     count = count_clients(wanted, population, "new_clients")
     expected = f"1 to {population - 2} of the {population} clients"
+    if population < 3:
+        expected = (
+            f"three or more clients with it, two of them from the start; there are {population}"
+        )
     require(1 <= count < population, "new_clients", wanted, expected)
     # A stream of its own, so that the choice does not shift any other draw.
     drawn = Rng(seed).at_round(-1).generator("new_clients").permutation(population)[:count]

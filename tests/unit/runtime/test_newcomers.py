@@ -457,6 +457,13 @@ def test_what_cannot_be_is_said(wanted, said):
         run_of("local", new_clients=wanted)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_too_few_clients_for_newcomers_are_counted(number):
+    said = f"expected three or more clients with it, two of them from the start; there are {number}"
+    with pytest.raises(ConfigError, match=said):
+        newcomers.choose_newcomers(number, number, (), 0)
+
+
 def test_a_method_of_neither_kind_is_refused():
     @dataclasses.dataclass(frozen=True)
     class Other(Method):
