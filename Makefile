@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	@touch $@
 
 demo: setup ## run the main job: digits, four rotations, four methods, three seeds
-	$(BIN)/coterie run --resume
+	$(BIN)/coterie run
 
 check: setup ## lint, format, types, words
 	$(BIN)/ruff check .

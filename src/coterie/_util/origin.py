@@ -1,5 +1,6 @@
 """Where results come from: the code, the command and the machine that made them."""
 
+import hashlib
 import json
 import os
 import platform
@@ -36,6 +37,17 @@ def describe_code() -> dict[str, Any]:
         "commit": _run_git("rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
     }
+
+
+@lru_cache(maxsize=1)
+def compute_code_digest() -> str:
+    """Return a digest of the package's own code, installed or in a repository."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".h"):
+            digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _run_git(*words: str) -> str | None:

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coterie._util import origin
 from coterie.cli import _cluster
+from coterie.cli._stopping import explain_interruption
 from coterie.errors import ConfigError
 
 
@@ -272,7 +274,10 @@ def tune_study(
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for the study file with the chosen values.")
+        Path,
+        typer.Option(
+            "--out", "-o", help="Folder for the trials and the study file with the chosen values."
+        ),
     ] = Path("tuned"),
     workers: Annotated[
         int | None,
@@ -290,6 +295,8 @@ def tune_study(
 ) -> None:
     """Tune every method on the clients' validation data, without the test data.
 
+    Each trial is stored as it ends: after a stop, the same command goes on.
+
     [bold]Examples[/bold]
 
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
@@ -297,6 +304,7 @@ def tune_study(
     """
     from coterie.studies import config
     from coterie.studies import tune as tuning
+    from coterie.studies.run import FoundRuns
 
     chosen = config.load_study(study, set_ or ())
     axes: dict[str, list[Any]] = (
@@ -322,17 +330,26 @@ def tune_study(
         )
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with _cluster.RunLocation(on, cpus, gpus).open_executor(chosen.settings.device, workers) as (
-        over,
-        crew,
+    def show_note(note: object) -> None:
+        # The compilation of each trial would be a line of noise for each of them.
+        if isinstance(note, FoundRuns):
+            console.print(str(note), markup=False, highlight=False, soft_wrap=True)
+
+    place = _cluster.RunLocation(on, cpus, gpus)
+    trials = out / f"{chosen.name}-trials"
+    with (
+        explain_interruption(trials, origin.format_command()),
+        place.open_executor(chosen.settings.device, workers) as (over, crew),
     ):
         tuned = tuning.tune_study(
             chosen,
             axes,
+            out=out,
             data_dir=data_dir,
             workers=crew,
             widenings=widenings,
             observer=None if quiet else show_trial,
+            notes=None if quiet else show_note,
             over=over,
         )
     path = tuning.write_result(tuned, out)

@@ -34,9 +34,10 @@ from coterie.results.tables import SAME, SAME_OF_ROW, STAR
 from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
-from coterie.studies.run import Study
+from coterie.studies.run import FoundRuns, Study
 
-Observer = Callable[[Step | Note], None]
+RunObserver = Callable[[Step | Note], None]
+Observer = Callable[[Step | Note | FoundRuns], None]
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 
@@ -74,16 +75,19 @@ def show_progress(
         yield lambda step: None
     elif is_live_terminal(console):
         with _show_bars(studies, console) as observer:
-            yield _announce_engine(console, observer)
+            yield _announce_start(console, observer)
     else:
-        yield _announce_engine(console, _make_line_observer(console))
+        yield _announce_start(console, _make_line_observer(console))
 
 
-def _announce_engine(console: Console, observer: Observer) -> Observer:
-    """Print which engine trains, once for each engine, before the rounds."""
+def _announce_start(console: Console, observer: RunObserver) -> Observer:
+    """Print what is there, and which engine trains, once for each engine, before the rounds."""
     announced: set[str] = set()
 
-    def observe(step: Step | Note) -> None:
+    def observe(step: Step | Note | FoundRuns) -> None:
+        if isinstance(step, FoundRuns):
+            console.print(str(step), highlight=False, markup=False, soft_wrap=True)
+            return
         # A study can use several engines: its methods differ in their models.
         if isinstance(step, Step) and step.engine and step.engine not in announced:
             announced.add(step.engine)
@@ -94,7 +98,7 @@ def _announce_engine(console: Console, observer: Observer) -> Observer:
 
 
 @contextmanager
-def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer]:
+def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[RunObserver]:
     columns = (
         TextColumn("{task.description:<14.14}"),
         BarColumn(bar_width=24),
@@ -137,7 +141,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Obs
         yield observe
 
 
-def _make_line_observer(console: Console, every: float = SECONDS) -> Observer:
+def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver:
     """Print a line for each finished run, and otherwise one every few seconds."""
     # A clock that is never set back.
     started = shown = time.monotonic()

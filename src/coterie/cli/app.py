@@ -12,8 +12,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,6 +24,7 @@ from rich.table import Table
 from coterie import __version__
 from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import add_commands
+from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, describe_unknown
 
 app = typer.Typer(
@@ -129,7 +129,7 @@ def run_study(
         bool, typer.Option("--overwrite", help="Delete the study's folder first.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep finished runs, continue the others.")
+        bool, typer.Option("--resume", help="Continue what is there; this is the default.")
     ] = False,
     on: On = "local",
     cpus: Cpus = 1,
@@ -139,6 +139,8 @@ def run_study(
     json_: AsJson = False,
 ) -> None:
     """Run every method of a study with every seed; write a table, summary and report.
+
+    Runs that are there stay, and the same command goes on after a stop.
 
     [bold]Examples[/bold]
 
@@ -165,15 +167,7 @@ def run_study(
     chosen = config.load_study(study, changes)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
     _run_and_show(
-        chosen,
-        out,
-        data_dir,
-        workers,
-        where,
-        overwrite=overwrite,
-        resume=resume,
-        quiet=quiet,
-        as_json=json_,
+        chosen, out, data_dir, workers, where, overwrite=overwrite, quiet=quiet, as_json=json_
     )
 
 
@@ -201,17 +195,7 @@ def resume_study(
 
     study, out = load_stored_study(folder, to_run=True)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
-    _run_and_show(
-        study,
-        out,
-        data_dir,
-        workers,
-        where,
-        overwrite=False,
-        resume=True,
-        quiet=quiet,
-        as_json=json_,
-    )
+    _run_and_show(study, out, data_dir, workers, where, overwrite=False, quiet=quiet, as_json=json_)
 
 
 @app.command("methods")
@@ -374,7 +358,6 @@ def _run_and_show(
     where: _cluster.RunLocation,
     *,
     overwrite: bool,
-    resume: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -393,7 +376,7 @@ def _run_and_show(
     ]
     with (
         # First, so that it sees an interruption in the other two as well.
-        _explain_interruption(out / study.name, shlex.join([*again, *where.option_words])),
+        explain_interruption(out / study.name, shlex.join([*again, *where.option_words])),
         where.open_executor(study.settings.device, workers) as (over, crew),
         _display.show_progress(expand_sweep(study), console, quiet) as observer,
     ):
@@ -402,7 +385,6 @@ def _run_and_show(
             out=out,
             data_dir=data_dir,
             workers=crew,
-            resume=resume,
             overwrite=overwrite,
             observer=observer,
             notes=observer,
@@ -437,42 +419,6 @@ def _print_studies(studies: Sequence[Any], as_json: bool) -> None:
         _display.print_round_results(study, console)
 
 
-@contextmanager
-def _explain_interruption(folder: Path, command: str) -> Iterator[None]:
-    """Print the command that continues a study if the block is interrupted, or the disk is full."""
-    from coterie.studies.run import CONFIG
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        # Without the study's file there is nothing to continue.
-        there = (folder / CONFIG).exists()
-        text = (
-            f"stopped; continue with: {command}" if there else "stopped before anything was written"
-        )
-        typer.echo(f"\n{text}", err=True)
-        raise
-    except Exception as error:
-        full = DiskFull.matches(error)
-        # Other errors are not about writing; the library's own have a message of their own.
-        if not full and (not isinstance(error, OSError) or isinstance(error, CoterieError)):
-            raise
-        # A lack of memory can be an OSError too; then no file is at fault.
-        if not (folder / CONFIG).exists() or OutOfMemory.matches(error):
-            raise
-        kind = DiskFull if full else ConfigError
-        raise kind(
-            f"cannot write: {_describe_os_error(error)}; when that is fixed, continue with: "
-            f"{command}"
-        ) from error
-
-
-def _describe_os_error(error: Exception) -> str:
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    return error.strerror + (f": {error.filename}" if error.filename else "")
-
-
 def _exit_with_error(error: Exception) -> NoReturn:
     """Exit with one line and the status of an error; raise an unexpected error again."""
     status, text = 2, str(error)
@@ -481,7 +427,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
         text = (
             text
             if isinstance(error, DiskFull)
-            else f"cannot write: {_describe_os_error(error)}; when there is room, start again"
+            else f"cannot write: {describe_os_error(error)}; when there is room, start again"
         )
     # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
@@ -492,7 +438,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
             "smaller model"
         )
     elif isinstance(error, OSError):
-        text = _describe_os_error(error)
+        text = describe_os_error(error)
     else:
         raise error
     try:

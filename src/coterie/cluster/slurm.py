@@ -85,11 +85,6 @@ class SlurmRuns(FanOut):
             WorkerDied: when a job ended without a result: killed, out of time, or by an error in
                 its log.
         """
-        if not hasattr(work, "job_folder"):
-            raise ConfigError(
-                f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on "
-                "Ray"
-            )
         # All jobs at once: they become one array of Slurm.
         asked, failed = list(jobs), list[BaseException]()
         # A random number identifies this submission. Jobs of an earlier one see another, and do

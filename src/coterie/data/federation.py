@@ -330,6 +330,13 @@ class Federation(Described):
         digest.update(json.dumps([*more, self.population]).encode())
         return digest.hexdigest()
 
+    def compute_digest(self) -> str:
+        """Hash the data (`compute_fingerprint`), and all names that results have."""
+        columns = [list(astuple(column)) for column in self.table]
+        names = [self.client_names, self.class_names, self.feature_names, columns]
+        text = json.dumps([self.compute_fingerprint(), names], default=str)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     def validate(self) -> "Federation":
         """Check shapes, ranges and values.
 

@@ -243,6 +243,11 @@ def load_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Unread
             )
         for folder in folders:
             run = load_run(folder)
+            if isinstance(run, StoredRun) and run.config.get("trials_of"):
+                raise DataError(
+                    f"{folder} is a trial of tuning {run.config['trials_of']}, which has no test "
+                    "data; `coterie tune` writes the chosen study and all trials as JSON"
+                )
             (runs if isinstance(run, StoredRun) else problems).append(run)
     return _join_node_runs(runs), problems
 

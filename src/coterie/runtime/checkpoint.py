@@ -347,13 +347,17 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
             "coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"
         ),
         **origin.describe_code(),
+        "code": origin.compute_code_digest(),
         "command": origin.format_command(),
         "hardware": origin.describe_hardware(),
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined_reasons,
         **_select_given(
-            skipped=loop.skipped_rounds, metrics=own, client_names=loop.record.client_names
+            skipped=loop.skipped_rounds,
+            metrics=own,
+            client_names=loop.record.client_names,
+            data=loop.record.data,
         ),
     }
 

@@ -75,6 +75,7 @@ class Record:
         ids: the id in the tables of each client of the run, where the run numbers them otherwise.
         hidden: which members of the population have no metrics: attackers.
         similarities: whether edges have SIMILARITY_COLUMNS.
+        data: a digest of all data of the run; "" where nobody needs it.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Record:
         ids: Int[Tensor, " clients"] | None = None,
         hidden: Bool[Tensor, " population"] | None = None,
         similarities: bool = False,
+        data: str = "",
     ) -> None:
+        self.data = data
         self.hidden, self.similarities = hidden, similarities
         self.clusters = clusters.numpy()
         self.ids = None if ids is None else ids.numpy()

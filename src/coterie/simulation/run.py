@@ -277,6 +277,8 @@ def simulate(
             if folder is not None and resume and settings.engine == "auto"
             else {}
         )
+        # Of the data as they were given, before anything is changed in them.
+        data = "" if folder is None else federation.compute_digest()
         # Newcomers first: the rest of the run is that of a federation without them.
         parts = separate_newcomers(federation, settings, method, seed)
         attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
@@ -290,7 +292,9 @@ def simulate(
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
-            loop = _make_loop(task, federation, method, settings, seed, exchange, parts, attacked)
+            loop = _make_loop(
+                task, federation, method, settings, seed, exchange, parts, attacked, data
+            )
         else:
             check_driver_memory(task, taking, method, settings)
             # The engine and the block of the whole population: a block of clients must not choose
@@ -298,7 +302,7 @@ def simulate(
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = RunPlan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.make_attacker_mask(attacked, task.population)
-            loop = host(plan, task, _make_record(federation, settings, parts, hidden))
+            loop = host(plan, task, _make_record(federation, settings, parts, hidden, data))
         identity = checkpoint.compute_identity(
             method, settings, seed, taking, task, custom_model_name(model)
         )
@@ -408,20 +412,24 @@ def _make_loop(
     exchange: Exchange | None,
     parts: NewcomerSplit | None,
     attacked: attackers.AttackGroups,
+    data: str = "",
 ) -> Loop:
     door = attackers.wrap_exchange(
         exchange or InMemory(task.ids, task.population), attacked, task, seed
     )
-    record = _make_record(
-        federation, settings, parts, attackers.make_attacker_mask(attacked, task.population)
-    )
+    hidden = attackers.make_attacker_mask(attacked, task.population)
+    record = _make_record(federation, settings, parts, hidden, data)
     loop = select_loop(settings)
     extensions = attackers.make_all_extensions(method, settings, attacked, task.population)
     return loop(task, method, door, settings, Rng(seed), record, extensions)
 
 
 def _make_record(
-    federation: Federation, settings: Settings, parts: NewcomerSplit | None, hidden: Tensor | None
+    federation: Federation,
+    settings: Settings,
+    parts: NewcomerSplit | None,
+    hidden: Tensor | None,
+    data: str = "",
 ) -> Record:
     truth = (
         federation.truth.cluster
@@ -429,7 +437,7 @@ def _make_record(
         else torch.full((federation.population,), -1)
     )
     ids = None if parts is None else parts.ids
-    return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities)
+    return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities, data)
 
 
 def _check_types(federation: object, method: object, model: object, settings: object) -> None:

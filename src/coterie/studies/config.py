@@ -209,7 +209,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     content = make_study_table(study)
     # Words and grids belong to the study, not to a run; speed changes no result.
     words, speed = (
-        ("name", "description", "paper", "sweep", "tune"),
+        ("name", "description", "paper", "sweep", "tune", "trials_of"),
         ("engine", "block", "cuda_graphs"),
     )
     for key in (*words, *speed, "checkpoint_seconds"):

@@ -154,6 +154,7 @@ class StudyConfig(Configurable):
         scale: factor on every number of rounds, for a quick test; 1 for the full study.
         sweep: settings to vary: a list of values for each dotted path.
         tune: the default grid of `coterie tune`, in the same form.
+        trials_of: the study whose tuning wrote this one: its runs are trials, without test data.
     """
 
     name: str
@@ -167,6 +168,7 @@ class StudyConfig(Configurable):
     scale: Annotated[float, Gt(0), Le(1000)] = 1.0
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    trials_of: str = ""
 
     def check(self) -> None:
         """Names can be folders; methods and seeds are there, each once."""

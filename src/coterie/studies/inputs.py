@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coterie.data.build import build_federation
-from coterie.data.federation import Federation
+from coterie.data.federation import Federation, TestSet
 from coterie.errors import ConfigError
 from coterie.models.layout import ModelSource
 from coterie.studies.definition import OWN, StudyConfig
@@ -73,6 +75,41 @@ class StudyInputs:
             )
         return self.study.model.named_model
 
+    def without_tests(self) -> "TrialData":
+        """Return the data of each seed without their test sets, for trials of tuning."""
+        return TrialData(self)
+
     def without_data(self) -> "StudyInputs":
         """Return the inputs for a worker on another machine: each of its jobs carries its data."""
         return replace(self, federation=None, data_dir=None)
+
+
+@dataclass(frozen=True)
+class TrialData:
+    """The federation of a seed without its test sets: no choice can have seen them.
+
+    Args:
+        inputs: of the study that is tuned.
+    """
+
+    inputs: StudyInputs
+
+    def __call__(self, seed: int) -> Federation:
+        """Return a federation whose test sets hold one sample of zeros each.
+
+        Raises:
+            ConfigError: when a client has no validation data to choose by.
+        """
+        federation = self.inputs.make_federation(seed)
+        without = (federation.count_samples("validation") == 0).nonzero().flatten().tolist()
+        if without:
+            raise ConfigError(
+                "tuning needs validation data of every client, and "
+                f"{federation.client_name(without[0])} has none; give "
+                "data.validation, or validation= where the federation is made"
+            )
+        x, y = federation.x[0, :1], federation.y[0, :1]
+        tests = []
+        for test in federation.tests:
+            tests.append(TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name))
+        return replace(federation, tests=tuple(tests))

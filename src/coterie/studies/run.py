@@ -14,7 +14,8 @@ several processes can share a study. Each folder has a manifest with the digests
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,9 +56,9 @@ from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.definition import LABEL, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
-from coterie.studies.inputs import FederationSource, StudyInputs
+from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
+from coterie.studies.store import CONFIG, RunStore, take_run
 
-CONFIG = "config.toml"
 FAILURE_FILE = ".failure.txt"
 # PyTorch sends tensors to worker processes through files in this folder.
 SHARED_MEMORY = Path("/dev/shm")
@@ -72,6 +73,25 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """What of a study was there before its first run began.
+
+    Args:
+        total: runs of the study.
+        finished: runs that are finished, the taken ones included.
+        taken: for each study that has equal runs, how many were taken from it.
+    """
+
+    total: int
+    finished: int
+    taken: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        taken = ", ".join(f"{number} taken from {study}" for study, number in self.taken.items())
+        return f"{self.finished} of {self.total} runs are there" + f" ({taken})" * bool(taken)
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,15 +235,19 @@ def run_study(
     out: str | Path = "runs",
     data_dir: str | Path | None = None,
     workers: int = 1,
-    resume: bool = False,
+    resume: bool = True,
     overwrite: bool = False,
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
-    notes: Callable[[Note], None] | None = None,
+    notes: Callable[[Note | FoundRuns], None] | None = None,
+    finished: Callable[[Job], None] | None = None,
     over: FanOut | None = None,
 ) -> Study:
-    """Run every method of a study with every seed.
+    """Run every method of a study with every seed, as far as these runs are not there yet.
+
+    A study that was stopped goes on with the same call. A run that another study below `out` has,
+    with the same settings, data and code, is taken from there; see `studies.store`.
 
     Args:
         study: a study, the path of a study file, or the name of a built-in one.
@@ -231,42 +255,57 @@ def run_study(
         data_dir: where datasets lie on disk; COTERIE_DATA when None.
         workers: processes to share the runs among; the results do not depend on it. From 2 on, a
             script needs the usual `if __name__ == "__main__":`.
-        resume: continue a stored study: finished runs stay, unfinished ones continue.
-        overwrite: delete the study's folder first.
+        resume: continue a stored study: finished runs stay, unfinished ones continue; if False,
+            the study's folder must not exist.
+        overwrite: delete the study's folder first, and run every run.
         federation: your own data instead of the study's [data], or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
-        notes: is called when a run begins something that takes seconds, before its first round.
+        notes: is called when a run begins something that takes seconds, before its first round,
+            and at first with the runs that are there.
+        finished: is called with each run of this call as it ends.
         over: runs the jobs instead of processes of this machine, such as
             `coterie.cluster.runs.open_ray_runs` gives; `workers` is then the largest number of runs
             at the same time.
 
     Raises:
-        RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is
-            set.
+        RunExistsError: when the study's folder is there and `resume` is False, or it is no study.
         CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
     """
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
     require(workers >= 1, "workers", workers, "at least 1")
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
+    if study.trials_of and not isinstance(federation, TrialData):
+        raise ConfigError(
+            f"{study.name} holds trials of tuning {study.trials_of}; go on with the same "
+            "`coterie tune` command"
+        )
     folder = Path(out) / study.name
     plan = _StudyWork(study, folder, StudyInputs(study, data_dir, federation, model))
+    resume = resume and not overwrite
     # All checks come before anything is written or deleted.
     _check_folder(study, folder, resume, overwrite)
     first = plan.inputs.make_federation(study.seeds[0])
     if resume:
         _check_data(study, folder, first)
     plan.check_methods(first)
-    _prepare_folder(study, folder, first, resume=resume, overwrite=overwrite and not resume)
+    _prepare_folder(study, folder, first, resume=resume, overwrite=overwrite)
 
     def notify_observers(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
-        if notes is not None and isinstance(message, Note):
+        if notes is not None and isinstance(message, Note | FoundRuns):
             notes(message)
 
-    left = [job for job in list_jobs(study) if not _is_complete(run_folder(folder, job))]
+    jobs = list_jobs(study)
+    left = [job for job in jobs if not _is_complete(run_folder(folder, job))]
+    # `overwrite` asks for runs, not for results.
+    taken = {} if overwrite else _take_equal_runs(plan, left, RunStore(Path(out)))
+    left = [job for job in left if job not in taken]
+    if len(left) < len(jobs):
+        sources = Counter(str(source.parent.parent) for source in taken.values())
+        notify_observers(FoundRuns(len(jobs), len(jobs) - len(left), sources))
     # Repeated, since a run that another process began and left is taken over here.
     while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
@@ -276,21 +315,43 @@ def run_study(
             for job in waiting
             if _is_open(run_folder(folder, job))
         )
-        mine = {
-            one.job for one, did in (over or fan_out)(plan, given, crew, notify_observers) if did
-        }
+        mine = set()
+        for one, did in (over or fan_out)(plan, given, crew, notify_observers):
+            if did:
+                mine.add(one.job)
+                if finished is not None:
+                    finished(one.job)
         left = [
             job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
         ]
     # The summary lacks what other processes still compute, so these runs are named.
-    elsewhere = {
-        job: who for job in list_jobs(study) if (who := find_owner(run_folder(folder, job)))
-    }
+    elsewhere = {job: who for job in jobs if (who := find_owner(run_folder(folder, job)))}
+    if study.trials_of:  # there are no test results to reduce
+        return Study(folder, study, {"seeds": [], "rows": [], "timing": []}, {}, False, elsewhere)
     done = _summarize_runs(study, folder)
     summary.write_study_files(
         folder, {summary.SUMMARY: json.dumps(done.summary, indent=1, ensure_ascii=False)}
     )
     return replace(done, elsewhere=elsewhere)
+
+
+def _take_equal_runs(plan: _StudyWork, jobs: Sequence[Job], store: RunStore) -> dict[Job, Path]:
+    """Take the runs that other studies have, and return where each came from."""
+    taken: dict[Job, Path] = {}
+    for job in jobs:
+        folder = run_folder(plan.folder, job)
+        # A run that has begun goes on from its checkpoint.
+        if checkpoint.has_run(folder):
+            continue
+        run = plan.config.select_run(job.label, job.seed)
+        found = store.find_equal_run(
+            run, folder, lambda seed=job.seed: plan.inputs.make_federation(seed).compute_digest()
+        )
+        if found is not None:
+            with suppress(FolderInUse):
+                take_run(found, folder, run)
+                taken[job] = found
+    return taken
 
 
 def _is_complete(folder: Path) -> bool:
@@ -360,7 +421,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
             f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made"
         )
     if (path / manifest.FILE).exists() and (fault := manifest.describe_fault(path, CONFIG)):
-        raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
+        raise ConfigError(f"{path}: {fault}; `coterie run STUDY` writes it again")
     study = config.parse_study_text(
         (path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run
     )
@@ -442,6 +503,13 @@ def find_studies(out: str | Path) -> list[Path]:
 
 def list_standings(folder: Path) -> list[RunStatus]:
     """Return how each run of the study in a folder stands; every file of them is read."""
+    study, out = load_stored_study(folder)
+    if study.trials_of:  # they have no results to read
+        stands = []
+        for job in list_jobs(study):
+            done = _is_complete(run_folder(out / study.name, job))
+            stands.append(RunStatus(job.label, job.seed, "finished" if done else "unfinished"))
+        return stands
     runs, problems = stored_runs.load_runs([folder]) if stored_runs.has_runs(folder) else ([], [])
     return selection.list_run_statuses(runs, problems, folder)
 
@@ -504,8 +572,8 @@ def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: boo
         _check_same_settings(study, folder)
     elif not overwrite:
         raise RunExistsError(
-            f"{folder} exists; go on with it with --resume, start again with --overwrite, or "
-            "choose another --out"
+            f"{folder} exists; expected a new folder: start again with overwrite, or choose another "
+            "--out"
         )
 
 

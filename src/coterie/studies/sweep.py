@@ -28,10 +28,23 @@ from coterie.studies import config
 from coterie.studies.config import parse_path, set_path
 from coterie.studies.definition import StudyConfig, match_methods
 from coterie.studies.inputs import FederationSource
-from coterie.studies.run import CONFIG, Study, load_stored_study, load_study_results, run_study
+from coterie.studies.run import (
+    CONFIG,
+    FoundRuns,
+    Study,
+    load_stored_study,
+    load_study_results,
+    run_study,
+)
 
 _FEDERATED = ("data", "model")
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]+")
+
+
+def format_setting(name: str, value: Any) -> str:
+    """Return a setting and its value as part of a folder's name, such as "tau=30"."""
+    text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
+    return f"{name}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,7 @@ class _SweepAxis:
 
     def format_tag(self, value: Any) -> str:
         """Return a value as part of a folder's name."""
-        text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
-        return f"{self.path[-1]}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
+        return format_setting(self.path[-1], value)
 
 
 def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
@@ -96,12 +108,12 @@ def run_sweep(
     out: str | Path = "runs",
     data_dir: str | Path | None = None,
     workers: int = 1,
-    resume: bool = False,
+    resume: bool = True,
     overwrite: bool = False,
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
-    notes: Callable[[Note], None] | None = None,
+    notes: Callable[[Note | FoundRuns], None] | None = None,
     over: FanOut | None = None,
 ) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.
@@ -112,8 +124,8 @@ def run_sweep(
         One study, or one for each choice of the settings of data and model.
 
     Raises:
-        RunExistsError: when the sweep's folder is there and neither `resume` nor `overwrite` is
-            set.
+        RunExistsError: when the sweep's folder is there and `resume` is False, or it varies other
+            settings.
     """
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
     studies = expand_sweep(study)
@@ -128,16 +140,30 @@ def run_sweep(
     if [one.name for one in studies] == [study.name]:
         return (run_point(studies[0]),)
     folder = Path(out) / study.name
-    if (folder / CONFIG).exists() and not (resume or overwrite):
-        raise RunExistsError(
-            f"{folder} exists; go on with it with --resume, start again with --overwrite"
-        )
-    done = []
-    for one in studies:
-        done.append(run_point(one))
-        write_study_files(folder, {CONFIG: config.format_study(study, decided=False)})
+    _check_sweep_folder(study, folder, resume=resume, overwrite=overwrite)
+    # First: a sweep that is stopped in its first point can be resumed by its folder, too.
+    folder.mkdir(parents=True, exist_ok=True)
+    write_study_files(folder, {CONFIG: config.format_study(study, decided=False)})
+    done = [run_point(one) for one in studies]
     write_study_files(folder, {SUMMARY: json.dumps(join_summaries(done), indent=1) + "\n"})
     return tuple(done)
+
+
+def _check_sweep_folder(study: StudyConfig, folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to write a sweep over one that varies other settings, or over a study."""
+    if overwrite or not (folder / CONFIG).exists():
+        return
+    if not resume:
+        raise RunExistsError(f"{folder} exists; expected a new folder, or overwrite")
+    found = load_stored_study(folder)[0]
+    for path in sorted({*study.sweep, *found.sweep}):
+        there, here = found.sweep.get(path), study.sweep.get(path)
+        # More values of a setting continue the sweep.
+        if there is None or here is None or any(value not in here for value in there):
+            raise RunExistsError(
+                f"{folder} is a sweep with other values of {path} ({there} there, {here} here); "
+                "--overwrite starts again, --out keeps both"
+            )
 
 
 def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:

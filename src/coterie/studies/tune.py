@@ -4,32 +4,37 @@ The test sets are taken out of the federation before anything runs: no choice he
 them.
 """
 
+import copy
+import hashlib
 import itertools
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from coterie._util.files import write_atomically
-from coterie.data.federation import Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import REGISTRY
 from coterie.models.layout import ModelSource
+from coterie.results import stored_runs
 from coterie.runtime.settings import Settings
-from coterie.simulation.run import simulate
-from coterie.simulation.workers import FanOut, fan_out
+from coterie.simulation.run import Note
+from coterie.simulation.workers import FanOut
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import match_methods
+from coterie.studies.definition import is_label, match_methods
 from coterie.studies.inputs import FederationSource, StudyInputs
+from coterie.studies.run import FoundRuns, Job, list_jobs, run_folder, run_study
+from coterie.studies.sweep import format_setting
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
@@ -123,12 +128,14 @@ def tune_study(
     grid: Mapping[str, Sequence[Any]],
     *,
     seeds: Sequence[int] | None = None,
+    out: str | Path | None = None,
     data_dir: str | Path | None = None,
     workers: int = 1,
     widenings: int = 3,
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
+    notes: Callable[[Note | FoundRuns], None] | None = None,
     over: FanOut | None = None,
 ) -> TuningResult:
     """Choose settings of every method by the clients' own validation data.
@@ -137,6 +144,9 @@ def tune_study(
     the best value of a numeric axis is the smallest or the largest that was tried, the axis is
     continued by its own ratio (or step).
 
+    Trials are the runs of a study of their own, `<out>/<study>-trials`: each is stored as it ends,
+    and the same call goes on after a stop.
+
     Args:
         study: what to tune. It keeps its own seeds, over which results are reported.
         grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau"); under
@@ -144,16 +154,20 @@ def tune_study(
         seeds: seeds of the trials; those of the grid when None, and those of the study where it has
             none. Other seeds than the study's separate the choice from the data that results are
             reported on.
+        out: the folder that holds the trials; they are deleted at the end when None.
         data_dir: where datasets lie on disk.
         workers: processes.
         widenings: how often a grid is continued at most.
         federation: your own data instead of the study's, or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
-        observer: is called with each trial.
+        observer: is called with each trial as it ends, and with stored ones.
+        notes: is called when a trial begins something that takes seconds, and with the trials that
+            are there.
         over: runs the trials instead of processes of this machine; see `run_study`.
 
     Raises:
         ConfigError: when a setting fits no method, or the clients have no validation data.
+        CheckpointError: when trials in `out` had other settings or data.
     """
     grid = dict(grid)
     own = grid.pop("seeds", study.seeds)
@@ -165,35 +179,99 @@ def tune_study(
                 f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
             )
     inputs = StudyInputs(study, data_dir, federation, model)
-    far = over is not None and over.far
-    # Without grids: a trial is a single run.
-    work = _TuningWork(replace(study, sweep={}, tune={}), inputs.without_data() if far else inputs)
-    trials: list[Trial] = []
+    trials: dict[tuple[str, Point, int], Trial] = {}
     choices: list[Choice] = []
-    for _ in range(widenings + 1):
-        done = {(trial.label, trial.point) for trial in trials}
-        # Seed by seed, because the inputs keep the data of one seed.
-        jobs = (
-            _TrialJob(label, point, seed, inputs.make_federation(seed) if far else None)
-            for seed in tried
-            for label, axes in grids.items()
-            for point in _list_points(axes)
-            if (label, point) not in done
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory()) if out is None else out)
+        for _ in range(widenings + 1):
+            planned = _plan_trials(study, grids, tried)
+
+            def add_trial(job: Job, planned: _TrialPlan = planned) -> None:
+                trial = planned.load_trial(home, job)
+                key = trial.label, trial.point, trial.seed
+                if observer is not None and key not in trials:
+                    observer(trial)
+                trials[key] = trial
+
+            run_study(
+                planned.study, out=home, workers=workers, federation=inputs.without_tests(),
+                model=inputs.model_source, notes=notes, finished=add_trial, over=over,
+            )  # fmt: skip
+            # The trials of earlier calls, too.
+            for job in list_jobs(planned.study):
+                add_trial(job)
+            choices = []
+            for label, axes in grids.items():
+                own_trials = [trial for trial in trials.values() if trial.label == label]
+                choices.append(_choose_best(label, own_trials, axes))
+            wider = {one.label: _widen_grid(grids[one.label], one) for one in choices}
+            # No axis was extended, so another pass would try nothing new.
+            if wider == grids:
+                break
+            grids = wider
+    return TuningResult(_apply_choices(study, choices), choices, tuple(trials.values()))
+
+
+@dataclass(frozen=True)
+class _TrialPlan:
+    """The study whose runs are the trials of a grid.
+
+    Args:
+        study: a method for each choice of each tuned method.
+        points: the tuned method and the choice behind each label of it.
+    """
+
+    study: StudyConfig
+    points: Mapping[str, tuple[str, Point]]
+
+    def load_trial(self, out: Path, job: Job) -> Trial:
+        """Return the result of a finished run."""
+        label, point = self.points[job.label]
+        folder = run_folder(out / self.study.name, job)
+        run = stored_runs.load_run(folder)
+        if isinstance(run, stored_runs.UnreadableRun):
+            raise ConfigError(f"{folder}: {run.reason}; the same command runs it again")
+        evaluate = self.study.find_method(job.label).settings.evaluate
+        metric, values = _find_validation_values(
+            run.metrics, "best" if evaluate == "best_val" else "current"
         )
-        for _, trial in (over or fan_out)(work, jobs, workers, lambda _: None):
-            trials.append(trial)
-            if observer is not None:
-                observer(trial)
-        choices = [
-            _choose_best(label, [t for t in trials if t.label == label], axes)
-            for label, axes in grids.items()
-        ]
-        wider = {one.label: _widen_grid(grids[one.label], one) for one in choices}
-        # No axis was extended, so another pass would try nothing new.
-        if wider == grids:
-            break
-        grids = wider
-    return TuningResult(_apply_choices(study, choices), choices, trials)
+        # A client that diverged makes the mean NaN: it must not be hidden.
+        return Trial(label, point, job.seed, metric, float(values.mean(skipna=False)))
+
+
+def _plan_trials(
+    study: StudyConfig, grids: Mapping[str, Mapping[str, Sequence[Any]]], seeds: Sequence[int]
+) -> _TrialPlan:
+    """Return the study of all trials of a grid."""
+    # Undecided: a preset of a method sets its values again after a choice.
+    content = config.make_study_table(study, decided=False)
+    for key in ("sweep", "tune", "paper", "description"):
+        content.pop(key, None)
+    entries = {entry["label"]: entry for entry in content["methods"]}
+    points: dict[str, tuple[str, Point]] = {}
+    methods = []
+    for label, axes in grids.items():
+        for point in _list_points(axes):
+            # There are no test samples to evaluate on.
+            entry = copy.deepcopy(entries[label]) | {"eval_every": 0}
+            entry.pop("paper", None)
+            for key, value in point:
+                config.set_path(entry, [key], value)
+            entry["label"] = _name_trial(label, point, points)
+            points[entry["label"]] = (label, point)
+            methods.append(entry)
+    named = {"name": f"{study.name}-trials", "trials_of": study.name, "seeds": list(seeds)}
+    return _TrialPlan(config.parse_study({**content, **named, "methods": methods}), points)
+
+
+def _name_trial(label: str, point: Point, others: Container[str]) -> str:
+    """Return the label of a trial, such as "DAC tau=30", which also names its folder."""
+    name = " ".join([label, *(format_setting(key, value) for key, value in point)])
+    if is_label(name) and name not in others:
+        return name
+    # Too long, or two values are equal as names: a digest keeps them apart.
+    digest = hashlib.blake2b(repr(point).encode(), digest_size=8).hexdigest()
+    return f"{label[:60].rstrip(' .')} {digest}"
 
 
 def write_result(tuned: TuningResult, folder: str | Path) -> Path:
@@ -219,64 +297,6 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
     ]  # fmt: skip
     write_atomically(path.with_suffix(".json"), (json.dumps(trials, indent=1) + "\n").encode())
     return path
-
-
-def remove_test_sets(federation: Federation) -> Federation:
-    """Return a federation whose test sets hold one sample of zeros each."""
-    x, y = federation.x[0, :1], federation.y[0, :1]
-    empty = tuple(
-        TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name) for test in federation.tests
-    )
-    return replace(federation, tests=empty)
-
-
-@dataclass(frozen=True)
-class _TrialJob:
-    """A trial to run, with its data where the worker cannot have them."""
-
-    label: str
-    point: Point
-    seed: int
-    federation: Federation | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(
-            [self.label, f"seed {self.seed}", *(f"{key} = {value}" for key, value in self.point)]
-        )
-
-
-@dataclass(frozen=True)
-class _TuningWork:
-    """What a worker needs to do any trial; a call does one."""
-
-    study: StudyConfig
-    inputs: StudyInputs
-
-    def __call__(self, job: _TrialJob, emit: Callable[[object], None]) -> Trial:
-        label, point, seed = job.label, job.point, job.seed
-        federation = job.federation or self.inputs.make_federation(seed)
-        without = (federation.count_samples("validation") == 0).nonzero().flatten().tolist()
-        if without:
-            raise ConfigError(
-                "tuning needs validation data of every client, and "
-                f"{federation.client_name(without[0])} has none; give "
-                "data.validation, or validation= where the federation is made"
-            )
-        entry = _apply_point(self.study, label, point).scale_method(label)
-        # There are no test samples to evaluate on.
-        settings = replace(entry.settings, eval_every=0)
-        run = simulate(
-            remove_test_sets(federation),
-            entry.method,
-            model=self.inputs.model_source,
-            settings=settings,
-            seed=seed,
-        )
-        metric, values = _find_validation_values(
-            run.metrics, "best" if settings.evaluate == "best_val" else "current"
-        )
-        # A client that diverged makes the mean NaN: it must not be hidden.
-        return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
 
 def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:

@@ -138,12 +138,14 @@ def test_a_scaled_study_says_so(coterie):
     assert "Rounds were scaled by 0.5" in out
 
 
-def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp_path):
+def test_a_stored_study_goes_on_is_refused_with_other_settings_and_overwritten(coterie, tmp_path):
     assert run(coterie)[0] == 0
     status, out, err = run(coterie, "--set", "rounds=1")
     assert (status, out) == (2, "")
-    assert err.startswith("coterie: runs/tiny exists; go on with it with --resume")
-    assert run(coterie, "--resume")[0] == 0
+    assert "was run with other settings (rounds is" in err
+    assert "--overwrite starts again, --out keeps both" in err
+    for again in ((), ("--resume",)):
+        assert run(coterie, *again)[0] == 0
     assert run(coterie, "--overwrite", "--set", "rounds=1")[0] == 0
     assert config.load_study(tmp_path / "runs/tiny/config.toml").settings.rounds == 1
 
@@ -423,7 +425,7 @@ def test_list_names_a_damaged_study_beside_the_others(coterie, lacking):
     status, out, _ = coterie("list")
     assert status == 0
     assert (
-        "runs/tiny: config.toml is damaged: it is not what B2SUMS lists; `coterie run STUDY --resume`"
+        "runs/tiny: config.toml is damaged: it is not what B2SUMS lists; `coterie run STUDY` writes it again"
         in out
     )
     for command in ("show", "compare", "report"):

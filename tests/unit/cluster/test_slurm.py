@@ -232,11 +232,9 @@ def test_a_job_that_is_no_longer_asked_for_does_nothing(tmp_path):
     )
 
 
-def test_only_studies_run_on_slurm_and_gpus_are_whole():
+def test_gpus_are_whole():
     with pytest.raises(ConfigError, match=r"--gpus is 0.5; expected a whole number"):
         SlurmRuns(Place("slurm", "gpu"), gpus=0.5)
-    with pytest.raises(ConfigError, match=r"--on slurm:cpu: Slurm does the runs of a study; tune"):
-        list(SlurmRuns(Place("slurm", "cpu"))(print, [1], 1, print))
 
 
 def test_where_there_is_no_slurm_one_line_says_so(tmp_path, monkeypatch):

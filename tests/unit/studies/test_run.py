@@ -191,11 +191,26 @@ def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(
     assert [job.federation is not None for job in sent] == [given] * 4
 
 
-def test_an_existing_study_is_refused_and_stays_as_it_is(finished):
+def test_a_study_with_other_settings_is_refused_and_stays_as_it_is(finished):
     before = contents(finished.folder)
-    with pytest.raises(RunExistsError, match=r"--resume.*--overwrite"):
+    with pytest.raises(CheckpointError, match=r"rounds is 3 there and 1 here.*--overwrite"):
         run_study(small("rounds=1"), out=finished.folder.parent, federation=tiny_federation())
     assert contents(finished.folder) == before
+    with pytest.raises(RunExistsError, match="expected a new folder"):
+        run_study(small(), out=finished.folder.parent, resume=False, federation=tiny_federation())
+    assert contents(finished.folder) == before
+
+
+def test_the_same_call_on_a_finished_study_runs_nothing(finished):
+    before, steps, notes = contents(finished.folder), [], []
+    again = run_study(
+        small(), out=finished.folder.parent, federation=lambda seed: tiny_federation(seed=seed),
+        observer=steps.append, notes=notes.append,
+    )  # fmt: skip
+    assert [str(note) for note in notes] == ["4 of 4 runs are there"]
+    assert steps == []
+    assert contents(finished.folder) == before
+    assert again.summary == finished.summary
 
 
 def test_a_folder_that_is_no_study_is_never_touched(tmp_path):
@@ -402,7 +417,9 @@ def test_a_damaged_study_file_is_named_and_written_again(finished, tmp_path):
     path = tmp_path / "tiny" / "config.toml"
     whole = path.read_text()
     path.write_text(whole.replace("rounds = 3", "rounds = 2"))
-    with pytest.raises(ConfigError, match=r"config\.toml is damaged.*--resume` writes it again"):
+    with pytest.raises(
+        ConfigError, match=r"config\.toml is damaged.*`coterie run STUDY` writes it again"
+    ):
         resume_study(tmp_path / "tiny", federation=lambda seed: tiny_federation(seed=seed))
     run_study(
         small(), out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True

@@ -10,7 +10,7 @@ from coterie.errors import ConfigError, RunExistsError
 from coterie.methods import METHODS
 from coterie.methods.registry import find_published, with_published_options
 from coterie.studies import config
-from coterie.studies.run import run_study
+from coterie.studies.run import load_stored_study, run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
 from coterie.testing import tiny_federation
 
@@ -151,10 +151,29 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
         one.summary for one in done
     ]
     heard.clear()
-    with pytest.raises(RunExistsError):
-        run_sweep(study, out=tmp_path)
-    run_sweep(study, out=tmp_path, resume=True, observer=heard.append)
+    with pytest.raises(RunExistsError, match="expected a new folder"):
+        run_sweep(study, out=tmp_path, resume=False)
+    run_sweep(study, out=tmp_path, observer=heard.append)
     assert heard == []
+    with pytest.raises(RunExistsError, match=r"other values of data.train \(\[8, 16\] there"):
+        run_sweep(sweep(data__train=[8, 24]), out=tmp_path)
+    run_sweep(sweep(data__train=[8, 16, 24]), out=tmp_path, observer=heard.append)
+    assert {step.label for step in heard} == {"Gossip", "local"}
+    assert len(heard) == 4
+
+
+def test_a_sweep_that_is_stopped_in_its_first_run_goes_on_by_its_folder(tmp_path):
+    study = sweep(data__train=[8, 16])
+
+    def stop(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(study, out=tmp_path, observer=stop)
+    found, out = load_stored_study(tmp_path / "tiny", to_run=True)
+    assert (found, out) == (study, tmp_path)
+    done = run_sweep(found, out=out)
+    assert [len(one.summary["timing"]) for one in done] == [2, 2]
 
 
 @pytest.mark.full

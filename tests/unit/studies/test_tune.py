@@ -11,11 +11,16 @@ from coterie.cli.app import app
 from coterie.data.arrays import from_arrays
 from coterie.data.build import Split, build_federation
 from coterie.data.federation import TestSet
-from coterie.errors import ConfigError
+from coterie.errors import CheckpointError, ConfigError, DataError
 from coterie.methods.registry import with_published_options
 from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.results.conditions import count_tried_settings
+from coterie.results.stored_runs import load_runs
+from coterie.runtime.task import make_task
 from coterie.studies import config, tune
+from coterie.studies.definition import is_label
+from coterie.studies.inputs import StudyInputs
+from coterie.studies.run import FoundRuns, list_standings, resume_study
 
 STUDY = """
 name = "small"
@@ -71,24 +76,92 @@ def test_no_choice_depends_on_the_test_sets(study, poison):
 
 def test_a_blind_federation_has_nothing_of_its_test_sets(study):
     federation = build_federation(study.data, 0)
-    found = tune.remove_test_sets(federation)
+    found = StudyInputs(study).without_tests()(0)
     assert [t.name for t in found.tests] == [t.name for t in federation.tests]
     assert all(len(t.x) == 1 and not t.x.any() and not t.y.any() for t in found.tests)
-    assert found.x is federation.x
+    assert torch.equal(found.x, federation.x)
+    assert torch.equal(found.split, federation.split)
 
 
 def test_no_trial_has_the_test_sets(study, monkeypatch):
     """Whatever a method or a metric may look at: there is one sample of zeros."""
     seen: list[int] = []
-    simulate = tune.simulate
 
     def spy(federation, *args, **kwargs):
         seen.extend(len(test.x) for test in federation.tests)
-        return simulate(federation, *args, **kwargs)
+        return make_task(federation, *args, **kwargs)
 
-    monkeypatch.setattr(tune, "simulate", spy)
+    monkeypatch.setattr("coterie.simulation.run.make_task", spy)
     tune.tune_study(study, {"lr": [0.001]}, widenings=0)
     assert set(seen) == {1}
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def stopped(study, tmp_path):
+    """Tuning of six trials that is stopped after the third."""
+    seen = []
+
+    def stop(trial):
+        seen.append(trial)
+        if len(seen) == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        tune.tune_study(study, GRID, widenings=0, out=tmp_path, observer=stop)
+    return seen
+
+
+GRID = {"lr": [0.001, 0.003, 0.009]}
+
+
+def test_tuning_goes_on_after_a_stop_with_the_trials_that_have_ended(study, tmp_path, stopped):
+    notes = []
+    again = tune.tune_study(study, GRID, widenings=0, out=tmp_path, notes=notes.append)
+    assert [str(note) for note in notes if isinstance(note, FoundRuns)] == ["3 of 6 runs are there"]
+    whole = tune.tune_study(study, GRID, widenings=0)
+    assert sorted(again.trials, key=str) == sorted(whole.trials, key=str)
+    assert again.choices == whole.choices
+    assert set(stopped) <= set(again.trials)
+
+
+def test_trials_of_other_data_are_refused(study, tmp_path, stopped):
+    other = replace(study, data=replace(study.data, train=21))
+    with pytest.raises(CheckpointError, match="train is 20 there and 21 here"):
+        tune.tune_study(other, GRID, widenings=0, out=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_trial(study, tmp_path):
+    (tmp_path / "small-trials").write_text("a file")
+    trials = []
+    with pytest.raises(OSError, match="small-trials"):
+        tune.tune_study(study, GRID, widenings=0, out=tmp_path, observer=trials.append)
+    assert trials == []
+
+
+def test_trials_are_no_results(study, tmp_path, stopped):
+    """They have no test data: what reads results refuses them, in whichever folder above they are."""
+    trials = tmp_path / "small-trials"
+    for folder in (trials, tmp_path):
+        with pytest.raises(DataError, match="is a trial of tuning small, which has no test data"):
+            load_runs([folder])
+    with pytest.raises(ConfigError, match="holds trials of tuning small; go on with the same"):
+        resume_study(trials)
+    assert [one.state for one in list_standings(trials)].count("finished") == 3
+
+
+def test_choices_whose_names_are_equal_or_too_long_are_kept_apart(study):
+    """A minus at the start is no part of a name of a folder."""
+    points = tune._list_points({"lr": (0.5, -0.5)})
+    first = tune._name_trial("Alone", points[0], ())
+    second = tune._name_trial("Alone", points[1], {first})
+    long = tune._name_trial("Alone", (("note", "x" * 300),), ())
+    assert first == "Alone lr=0.5"
+    assert len({first, second, long}) == 3
+    assert all(is_label(name) for name in (first, second, long))
 
 
 def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
