@@ -13,6 +13,7 @@ ELSEWHERE = {
     "cli/_catalog": "unit/cli/test_app.py",
     "cli/_compare": "unit/papers/test_compare.py",
     "cli/_report": "unit/cli/test_app.py",
+    "cli/_stopping": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
     "cluster/_facts": "unit/cluster/test_doctor.py",
     "cluster/status": "unit/cluster/test_slurm.py",
