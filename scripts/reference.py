@@ -124,7 +124,9 @@ def settings() -> str:
         "`--set path=value` reaches every key: `--set local.lr=0.01`, `--set methods.DAC.tau=30` (by label, or all of",
         "a kind). A [[methods]] table takes `kind`, `label`, the method's own settings, and any key of `[local]` or of",
         'the top level, for that method alone. `"none"` unsets what may be unset. `[sweep]` lists values for paths:',
-        '`"methods.dac.tau" = [1, 10, 100]`.',
+        '`"methods.dac.tau" = [1, 10, 100]`. Several make a grid; settings with commas between them vary together:',
+        '`"data.num_clients, rounds" = [[20, 30], [40, 60]]`. Items of lists are reached by their number, from 0:',
+        '`"data.shift.0.degrees" = [[0, 90], [0, 180]]`.',
         "",
     ]
     lines += [EXTENDS, ""]

@@ -429,15 +429,43 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
 
 
 def find_setting(run: StoredRun, name: str) -> Any:
-    """Find a number in the settings of a run: method, training, data, or study."""
+    """Find a number in the settings of a run: method, training, data, or study.
+
+    Args:
+        run: the run.
+        name: the name of the setting; or its path, as in a sweep: `data.shift.0.concentration`.
+    """
+    if "." in name:
+        return _select_number(_follow_path(run, name.split(".")))
     places = (
         run.method_settings,
         run.config.get("local") or {},
         run.config.get("data") or {},
         run.config,
     )
-    value = next((place[name] for place in places if name in place), None)
-    # bool is a subclass of int.
+    return _select_number(next((place[name] for place in places if name in place), None))
+
+
+def _follow_path(run: StoredRun, path: Sequence[str]) -> Any:
+    """Return the value at a path in the settings of a run; None where there is none."""
+    value: Any = run.config
+    if path[0] == "methods":
+        # A path of one method has no value in the runs of another.
+        if path[1] not in (run.method_kind, strip_settings(run.label, [path[-1]])):
+            return None
+        value, path = run.method_settings, path[2:]
+    for key in path:
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def _select_number(value: Any) -> int | float | None:
+    """Return a value if it is a number, else None; bool is a subclass of int."""
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
@@ -613,7 +641,8 @@ def draw_sweep(
     """
     if not setting:
         raise ConfigError(
-            "figure sweep needs --setting: the name of one setting, or of two with a comma between"
+            "figure sweep needs --setting: the name or path of one setting, or of two with a comma "
+            "between"
         )
     shown = choose_metric(runs, metric)
     asked = [one.strip() for one in setting.split(",")]
@@ -656,7 +685,9 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
         'Inverse loss'
     """
     for one in settings:
-        label = re.sub(rf"[\s,]*\b{re.escape(one)}=[^\s,]*", "", label)
+        # A label has the last part of a path.
+        name = re.escape(one.rpartition(".")[-1])
+        label = re.sub(rf"[\s,]*\b{name}=[^\s,]*", "", label)
     return label or settings[0]
 
 
@@ -676,7 +707,8 @@ def draw_setting_lines(
     # A factor of 20 is more than a decade: equal steps would crowd the small values.
     if values.min() > 0 and values.max() / values.min() >= 20:
         set_log_scale(axes, "x")
-    axes.set(xlabel=SETTING_TITLES.get(setting, setting), ylabel=format_axis_label(metric))
+    name = setting.rpartition(".")[-1]
+    axes.set(xlabel=SETTING_TITLES.get(name, name), ylabel=format_axis_label(metric))
 
 
 def _draw_grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:

@@ -671,9 +671,27 @@ def _merge_tables(content: dict[str, Any], nested: Mapping[str, Any], path: str)
         elif isinstance(value, Mapping) and isinstance(content.get(key), dict):
             _merge_tables(content[key], value, here)
         elif isinstance(value, Mapping) and isinstance(content.get(key), list):
-            raise ConfigError(f"{here} is a list; give the whole list, as in --set '{here}=[...]'")
+            _merge_items(content[key], value, here)
         else:
             content[key] = value
+
+
+def _merge_items(items: list[Any], changes: Mapping[str, Any], path: str) -> None:
+    """Change items of a list by their number, from 0: `data.shift.0.degrees`."""
+    for key, value in changes.items():
+        if not key.isdecimal() or int(key) >= len(items):
+            known = f"0 to {len(items) - 1}" if items else "none: it is empty"
+            raise ConfigError(
+                f"{path} is a list and has no item {key!r} (its items are {known}); expected "
+                f"{path}.NUMBER, or the whole list, as in --set '{path}=[...]'"
+            )
+        item = items[int(key)]
+        if isinstance(value, Mapping) and isinstance(item, dict):
+            _merge_tables(item, value, f"{path}.{key}")
+        elif isinstance(value, Mapping) and isinstance(item, list):
+            _merge_items(item, value, f"{path}.{key}")
+        else:
+            items[int(key)] = value
 
 
 def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]) -> None:

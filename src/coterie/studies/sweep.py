@@ -49,24 +49,44 @@ def format_setting(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class _SweepAxis:
-    """One setting that varies.
+    """A setting that varies, or several that vary together.
 
     Args:
-        path: the setting, as parts of its dotted path.
-        values: its values.
+        paths: each setting, as parts of its dotted path.
+        values: for each point, a value of each setting.
     """
 
-    path: tuple[str, ...]
-    values: Sequence[Any]
+    paths: tuple[tuple[str, ...], ...]
+    values: Sequence[tuple[Any, ...]]
 
     @property
     def makes_studies(self) -> bool:
-        """Whether each value makes a separate study."""
-        return self.path[0] in _FEDERATED
+        """Whether each point makes a separate study."""
+        return any(path[0] in _FEDERATED for path in self.paths)
 
-    def format_tag(self, value: Any) -> str:
-        """Return a value as part of a folder's name."""
-        return format_setting(self.path[-1], value)
+    def format_tag(self, value: tuple[Any, ...]) -> str:
+        """Return a point as part of a folder's name."""
+        parts = zip(self.paths, value, strict=True)
+        return ",".join(format_setting(path[-1], one) for path, one in parts)
+
+
+def _parse_axis(text: str, values: Sequence[Any]) -> _SweepAxis:
+    """Parse the path of a setting and its values, or paths with commas and lists of values."""
+    paths = tuple(tuple(parse_path(path.strip())) for path in _split_paths(text))
+    if len(paths) == 1:
+        return _SweepAxis(paths, [(value,) for value in values])
+    for value in values:
+        if not isinstance(value, list | tuple) or len(value) != len(paths):
+            raise ConfigError(
+                f"sweep over {text}: found {value!r}; expected a list of {len(paths)} values, one "
+                "for each setting"
+            )
+    return _SweepAxis(paths, [tuple(value) for value in values])
+
+
+def _split_paths(text: str) -> list[str]:
+    """Split at commas that are not inside quotes: a label may have some."""
+    return re.findall(r"""(?:[^,"']|"[^"]*"|'[^']*')+""", text)
 
 
 def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
@@ -85,7 +105,7 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     # Undecided: at each point, a preset of a method sets its values again.
     content = config.make_study_table(study, decided=False)
     content.pop("sweep")
-    axes = [_SweepAxis(tuple(parse_path(path)), values) for path, values in study.sweep.items()]
+    axes = [_parse_axis(path, values) for path, values in study.sweep.items()]
     outer = [axis for axis in axes if axis.makes_studies]
     # Methods first: all studies of the sweep have the same ones.
     content["methods"] = list(
@@ -94,8 +114,9 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     studies = []
     for point in _iterate_points(outer):
         changed = copy.deepcopy(content)
-        for axis, value in point:
-            set_path(changed, axis.path, value)
+        for axis, values in point:
+            for path, value in zip(axis.paths, values, strict=True):
+                set_path(changed, path, value)
         tag = ",".join(axis.format_tag(value) for axis, value in point)
         named = {**changed, "name": f"{study.name}/{tag}" if tag else study.name}
         studies.append(config.parse_study(named, to_run=to_run))
@@ -234,7 +255,9 @@ def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
     return content
 
 
-def _iterate_points(axes: Sequence[_SweepAxis]) -> Iterator[list[tuple[_SweepAxis, Any]]]:
+def _iterate_points(
+    axes: Sequence[_SweepAxis],
+) -> Iterator[list[tuple[_SweepAxis, tuple[Any, ...]]]]:
     """Yield every choice of one value for each axis."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield list(zip(axes, values, strict=True))
@@ -247,14 +270,16 @@ def _expand_methods(
     # An axis that reaches no method is refused at the end.
     used = set()
     for entry in entries:
-        concerning = [axis for axis in axes if _applies_to(axis, entry, entries)]
-        used |= {axis.path for axis in concerning}
+        concerning = [axis for axis in axes if _list_paths_for(axis, entry, entries)]
+        used |= {axis.paths for axis in concerning}
         for point in _iterate_points(concerning):
             changed = copy.deepcopy(entry)
-            for axis, value in point:
-                # Without "methods" and the name of the method.
-                path = axis.path[2:] if axis.path[0] == "methods" else axis.path
-                set_path(changed, path, value)
+            for axis, values in point:
+                reached = _list_paths_for(axis, entry, entries)
+                for path, value in zip(axis.paths, values, strict=True):
+                    if path in reached:
+                        # Without "methods" and the name of the method.
+                        set_path(changed, path[2:] if path[0] == "methods" else path, value)
             if point:
                 changed["label"] = " ".join(
                     [entry["label"], *(axis.format_tag(value) for axis, value in point)]
@@ -262,18 +287,22 @@ def _expand_methods(
                 changed.pop("paper", None)  # the published row is of one setting
             yield changed
     for axis in axes:
-        if axis.path not in used:
+        if axis.paths not in used:
             names = {name for entry in entries for name in (entry["label"], entry["kind"])}
             raise ConfigError(
-                describe_unknown("method of this study in sweep", axis.path[1], names)
+                describe_unknown("method of this study in sweep", axis.paths[0][1], names)
             )
 
 
-def _applies_to(
+def _list_paths_for(
     axis: _SweepAxis, entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Whether an axis varies a method: the name in its path reaches it."""
-    if axis.path[0] != "methods":
-        return True
+) -> list[tuple[str, ...]]:
+    """Return the settings of an axis that vary a method: the name in their path reaches it."""
     names = [(other["label"], other["kind"]) for other in entries]
-    return any(entries[place] is entry for place in match_methods(axis.path[1], names))
+    found = []
+    for path in axis.paths:
+        if path[0] != "methods" or any(
+            entries[place] is entry for place in match_methods(path[1], names)
+        ):
+            found.append(path)
+    return found

@@ -8,7 +8,8 @@ import pytest
 
 from coterie.errors import DataError
 from coterie.papers import figures
-from coterie.report.plots import make_single_figure, strip_settings
+from coterie.report.plots import find_setting, make_single_figure, strip_settings
+from coterie.results.stored_runs import StoredRun
 
 
 def numbers(path):
@@ -152,6 +153,32 @@ def test_a_sweep_keeps_its_methods_apart(swept, tmp_path):
 )
 def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
     assert strip_settings(label, ["tau"]) == expected
+    assert strip_settings(label, ["methods.dac.tau"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("data.shift.0.alpha", 0.1),
+        ("data.shift.1.alpha", None),  # there is one shift
+        ("data.shift.alpha", None),
+        ("methods.dac.tau", 30),
+        ("methods.DAC.tau", 30),  # by the label, which has the value of the point
+        ("methods.random.tau", None),
+        ("local.lr", 0.5),
+        ("rounds", 7),
+        ("data.test", None),  # no number
+    ],
+)
+def test_a_setting_is_found_by_its_path(tmp_path, path, expected):
+    config = {
+        "rounds": 7,
+        "local": {"lr": 0.5},
+        "data": {"shift": [{"kind": "dirichlet", "alpha": 0.1}], "test": True},
+        "methods": [{"kind": "dac", "label": "DAC tau=30", "tau": 30}],
+    }
+    run = StoredRun(tmp_path, config, {}, pd.DataFrame(), pd.DataFrame())
+    assert find_setting(run, path) == expected
 
 
 def test_what_was_not_analyzed_is_said_with_the_command(tmp_path, write_run, final_rows):

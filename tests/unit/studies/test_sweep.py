@@ -237,3 +237,61 @@ def test_a_sweep_over_presets_runs_what_each_says(kind, field):
     )
     kept_methods = [with_published_options(entry.method) for entry in kept.methods[2:]]
     assert [getattr(method, field) for method in kept_methods] == [value, value]
+
+
+def test_an_item_of_a_list_is_reached_by_its_number():
+    """The shift's own setting varies; the rest of the list stays."""
+    text = STUDY.replace(
+        "validation = 8",
+        "validation = 8\nshift = [{ kind = 'rotation', degrees = [0, 90], sizes = [2, 2] },"
+        " { kind = 'iid' }]",
+    )
+    axis = '[sweep]\n"data.shift.0.degrees" = [[0, 90], [0, 180]]\n'
+    points = expand_sweep(config.parse_study_text(f"{text}\n{axis}"))
+    assert [one.data.shift[0]["degrees"] for one in points] == [[0.0, 90.0], [0.0, 180.0]]
+    assert {one.data.shift[1]["kind"] for one in points} == {"iid"}
+    assert [one.name for one in points] == ["tiny/degrees=0-90", "tiny/degrees=0-180"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ("data.shift.1.degrees=[0]", "data.shift is a list and has no item '1' .* 0 to 0"),
+        ("data.shift.first.degrees=[0]", "data.shift is a list and has no item 'first'"),
+    ],
+)
+def test_an_item_that_is_not_there_is_named(change, match):
+    text = STUDY.replace(
+        "validation = 8", "shift = [{ kind = 'rotation', degrees = [0], sizes = [4] }]"
+    )
+    with pytest.raises(ConfigError, match=match):
+        config.parse_study_text(text, overrides=(change,))
+
+
+def test_settings_that_vary_together_make_a_point_for_each_pair():
+    """Two of three methods' settings and the data: no product of the values."""
+    study = sweep(**{"data.num_clients, rounds, methods.gossip.num_peers": [[4, 1, 1], [6, 2, 3]]})
+    points = expand_sweep(study)
+    found = [
+        (one.data.num_clients, one.settings.rounds, one.methods[0].method.num_peers)
+        for one in points
+    ]
+    assert found == [(4, 1, 1), (6, 2, 3)]
+    assert [one.name for one in points] == [
+        "tiny/num_clients=4,rounds=1,num_peers=1",
+        "tiny/num_clients=6,rounds=2,num_peers=3",
+    ]
+
+
+def test_settings_of_methods_that_vary_together_stay_in_one_study():
+    """A method has the values of its own settings; the local method takes the rate alone."""
+    (study,) = expand_sweep(sweep(**{"methods.gossip.num_peers, lr": [[1, 0.1], [3, 0.2]]}))
+    rates = {entry.label: entry.settings.local.lr for entry in study.methods}
+    peers = [entry.method.num_peers for entry in study.methods if entry.kind == "random"]
+    assert list(rates.values()) == [0.1, 0.2, 0.1, 0.2]
+    assert peers == [1, 3]
+
+
+def test_values_that_vary_together_are_as_many_as_the_settings():
+    with pytest.raises(ConfigError, match=r"found \[4\]; expected a list of 2 values"):
+        expand_sweep(sweep(**{"data.num_clients, rounds": [[4]]}))
