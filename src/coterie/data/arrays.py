@@ -47,16 +47,16 @@ def from_arrays(
             normalized at once.
         y: one class a sample, as integers or text; or targets of any shape, as integers or floats.
         clients: client id of each sample, of any sortable type. The clients are numbered in sorted
-            order, and keep their ids as names unless these are the numbers from 0.
+            order, and keep their ids as names, unless these are the numbers from 0.
         num_clients: instead of `clients`: divide the samples among this many clients.
         test: (x, y) of a test set for all clients, or (x, y, clients) of each client's own test
             samples; without it, each client holds out a share of its samples.
         clusters: the known cluster of each client, in the order of the clients or by client id; for
             Oracle, metrics and reports.
-        classes: number of classes; one more than the largest label by default, 0 where a target is
-            not one class.
-        class_names: a name for each class; where labels are text, all of them in order (sorted by
-            default).
+        classes: number of classes of labels from 0; by default the labels that occur in `y` are the
+            classes, sorted. 0 makes whole numbers, and floats of two values, a regression.
+        class_names: all labels, in order: text, whole numbers, true and false. Other names are
+            those of the classes 0, 1, and so on.
         split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images: "half", "standard" or "none".
         name: a name for the data.
@@ -158,9 +158,10 @@ def from_table(
         scale: "standard" for columns of numbers: less the mean, divided by the standard deviation,
             of the client's own training rows (after filling).
         categories: all values of a column of text or categories, in order, by column.
-        class_names: all values of a target of text, in order.
-        classes: number of classes of a target of whole numbers; one more than the largest by
-            default, 0 makes it a regression.
+        class_names: all values of the target, in order: text, whole numbers, true and false. Other
+            names are those of the classes 0, 1, and so on.
+        classes: number of classes of a target of whole numbers from 0; by default the values that
+            occur are the classes. 0 makes it a regression.
         test: a table that is the test set of all clients; each client fills and scales it by its
             own rows.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.

@@ -308,6 +308,12 @@ def build_from_sources(
             raise DataError(
                 f"{first.name} and {other.name} have other targets or columns; make them alike"
             )
+        names = first.class_names, other.class_names
+        if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
+            raise DataError(
+                f"{first.name} and {other.name} have the same classes in another order: "
+                f"{', '.join(names[0][:10])}, and {', '.join(names[1][:10])}; number them alike"
+            )
     if data.test == "cluster" and first.has_client_tests:
         data = replace(data, test="own")
     if data.folds is not None and data.test != "client" and len(first.test):

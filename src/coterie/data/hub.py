@@ -171,6 +171,8 @@ def _make_source(
     if cached is None:
         tables = read()
         names = _parse_class_names(tables["train"].schema.metadata)
+        if "test" in tables:
+            _compare_class_names(name, names, _parse_class_names(tables["test"].schema.metadata))
         cached = (
             {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()},
             names,
@@ -222,6 +224,23 @@ def _parse_class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tupl
         if isinstance(kind, dict) and "names" in kind:
             found[column] = tuple(kind["names"])
     return found
+
+
+def _compare_class_names(
+    name: str, train: Mapping[str, tuple[str, ...]], test: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Check that a label means the same in the training and the test files.
+
+    Raises:
+        DataError: when it has different names.
+    """
+    for column in train.keys() & test.keys():
+        if train[column] != test[column]:
+            own, other = (", ".join(names[column][:10]) for names in (train, test))
+            raise DataError(
+                f"{name}: the classes of {column!r} are {own} in the training files and {other} in "
+                "the test files; write both with the same names in the same order"
+            )
 
 
 def _decode_table(table: pa.Table, where: str) -> DecodedSplit:

@@ -20,6 +20,17 @@ def _most_frequent(values: Float[np.ndarray, " samples"]) -> float:
     return float(found[counts.argmax()])
 
 
+def _measure_scale(values: Float[np.ndarray, "samples 1"]) -> tuple[float, float]:
+    """Return the center and the spread of values; the spread of constant ones is 1."""
+    if len(values) and values.min() == values.max():
+        # Sums round: the mean of equal numbers may be another number, and their deviation not 0.
+        return float(values.min()), 1.0
+    center, spread = float(values.mean()), float(values.std())
+    # A deviation within the rounding of the sums is none.
+    rounding = len(values) * np.finfo(np.float64).eps * max(abs(center), spread)
+    return center, spread if spread > rounding else 1.0
+
+
 FILLS: Mapping[str, Callable[[Float[np.ndarray, " samples"]], float]] = {
     "mean": lambda values: float(np.mean(values)),
     "median": lambda values: float(np.median(values)),
@@ -89,8 +100,7 @@ class ColumnPreparation:
         if not self.scale:
             return fill, 0.0, 1.0
         filled = np.where(np.isnan(own), fill, own).astype(np.float64)
-        # A constant column has deviation 0 and is only centered.
-        return fill, float(filled.mean()), float(filled.std()) or 1.0
+        return fill, *_measure_scale(filled)
 
 
 @dataclass(frozen=True)

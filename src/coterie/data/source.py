@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie.data.coding import code_targets, match_clients, number_clients, to_array
 from coterie.data.preparation import Preparation, TableColumn
 from coterie.errors import ConfigError, DataError, require
 
@@ -174,18 +175,14 @@ class Source:
                 "test has clients, and the training samples have none; give clients, or a test set "
                 "(x, y) for all"
             )
-        targets, names = encode_labels([y] if test is None else [y, test[1]], class_names)
+        given = [y] if test is None else [y, test[1]]
+        targets, names, classes = code_targets(given, classes, class_names)
         inputs, parts, constants = _convert_inputs(x, normalize)
         pool = make_samples(inputs, targets[0], classes)
         columns, client_names = {}, ()
         if clients is not None:
             columns, client_names = number_clients(clients, len(pool), clusters)
         pool = replace(pool, columns=columns)
-        if classes is None:
-            classes = 0
-            if not pool.y.is_floating_point() and pool.y.ndim == 1:
-                # An empty pool has one class, so that it is no regression.
-                classes = max(len(names), int(pool.y.max()) + 1) if len(pool) else 1
         if test is None:
             no_columns = {column: values[:0] for column, values in columns.items()}
             # No rows, but the shapes and types of the pool.
@@ -203,13 +200,6 @@ class Source:
                 owners = match_clients(test[2], len(kept), columns["client"], client_names)
                 kept = replace(kept, columns={"client": owners})
             pool, kept = _match_dtypes(pool, kept)
-        if classes:
-            require(
-                len(names) in (0, classes),
-                "class_names",
-                names,
-                f"{classes} names, one for each class",
-            )
         entries = int(np.prod(pool.x.shape[1:]))
         if feature_names:
             require(
@@ -543,176 +533,10 @@ def describe_parts(parts: Sequence[InputPart]) -> str:
     return " + ".join(texts) or "one tensor"
 
 
-def encode_labels(
-    targets: Sequence[Any], names: Sequence[str] = ()
-) -> tuple[list[Any], tuple[str, ...]]:
-    """Return targets with numbers in place of text, and the name of each number.
-
-    Args:
-        targets: arrays that share their labels, such as those for training and for testing.
-        names: the labels in order; all that occur, sorted, when not given (the categories of
-            categorical data).
-
-    Raises:
-        DataError: when labels are missing, or not among `names`.
-
-    Example:
-        >>> [found], names = encode_labels([["b", "a", "b"]])
-        >>> found.tolist(), names
-        ([1, 0, 1], ('a', 'b'))
-    """
-    arrays = [one if isinstance(one, Tensor) else _to_array(one, "y") for one in targets]
-    if not any(_has_text(one) for one in arrays):
-        return list(targets), tuple(names)
-    arrays = [np.asarray(one) for one in arrays]
-    texts = [one.reshape(-1).tolist() for one in arrays]
-    for flat in texts:
-        for place, label in enumerate(flat):
-            if isinstance(label, str):
-                continue
-            what = f"{label!r}, which is no text, among labels that are"
-            # NaN is unequal to itself.
-            if label is None or label != label:
-                what = "no label"
-            raise DataError(
-                f"y has {what} in sample {place}; expected a label for each sample: fill or drop it"
-            )
-    valid = tuple(names) or _find_labels(targets, texts)
-    code_of = {label: code for code, label in enumerate(valid)}
-    coded = []
-    for flat, array in zip(texts, arrays, strict=True):
-        codes = [code_of.get(label, -1) for label in flat]
-        if -1 in codes:
-            raise DataError(
-                f"y has the label {flat[codes.index(-1)]!r}; expected one of class_names: "
-                f"{', '.join(valid[:20])}"
-            )
-        coded.append(np.array(codes, np.int64).reshape(array.shape))
-    return coded, valid
-
-
-def _has_text(values: np.ndarray | Tensor) -> bool:
-    return isinstance(values, np.ndarray) and values.dtype.kind in "UOT" and values.size > 0
-
-
-def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the categories of the first categorical targets, or all labels, sorted."""
-    for one in targets:
-        categories = getattr(getattr(one, "dtype", None), "categories", None)
-        if categories is not None:
-            return tuple(map(str, categories))
-    return tuple(sorted(set().union(*texts)))
-
-
-def number_clients(
-    clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None = None
-) -> tuple[dict[str, Int[Tensor, " samples"]], tuple[str, ...]]:
-    """Number the clients in sorted order; return the columns of samples, and their names.
-
-    Clients whose values are 0 to n - 1 have no names.
-    """
-    owners = np.asarray(clients)
-    if owners.ndim != 1 or len(owners) != samples:
-        raise DataError(
-            f"clients has shape {owners.shape}; expected one value for each of the {samples} "
-            "samples"
-        )
-    # NumPy would turn None among words into a word.
-    given = clients if isinstance(clients, list | tuple) else owners.tolist()
-    for place, one in enumerate(given):
-        if one is None or one != one or not str(one).strip():
-            raise DataError(f"clients has no value for sample {place}; fill it, or drop the sample")
-    try:
-        values, owner = np.unique(owners, return_inverse=True)
-    except TypeError:
-        kinds = sorted({type(one).__name__ for one in owners.tolist()})
-        raise DataError(
-            f"clients mixes {' and '.join(kinds)}; expected values that can be sorted: make all "
-            "text"
-        ) from None
-    found = values.tolist()
-    names = () if found == list(range(len(found))) else tuple(map(str, found))
-    columns = {"client": torch.from_numpy(owner.astype(np.int64))}
-    if clusters is None:
-        return columns, names
-    if isinstance(clusters, Mapping):
-        by_client, clusters = clusters, []
-        for name in found:
-            # The keys of a table in a study file are always text.
-            key = name if name in by_client else str(name)
-            if key not in by_client:
-                raise DataError(
-                    f"clusters has nothing for client {name!r}; give the cluster of every client"
-                )
-            clusters.append(by_client[key])
-    if len(clusters) != len(found):
-        raise DataError(
-            f"clusters has {len(clusters)} values; expected one for each of the {len(found)} "
-            "clients"
-        )
-    columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
-    return columns, names
-
-
-def match_clients(
-    clients: Any, samples: int, known: Int[Tensor, " training"], names: Sequence[str]
-) -> Int[Tensor, " samples"]:
-    """Return the numbers of the clients of test samples, by their names.
-
-    Args:
-        clients: the client of each test sample.
-        samples: number of test samples.
-        known: the number of the client of each training sample.
-        names: of the clients by number; empty where clients are numbers.
-
-    Raises:
-        DataError: when a client has test samples and no training samples, or the other way round.
-    """
-    columns, given = number_clients(clients, samples)
-    held = columns["client"]
-    # Clients without names are the numbers from 0.
-    found = given or tuple(map(str, held.unique().tolist()))
-    known_names = tuple(names) or tuple(map(str, known.unique().tolist()))
-    number_of = {name: number for number, name in enumerate(known_names)}
-    for name in found:
-        if name not in number_of:
-            raise DataError(
-                f"client {name!r} has test samples and no training samples; expected test samples "
-                f"of {', '.join(known_names[:10])}: leave the others out"
-            )
-    for name in known_names:
-        if name not in found:
-            raise DataError(
-                f"client {name!r} has training samples and no test samples; give it one at least, "
-                "or leave it out"
-            )
-    return torch.tensor([number_of[name] for name in found])[held]
-
-
 def column_names(x: Any) -> tuple[str, ...]:
     """The names of the columns of a table of pandas, polars or arrow."""
     names = getattr(x, "column_names", getattr(x, "columns", ()))
     return tuple(map(str, names)) if len(getattr(x, "shape", ())) == 2 else ()
-
-
-def _to_array(value: Any, name: str) -> np.ndarray:
-    """Convert a value to an array; objects that are numbers become numbers."""
-    try:
-        array = np.asarray(value)
-        # numpy writes None and NaN as words
-        if array.dtype.kind == "U" and isinstance(value, list | tuple):
-            array = np.asarray(value, object)
-        if (
-            array.dtype.kind == "O"
-            and array.size
-            and not any(isinstance(one, str) for one in array.flat)
-        ):
-            array = np.asarray(array.tolist())
-    except ValueError as error:
-        raise DataError(
-            f"{name} has samples of different shapes ({error}); make them equal, such as by padding"
-        ) from None
-    return array
 
 
 def _to_tensor(value: Any, name: str) -> Tensor:
@@ -720,7 +544,7 @@ def _to_tensor(value: Any, name: str) -> Tensor:
         tensor = torch.atleast_1d(value.detach().cpu())
         kept = (torch.bool, torch.uint8)
         return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
-    array = _to_array(value, name)
+    array = to_array(value, name)
     if array.dtype.kind not in "buif":
         advice = ": coterie.from_table reads tables with text" if column_names(value) else ""
         raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")

@@ -1,6 +1,5 @@
 """Tables as data: columns of numbers, booleans, text or categories, with a client per row."""
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +15,14 @@ from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
 from coterie._util.settings import Configurable
+from coterie.data.coding import MOST, code_targets, number_clients
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
-from coterie.data.source import InputPart, Samples, Source, number_clients
+from coterie.data.source import InputPart, Samples, Source
 from coterie.errors import ConfigError, DataError, describe_unknown
 
 Code = Literal["one-hot", "codes"]
 Encode = Code | Mapping[str, Code]
 Impute = str | float | Mapping[str, str | float] | None
-
-MOST = 1000
-"""The most categories with an entry each, and the most classes of whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,10 @@ class TableOptions(Configurable):
             elsewhere.
         scale: "standard" for columns of numbers.
         categories: all values of columns of text or categories, in order, by column.
-        class_names: all values of a target of text, in order.
-        classes: number of classes of a target of whole numbers; 0 makes it a regression.
+        class_names: all values of the target, in order: text, whole numbers, true and false. Other
+            names are those of the classes 0, 1, and so on.
+        classes: number of classes of a target of whole numbers from 0; when not given, the values
+            that occur are the classes. 0 makes it a regression.
         clusters: the known cluster of each client, by client.
     """
 
@@ -553,55 +552,43 @@ def _convert_target(
 ) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
     """Return the targets of each table, the names of the classes, and their number."""
     names = columns.target_names
-    kinds = {name: [table.get_column(name).type for table in tables] for name in names}
-    if len(names) == 1 and any(_is_text(kind) for kind in kinds[names[0]]):
-        for table in tables:
-            _require_not_empty(table, names[0], np.asarray(table.get_column(names[0]).is_null()))
-        given = list(columns.class_names) or None
-        if given is None:
-            _reject_numbers_as_text(tables, names[0])
-        known, codes = _encode_categories(tables, names[0], given)
-        return [torch.from_numpy(code).long() for code in codes], tuple(map(str, known)), len(known)
     for name in names:
-        for kind in kinds[name]:
-            if _is_text(kind):
-                raise DataError(
-                    f"target {name!r} is text; expected numbers where several columns are learned"
-                )
-            _require_numbers(kind, name)
-    made = []
-    for table in tables:
-        found = [table.get_numbers(name) for name in names]
-        for name, values in zip(names, found, strict=True):
-            _require_not_empty(table, name, np.isnan(values))
-        made.append(torch.from_numpy(np.stack(found, axis=1)))
-    all_kinds = itertools.chain.from_iterable(kinds.values())
-    whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in all_kinds)
+        for table in tables:
+            _require_not_empty(table, name)
+    if len(names) == 1:
+        labels = [_read_labels(table, names[0]) for table in tables]
+        what = f"target {names[0]!r}"
+        coded, found, classes = code_targets(
+            labels, columns.classes, columns.class_names, what, _FEW
+        )
+        kind = np.int64 if classes else np.float32
+        return [torch.from_numpy(np.array(one, kind)) for one in coded], found, classes
     # Several columns are targets of a regression or of labels, never one class.
-    if len(names) > 1:
-        return [one.long() if whole else one.float() for one in made], (), 0
-    flat = [one[:, 0] for one in made]
-    classes = columns.classes
-    if classes is None:
-        highest = max((int(one.max()) for one in flat if len(one)), default=0)
-        if whole and highest >= MOST:
-            raise DataError(
-                f"target {names[0]!r} has whole numbers up to {highest:,}: as classes these are "
-                f"too many; classes = 0 makes it a regression, classes = {highest + 1} keeps them"
-            )
-        classes = max(highest + 1, len(columns.class_names)) if whole else 0
-    if not classes:
-        return [one.float() for one in flat], (), 0
-    if len(columns.class_names) not in (0, classes):
-        raise ConfigError(
-            f"class_names has {len(columns.class_names)} names; expected {classes}, one for each "
-            "class"
+    kinds = [table.get_column(name).type for table in tables for name in names]
+    if any(map(_is_text, kinds)):
+        text = next(
+            name for name in names if any(_is_text(t.get_column(name).type) for t in tables)
         )
-    if not whole and any(bool((one != one.round()).any()) for one in flat):
         raise DataError(
-            f"target {names[0]!r} has fractions; expected whole numbers as classes, or classes = 0"
+            f"target {text!r} is text; expected numbers where several columns are learned"
         )
-    return [one.long() for one in flat], tuple(columns.class_names), classes
+    made = [np.stack([table.get_numbers(name) for name in names], axis=1) for table in tables]
+    whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
+    kind = torch.int64 if whole else torch.float32
+    return [torch.from_numpy(one).to(kind) for one in made], (), 0
+
+
+def _read_labels(table: _ArrowTable, name: str) -> Any:
+    """Return a target: text, with the order of its categories, or numbers of their own type."""
+    values = table.get_column(name)
+    if _is_text(values.type):
+        _reject_numbers_as_text([table], name)
+        found = values.to_pandas()
+        return found if hasattr(found, "cat") else found.to_numpy(object)
+    _require_numbers(values.type, name)
+    if pa.types.is_integer(values.type) or pa.types.is_boolean(values.type):
+        return values.to_numpy()
+    return table.get_numbers(name)
 
 
 def _require_shared_settings(
@@ -628,7 +615,11 @@ def _require_shared_settings(
         )
 
 
-def _require_not_empty(table: _ArrowTable, name: str, empty: np.ndarray) -> None:
+def _require_not_empty(table: _ArrowTable, name: str) -> None:
+    values = table.get_column(name)
+    empty = np.asarray(values.is_null())
+    if pa.types.is_floating(values.type):
+        empty |= np.isnan(table.get_numbers(name))
     rows = np.flatnonzero(empty)
     if len(rows):
         raise DataError(

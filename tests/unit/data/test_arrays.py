@@ -388,9 +388,9 @@ def test_a_client_with_too_few_samples_is_named():
 
 def test_deep_pictures_of_a_dataset_are_numbers_and_palettes_are_colors():
     deep = from_datasets(
-        [Pairs([(Image.new("I;16", (3, 3), 300 + place), 0) for place in range(6)])]
+        [Pairs([(Image.new("I;16", (3, 3), 300 + place), place % 2) for place in range(6)])]
     )
     assert (deep.x.dtype, int(deep.x.max()) >= 300) == (torch.int32, True)
     palette = Image.new("RGB", (3, 3), (200, 10, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
-    colors = from_datasets([Pairs([(palette, 0)] * 6)])
+    colors = from_datasets([Pairs([(palette, 0), (palette, 1)] * 3)])
     assert colors.x[0, 0, :, 0, 0].tolist() == [200, 10, 30]

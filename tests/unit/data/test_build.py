@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -332,6 +333,10 @@ def test_several_datasets_have_targets_of_one_shape():
         build_from_sources(
             DataConfig(["a", "b"]), (of(np.zeros((40, 2))), of(np.zeros((40, 3)))), Rng(0)
         )
+    named = of(np.array(["cat", "dog"] * 20))
+    swapped = replace(named, name="pets", class_names=("dog", "cat"))
+    with pytest.raises(DataError, match="arrays and pets have the same classes in another order"):
+        build_from_sources(DataConfig(["a", "b"]), (named, swapped), Rng(0))
 
 
 def told_apart():

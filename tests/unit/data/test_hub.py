@@ -160,6 +160,9 @@ def damage(folder: Path, what: str) -> None:
         pq.write_table(table([1], images=[picture(1, size=4)], writer=[1]), train)
     elif what == "label out of range":
         pq.write_table(table([1], labels=[2], writer=[1]), train)
+    elif what == "other names":
+        swapped = table([1], writer=[1], names=("b", "a"))
+        pq.write_table(swapped, folder / "test-00000-of-00001.parquet")
     elif what == "empty label":
         pq.write_table(table([1, 2], labels=[0, None], writer=[1, 2]), train)  # type: ignore[list-item]
     else:
@@ -178,6 +181,7 @@ def damage(folder: Path, what: str) -> None:
         ("another size", "flowers/train has images of 2 sizes"),
         ("label out of range", "labels from 0 to 2; expected 0 to 1"),
         ("empty label", "column label has 1 empty values"),
+        ("other names", "classes of 'label' are a, b in the training files and b, a in the test"),
         ("no images", "flowers/train has 0 image columns"),
     ],
 )

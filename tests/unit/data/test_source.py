@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 import torch
 
-from coterie.data.source import InputPart, Source, encode_labels, make_samples
+from coterie.data.coding import encode_labels
+from coterie.data.source import InputPart, Source, make_samples
 from coterie.errors import ConfigError, DataError
 
 
@@ -199,7 +200,7 @@ def test_images_for_testing_are_normalized_by_those_for_training():
     """Half of the pixels are 0 and half 255: mean and deviation 0.5; the test image alone would have others."""
     train = np.repeat(np.array([0, 255], np.uint8), 8).reshape(4, 2, 2)
     source = Source.from_arrays(
-        (train, np.zeros(4)), [0] * 4, test=((train[:1], np.zeros(1)), [0]), normalize="standard"
+        (train, np.zeros(4)), [0, 1] * 2, test=((train[:1], np.zeros(1)), [0]), normalize="standard"
     )
     assert source.test.x.tolist() == [[-1, -1, -1, -1, 0]]
 
@@ -258,7 +259,7 @@ def test_numbers_for_training_and_for_testing_are_of_one_type():
     with pytest.raises(
         DataError, match=r"training inputs are torch.uint8, test inputs torch.float32; make both"
     ):
-        Source.from_arrays(images, [0] * 3, test=(images / 255, [0] * 3))
+        Source.from_arrays(images, [0, 1, 1], test=(images / 255, [0] * 3))
     with pytest.raises(
         DataError, match=r"targets are \('int64', \(4,\)\), test targets \('int64', \(5,\)\); make"
     ):

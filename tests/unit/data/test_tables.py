@@ -115,7 +115,7 @@ def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_orde
 
 
 def test_whole_numbers_of_a_column_can_be_categories():
-    table = pd.DataFrame({"day": [10, 2, 10, 2] * 3, "y": [0.5] * 12, "c": [0] * 12})
+    table = pd.DataFrame({"day": [10, 2, 10, 2] * 3, "y": np.arange(12) / 4, "c": [0] * 12})
     made = from_table(table, target="y", client="c", encode={"day": "one-hot"})
     assert made.feature_names == ("day=2", "day=10")
 
@@ -123,9 +123,9 @@ def test_whole_numbers_of_a_column_can_be_categories():
 @pytest.mark.parametrize(
     ("target", "values", "kind", "classes"),
     [
-        ("y", {"y": [0, 2] * 6}, torch.int64, 3),
+        ("y", {"y": [0, 2] * 6}, torch.int64, 2),
         ("y", {"y": [True, False] * 6}, torch.int64, 2),
-        ("y", {"y": [0.5, 2.0] * 6}, torch.float32, 0),
+        ("y", {"y": [0.5, 2.0, 3.0] * 4}, torch.float32, 0),
         (["y", "z"], {"y": [0.5, 2.0] * 6, "z": [1, 2] * 6}, torch.float32, 0),
         (["y", "z"], {"y": [True, False] * 6, "z": [1, 0] * 6}, torch.int64, 0),
     ],
@@ -142,9 +142,9 @@ def test_targets_are_classes_or_numbers(target, values, kind, classes):
 
 
 def test_whole_numbers_can_be_a_regression():
-    table = pd.DataFrame({"a": range(12), "c": ["x"] * 12, "price": range(0, 120_000, 10_000)})
+    table = pd.DataFrame({"a": range(24), "c": ["x"] * 24, "price": range(0, 240_000, 10_000)})
     with pytest.raises(
-        DataError, match="up to 110,000: as classes these are too many; classes = 0"
+        DataError, match=r"24 different whole numbers, from 0 to 230,000: .*classes = 0"
     ):
         from_table(table, target="price", client="c")
     assert from_table(table, target="price", client="c", classes=0).y.dtype == torch.float32
@@ -152,7 +152,9 @@ def test_whole_numbers_can_be_a_regression():
 
 def test_each_client_fills_and_scales_by_its_own_training_rows_alone():
     """Validation and test rows count for nothing: the mean and deviation are those of the training rows as drawn."""
-    table = pd.DataFrame({"age": np.arange(60.0), "site": ["a"] * 40 + ["b"] * 20, "y": [0.5] * 60})
+    table = pd.DataFrame(
+        {"age": np.arange(60.0), "site": ["a"] * 40 + ["b"] * 20, "y": np.arange(60) / 3}
+    )
     plain = from_table(table, target="y", client="site")
     table.loc[[3, 47], "age"] = NAN
     made = from_table(table, target="y", client="site", impute="mean", scale="standard")
@@ -168,7 +170,7 @@ def test_each_client_fills_and_scales_by_its_own_training_rows_alone():
 
 def test_a_shared_test_set_is_prepared_for_each_client_by_its_own_rows():
     table = pd.DataFrame(
-        {"age": [10.0] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20}
+        {"age": [10.0] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": np.arange(20) / 3}
     )
     held = pd.DataFrame({"age": [NAN, 20.0], "y": [0.0, 1.0]})
     made = from_table(table, target="y", client="site", impute="median", test=held)
@@ -186,7 +188,12 @@ def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(
     impute, expected, encode
 ):
     table = pd.DataFrame(
-        {"color": ["red", "red", "blue", "red"] * 5, "site": "a", "y": 0.5, "n": range(20)}
+        {
+            "color": ["red", "red", "blue", "red"] * 5,
+            "site": "a",
+            "y": np.arange(20) / 3,
+            "n": range(20),
+        }
     )
     table.loc[7, "color"] = None
     made = from_table(table, target="y", client="site", impute=impute, encode=encode)
@@ -201,7 +208,7 @@ def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(
 
 def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
     table = pd.DataFrame(
-        {"age": [NAN] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20}
+        {"age": [NAN] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": np.arange(20) / 3}
     )
     with pytest.warns(UserWarning, match="1 of 2 clients .* client 'a', column 'age'.*becomes 0"):
         made = from_table(table, target="y", client="site", impute="mean")

@@ -341,7 +341,7 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
 def test_the_client_without_validation_data_is_named(study):
     bare = from_arrays(
         torch.zeros(20, 3),
-        torch.zeros(20),
+        torch.arange(20) / 8,
         clients=["é", "b"] * 10,
         split=Split(validation_fraction=0),
     )

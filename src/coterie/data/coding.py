@@ -1,0 +1,413 @@
+"""Clients and classes as numbers: each id is a text of its own, and each class a value that occurs.
+
+What cannot be decided from the values alone, such as whether two floats are classes, is asked.
+"""
+
+import re
+import unicodedata
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie.errors import ConfigError, DataError, require
+
+MOST = 1000
+"""The most classes that whole numbers are taken for; and categories with an entry each."""
+
+WHOLE = re.compile(r"-?(0|[1-9]\d*)")
+"""A whole number, as Python writes it: no sign or zero is lost when it is read."""
+
+_EXACT = 1 << 53
+"""Beyond it float64 skips whole numbers."""
+
+
+def code_targets(
+    targets: Sequence[Any],
+    classes: int | None = None,
+    names: Sequence[Any] = (),
+    what: str = "y",
+    most: int = MOST,
+) -> tuple[list[Any], tuple[str, ...], int]:
+    """Return targets with classes as numbers from 0, the name of each class, and their number.
+
+    Args:
+        targets: arrays that share their classes, such as those for training and for testing.
+        classes: number of classes: the labels are whole numbers below it; 0 for a regression. When
+            not given, the labels that occur are the classes.
+        names: all labels in order: text, true and false, or whole numbers. Other names are those of
+            the numbers from 0.
+        what: the targets, as errors name them.
+        most: so many different whole numbers are taken for classes without a question.
+
+    Returns:
+        The targets; the names, empty where classes are the numbers from 0; the number of classes, 0
+        where a target is not one class.
+
+    Raises:
+        ConfigError: when names and the number of classes contradict each other.
+        DataError: when labels are missing or not among the names, or it must be asked what they
+            are.
+
+    Example:
+        >>> [found], names, classes = code_targets([[20, 10, 20]])
+        >>> found.tolist(), names, classes
+        ([1, 0, 1], ('10', '20'), 2)
+    """
+    names = tuple(map(str, names))
+    require(not (names and classes == 0), "class_names", names, "none for a regression")
+    arrays = [one if isinstance(one, Tensor) else to_array(one, what) for one in targets]
+    single = all(one.ndim == 1 or (one.ndim == 2 and one.shape[1] == 1) for one in arrays)
+    if any(_has_text(one) for one in arrays):
+        if classes == 0 and single:
+            raise DataError(f"{what} is text; expected numbers, as classes = 0 is a regression")
+        coded, known = encode_labels(targets, names, what)
+        if classes is None and not names and single:
+            _warn_about_constant(np.array(known, object), coded[0], what)
+        return coded, known, _check_number(known, classes) if single else 0
+    if not single:
+        return list(targets), names, classes or 0
+    values = [_to_values(one) for one in arrays]
+    # The classes are those of the first; others may lack some, and have no further ones.
+    found = np.unique(values[0] if len(values[0]) else np.concatenate(values))
+    floats = any(one.dtype.kind == "f" for one in values)
+    truths = bool(values) and all(one.dtype.kind == "b" for one in values)
+    if classes is None and not names:
+        _warn_about_constant(found, values[0], what)
+        if floats:
+            _ask_about_floats(found, what)
+            return list(targets), (), 0
+        if truths:
+            return list(targets), (), 2
+        _ask_about_numbers(found, what, most)
+        # An empty pool has one class, so that it is no regression.
+        if np.array_equal(found, np.arange(len(found))):
+            return list(targets), (), max(1, len(found))
+        names = tuple(map(str, found.tolist()))
+    if not names:
+        return list(targets), (), classes or 0
+    if floats and not np.array_equal(found, found.round()):
+        raise DataError(f"{what} has fractions; expected whole numbers, as class_names are given")
+    number = _check_number(names, classes)
+    return _place_labels(values, names, what), names, number
+
+
+def _check_number(names: Sequence[str], classes: int | None) -> int:
+    """Return the number of names, which must be that of the classes."""
+    if classes is not None:
+        require(
+            len(names) == classes, "class_names", tuple(names), f"{classes}, one for each class"
+        )
+    return len(names)
+
+
+def _to_values(array: np.ndarray | Tensor) -> np.ndarray:
+    """Return one label or number for each sample."""
+    if isinstance(array, Tensor):
+        array = array.detach().cpu()
+        array = (array.double() if array.is_floating_point() else array).numpy()
+    return array.reshape(-1)
+
+
+def _warn_about_constant(found: np.ndarray, values: np.ndarray, what: str) -> None:
+    if len(found) == 1 and len(values) > 1:
+        warnings.warn(
+            f"{what} is {found[0]!s} in all samples, which leaves nothing to learn; say which "
+            "classes could occur (classes = 2, or class_names), or classes = 0 for a regression",
+            stacklevel=4,
+        )
+
+
+def _ask_about_floats(found: np.ndarray, what: str) -> None:
+    """Refuse floats of two values, which are hardly those of a regression.
+
+    Raises:
+        DataError: which asks what they are.
+    """
+    if len(found) != 2 or not np.isfinite(found).all():
+        return
+    advice = "make them text for classes"
+    if np.array_equal(found, [0, 1]):
+        advice = "classes = 2 for classes"
+    elif np.array_equal(found, found.round()):
+        advice = f'class_names = ["{found[0]:.0f}", "{found[1]:.0f}"] for classes'
+    raise DataError(
+        f"{what} has the two numbers {found[0].item()} and {found[1].item()} alone, as floats; say "
+        f"what they are: {advice}, or classes = 0 for a regression"
+    )
+
+
+def _ask_about_numbers(found: np.ndarray, what: str, most: int) -> None:
+    """Refuse whole numbers of too many values.
+
+    Raises:
+        DataError: which asks what they are.
+    """
+    if len(found) <= most:
+        return
+    advice = "class_names = [...] or text for classes"
+    if found[0] >= 0:
+        advice = f"classes = {int(found[-1]) + 1} for classes from 0"
+    raise DataError(
+        f"{what} has {len(found):,} different whole numbers, from {found[0]:,} to {found[-1]:,}: "
+        f"as classes these are too many to guess; say what they are: classes = 0 for a regression, "
+        f"{advice}"
+    )
+
+
+def _place_labels(
+    values: Sequence[np.ndarray], names: Sequence[str], what: str
+) -> list[Int[np.ndarray, " samples"]]:
+    """Return the place of each label among the names.
+
+    Which labels names mean is decided by the names alone, so that it is the same in every file:
+    true and false are 1 and 0, whole numbers themselves, and other names those of 0, 1, ...
+    """
+    words = {"false": 0, "true": 1}
+    folded = [name.casefold() for name in names]
+    if set(folded) <= set(words):
+        place_of = {words[name]: place for place, name in enumerate(folded)}
+    elif any(WHOLE.fullmatch(name) for name in names):
+        place_of = {int(name): place for place, name in enumerate(names) if WHOLE.fullmatch(name)}
+    else:
+        place_of = {place: place for place in range(len(names))}
+    coded = []
+    for own in values:
+        labels, index = np.unique(own, return_inverse=True)
+        places = [place_of.get(int(label), -1) for label in labels]
+        if -1 in places:
+            label, largest = labels[places.index(-1)].item(), int(labels.max())
+            if list(place_of) == list(range(len(names))) and labels.min() >= 0:
+                raise ConfigError(
+                    f"class_names is {tuple(names)!r}, and {what} has the label {label}; expected "
+                    f"{largest + 1} names, one for each class from 0, or the labels themselves: "
+                    f'class_names = ["{label}", ...]'
+                )
+            raise DataError(
+                f"{what} has the label {label}; expected one of {', '.join(names[:20])}: name all "
+                "labels, as they are written, in class_names"
+            )
+        coded.append(np.array(places or [0], np.int64)[index.reshape(-1)])
+    return coded
+
+
+def encode_labels(
+    targets: Sequence[Any], names: Sequence[str] = (), what: str = "y"
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Return targets with numbers in place of text, and the name of each number.
+
+    Args:
+        targets: arrays that share their labels, such as those for training and for testing.
+        names: the labels in order; all that occur, sorted, when not given (the categories of
+            categorical data).
+        what: the targets, as errors name them.
+
+    Raises:
+        DataError: when labels are missing, or not among `names`.
+
+    Example:
+        >>> [found], names = encode_labels([["b", "a", "b"]])
+        >>> found.tolist(), names
+        ([1, 0, 1], ('a', 'b'))
+    """
+    arrays = [one if isinstance(one, Tensor) else to_array(one, what) for one in targets]
+    if not any(_has_text(one) for one in arrays):
+        return list(targets), tuple(names)
+    arrays = [np.asarray(one) for one in arrays]
+    texts = [one.reshape(-1).tolist() for one in arrays]
+    for flat in texts:
+        for place, label in enumerate(flat):
+            if isinstance(label, str):
+                continue
+            found = f"{label!r}, which is no text, among labels that are"
+            # NaN is unequal to itself.
+            if label is None or label != label:
+                found = "no label"
+            raise DataError(
+                f"{what} has {found} in sample {place}; expected a label for each sample: fill or "
+                "drop it"
+            )
+    valid = tuple(names) or _find_labels(targets, texts)
+    code_of = {label: code for code, label in enumerate(valid)}
+    coded = []
+    for flat, array in zip(texts, arrays, strict=True):
+        codes = [code_of.get(label, -1) for label in flat]
+        if -1 in codes:
+            raise DataError(
+                f"{what} has the label {flat[codes.index(-1)]!r}; expected one of class_names: "
+                f"{', '.join(valid[:20])}"
+            )
+        coded.append(np.array(codes, np.int64).reshape(array.shape))
+    return coded, valid
+
+
+def _has_text(values: np.ndarray | Tensor) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype.kind in "UOT" and values.size > 0
+
+
+def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the categories of the first categorical targets, or all labels, sorted."""
+    for one in targets:
+        categories = getattr(getattr(one, "dtype", None), "categories", None)
+        if categories is not None:
+            return tuple(map(str, categories))
+    return tuple(sorted(set().union(*texts)))
+
+
+def number_clients(
+    clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None = None
+) -> tuple[dict[str, Int[Tensor, " samples"]], tuple[str, ...]]:
+    """Number the clients in sorted order; return the columns of samples, and their names.
+
+    Clients whose values are 0 to n - 1 have no names. Numbers of any size, and texts with zeros or
+    spaces at an end, are kept apart.
+
+    Raises:
+        DataError: when a sample has no client, or values cannot be distinguished.
+
+    Example:
+        >>> number_clients(["1.1", "1.10"], 2)[1]
+        ('1.1', '1.10')
+    """
+    # NumPy would turn None among words into a word, and cut or round other values.
+    owners = np.asarray(clients, object if isinstance(clients, list | tuple) else None)
+    if owners.ndim != 1 or len(owners) != samples:
+        raise DataError(
+            f"clients has shape {owners.shape}; expected one value for each of the {samples} "
+            "samples"
+        )
+    if owners.dtype.kind in "iu":
+        values, owner = np.unique(owners, return_inverse=True)
+        found, owner = values.tolist(), owner.astype(np.int64)
+    else:
+        found, owner = _sort_clients(owners.tolist())
+    names = () if found == list(range(len(found))) else tuple(map(str, found))
+    _warn_about_lookalikes(names)
+    columns = {"client": torch.from_numpy(owner)}
+    if clusters is None:
+        return columns, names
+    if isinstance(clusters, Mapping):
+        by_client, clusters = clusters, []
+        for name in found:
+            # The keys of a table in a study file are always text.
+            key = name if name in by_client else str(name)
+            if key not in by_client:
+                raise DataError(
+                    f"clusters has nothing for client {name!r}; give the cluster of every client"
+                )
+            clusters.append(by_client[key])
+    if len(clusters) != len(found):
+        raise DataError(
+            f"clusters has {len(clusters)} values; expected one for each of the {len(found)} "
+            "clients"
+        )
+    columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
+    return columns, names
+
+
+def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " samples"]]:
+    """Return the distinct clients, sorted, and the place of each sample's among them."""
+    values, kinds = [], set()
+    for place, one in enumerate(given):
+        if isinstance(one, np.generic | Tensor):
+            one = one.item()
+        if one is None or one != one or not str(one).strip():
+            raise DataError(f"clients has no value for sample {place}; fill it, or drop the sample")
+        values.append(one)
+        kinds.add(str if isinstance(one, str) else type(one))
+    if kinds == {bytes}:
+        raise DataError(
+            f"clients are bytes, such as {values[0]!r}; decode them: {values[0]!r}.decode()"
+        )
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        mixed = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError(f"clients mixes {mixed}; expected values that can be sorted: make all text")
+    if float in kinds:
+        values = [float(one) for one in values]
+        large = next((one for one in values if abs(one) >= _EXACT), None)
+        if large is not None:
+            raise DataError(
+                f"clients has the float {large!r}, at which several whole numbers are one; give "
+                "the ids as text"
+            )
+    try:
+        found = sorted(set(values))
+    except TypeError:
+        raise DataError(
+            f"clients are values of type {kinds.pop().__name__}; expected values that can be "
+            "sorted: make all text"
+        ) from None
+    code_of = {one: code for code, one in enumerate(found)}
+    return found, np.array([code_of[one] for one in values], np.int64)
+
+
+def _warn_about_lookalikes(names: Sequence[str]) -> None:
+    """Warn of two clients whose names look the same."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(unicodedata.normalize("NFC", " ".join(name.split())), name)
+        if other != name:
+            warnings.warn(
+                f"clients {other!r} and {name!r} differ in spaces or in how accents are written, "
+                "and are two clients; make the names equal if they are one",
+                stacklevel=4,
+            )
+
+
+def match_clients(
+    clients: Any, samples: int, known: Int[Tensor, " training"], names: Sequence[str]
+) -> Int[Tensor, " samples"]:
+    """Return the numbers of the clients of test samples, by their names.
+
+    Args:
+        clients: the client of each test sample.
+        samples: number of test samples.
+        known: the number of the client of each training sample.
+        names: of the clients by number; empty where clients are numbers.
+
+    Raises:
+        DataError: when a client has test samples and no training samples, or the other way round.
+    """
+    columns, given = number_clients(clients, samples)
+    held = columns["client"]
+    # Clients without names are the numbers from 0.
+    found = given or tuple(map(str, held.unique().tolist()))
+    known_names = tuple(names) or tuple(map(str, known.unique().tolist()))
+    number_of = {name: number for number, name in enumerate(known_names)}
+    for name in found:
+        if name not in number_of:
+            raise DataError(
+                f"client {name!r} has test samples and no training samples; expected test samples "
+                f"of {', '.join(known_names[:10])}: leave the others out"
+            )
+    for name in known_names:
+        if name not in found:
+            raise DataError(
+                f"client {name!r} has training samples and no test samples; give it one at least, "
+                "or leave it out"
+            )
+    return torch.tensor([number_of[name] for name in found])[held]
+
+
+def to_array(value: Any, name: str) -> np.ndarray:
+    """Convert a value to an array; objects that are numbers become numbers."""
+    try:
+        array = np.asarray(value)
+        # numpy writes None and NaN as words
+        if array.dtype.kind == "U" and isinstance(value, list | tuple):
+            array = np.asarray(value, object)
+        if (
+            array.dtype.kind == "O"
+            and array.size
+            and not any(isinstance(one, str) for one in array.flat)
+        ):
+            array = np.asarray(array.tolist())
+    except ValueError as error:
+        raise DataError(
+            f"{name} has samples of different shapes ({error}); make them equal, such as by padding"
+        ) from None
+    return array
