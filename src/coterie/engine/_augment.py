@@ -1,12 +1,25 @@
-"""Augmentation of image batches: random crops and flips, drawn from each client's own stream."""
+"""Augmentation of training batches, drawn from each client's own stream in every step.
 
+Random crops and flips of images, or a custom function.
+"""
+
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.importing import import_function
+from coterie.errors import ConfigError
 from coterie.models.layout import splitmix
+
+AugmentFunction = Callable[[Tensor, torch.Generator], Tensor]
+"""(batch [samples, *features], generator) -> a batch of the same shape and type."""
+
+_TRIED: set[tuple[str, torch.Size]] = set()
+# Functions that were called twice with equal arguments and returned the same, by shape.
 
 
 @dataclass(frozen=True)
@@ -64,3 +77,93 @@ class CropFlip:
             .reshape(x.shape)
         )
         return torch.where(inside, moved, self.fill.to(x)[:, None, None])
+
+
+def import_augmentation(path: str) -> AugmentFunction:
+    """Return the function that an import path names.
+
+    Raises:
+        ConfigError: when there is none, or it does not take a batch and a generator.
+    """
+    function = import_function(path, f"local.augment {path!r}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            f"local.augment {path!r} has the arguments {inspect.signature(function)}; expected "
+            "(batch, generator)"
+        ) from None
+    except ValueError:
+        pass  # a function without a signature, such as a built-in one, is checked when it is called
+    return function
+
+
+@dataclass(frozen=True)
+class FunctionAugmentation:
+    """Calls a custom function with each client's batch and a generator of that step.
+
+    Args:
+        keys: key of each client's draws in one local training, where the inputs are.
+        path: import path of the function, which messages name.
+    """
+
+    keys: Int[Tensor, " clients"]
+    path: str
+
+    def __call__(
+        self,
+        x: Float[Tensor, "members samples *features"],
+        members: Int[Tensor, " members"],
+        step: int,
+    ) -> Float[Tensor, "members samples *features"]:
+        """Augment the batches of some clients in a step, one client after another.
+
+        A client's generator depends on its key and the step, and on nothing else.
+
+        Raises:
+            ConfigError: when the function fails, or changes shape or type, or makes what is not
+                finite, or draws from another generator.
+        """
+        function = import_augmentation(self.path)
+        keys = splitmix(self.keys[members] + step).tolist()
+        # Called twice, once for each shape: what differs was not drawn from the generator.
+        if keys and (self.path, x.shape[1:]) not in _TRIED:
+            first, again = (self._augment(function, x[0].clone(), keys[0]) for _ in range(2))
+            if not torch.equal(first, again):
+                raise ConfigError(
+                    f"local.augment {self.path!r} returned two results for the same batch and "
+                    "generator; draw from the generator that it is given, such as "
+                    "torch.rand(len(batch), generator=generator, device=batch.device)"
+                )
+            _TRIED.add((self.path, x.shape[1:]))
+        return torch.stack(
+            [self._augment(function, own, key) for own, key in zip(x, keys, strict=True)]
+        )
+
+    def _augment(self, function: AugmentFunction, batch: Tensor, key: int) -> Tensor:
+        shape, kind = batch.shape, batch.dtype
+        # A key is a signed number of 64 bits, and a seed is never negative.
+        generator = torch.Generator(batch.device).manual_seed(key & ((1 << 63) - 1))
+        try:
+            found = function(batch, generator)
+        except Exception as error:
+            raise ConfigError(
+                f"local.augment {self.path!r} failed on a batch of shape {tuple(shape)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        said = f"a {type(found).__name__}"
+        if isinstance(found, Tensor):
+            said = f"{found.dtype} of shape {tuple(found.shape)} on {found.device}"
+            same = (found.shape, found.dtype, found.device) == (shape, kind, batch.device)
+            # On a device the test would wait for the result in every step.
+            if same and (batch.device.type != "cpu" or bool(torch.isfinite(found).all())):
+                return found
+            if same:
+                said = "NaN or infinity"
+        raise ConfigError(
+            f"local.augment {self.path!r} returned {said}; expected finite {kind} of shape "
+            f"{tuple(shape)} on {batch.device}, like the batch that it was given"
+        )
+
+
+Augmentation = CropFlip | FunctionAugmentation

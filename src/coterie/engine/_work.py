@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie.data.source import is_images, normalize_images
-from coterie.engine._augment import CropFlip
+from coterie.engine._augment import Augmentation, FunctionAugmentation
 from coterie.engine.noise import InputNoise
 from coterie.engine.optim import LocalTraining
 from coterie.engine.privacy import PrivacyLedger, PrivateSteps
@@ -20,6 +20,7 @@ from coterie.models.layout import splitmix
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 # steps of a client, and entries of their inputs, that are gathered at once
 _STEPS, _GATHERED = 64, 1 << 18
+_PREPARED = 1 << 25  # entries of batches that are augmented before a native program takes them
 _MAX_COMPARED_ENTRIES = 1 << 26  # entries of rows that a device compares at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
@@ -132,7 +133,7 @@ class TrainingWork:
     prox: float = 0.0
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
     dropout_keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
-    augment: CropFlip | None = None
+    augment: Augmentation | None = None
     noise: InputNoise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
     steps_taken: Int[Tensor, " clients"] | None = None
@@ -259,6 +260,38 @@ class TrainingWork:
         if self.noise is not None:
             x = self.noise.add_to(x, members, step, places)
         return x, self.samples.prepare_targets(places), values
+
+    def split_for_programs(self) -> "Iterator[tuple[slice, TrainingWork]]":
+        """Split into trainings that a native program can do, with the rows of their clients.
+
+        A program cannot call a function of Python: where one augments, the batches of some clients
+        are made beforehand, and are the samples of the training.
+        """
+        if not isinstance(self.augment, FunctionAugmentation):
+            yield slice(0, len(self.batch_sizes)), self
+            return
+        entries = math.prod((*self.sample_indices.shape[1:], *self.samples.input_shape))
+        size = max(1, _PREPARED // max(1, entries))
+        for start in range(0, len(self.batch_sizes), size):
+            rows = slice(start, min(start + size, len(self.batch_sizes)))
+            yield rows, self.select_clients(rows)._prepare_batches()
+
+    def _prepare_batches(self) -> "TrainingWork":
+        """Return this training with augmented batches, noise included, as its samples."""
+        shape, samples = self.sample_indices.shape, self.samples
+        x = torch.zeros(*shape, *samples.input_shape, dtype=samples.dtype)
+        for step in range(self.num_steps):
+            for size, members in self.group_by_size(step):
+                x[members, step, :size] = self.gather_batch(members, step, size)[0]
+        return replace(
+            self,
+            samples=RawSamples(
+                x.flatten(0, 2), samples.y[self.sample_indices.flatten()], samples.dtype
+            ),
+            sample_indices=torch.arange(math.prod(shape)).reshape(shape),
+            augment=None,
+            noise=None,
+        )
 
     def iterate_batches(self, row: int) -> Iterator[Batch]:
         """Return the batch of each step of one client, without the axis of members.

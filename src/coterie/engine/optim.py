@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
@@ -18,6 +18,7 @@ from coterie._util.settings import (
     Share,
 )
 from coterie.engine import _own_optimizer
+from coterie.engine._augment import import_augmentation
 from coterie.engine.privacy import DPSGD, check_accountant, dp_table
 from coterie.engine.schedules import (
     CustomSchedule,
@@ -58,6 +59,10 @@ ADDED_FIELDS = (*(name for name in _OPTIMIZER_ARGUMENTS if name not in ("momentu
 _Decay = Annotated[float, Ge(0), Lt(1)]
 
 
+AUGMENTATIONS = ("none", "crop-flip")
+"""The built-in values of `LocalTraining.augment`."""
+
+
 @dataclass(frozen=True)
 class LocalTraining(Configurable):
     """How a client trains on its own data between two exchanges.
@@ -78,7 +83,8 @@ class LocalTraining(Configurable):
             "adamw", 0 for the others.
         drop_last: leave out the last, smaller batch of an epoch.
         augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors
-            half of them.
+            half of them. Or a function (batch, generator) -> batch, by its import path, which is
+            called in each step of each client; see the guide to own data.
         padding: see `augment`.
         persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and
             the count of its steps) from round to round, whatever model it trains next. Some
@@ -114,7 +120,7 @@ class LocalTraining(Configurable):
     momentum: _Decay = 0.0
     weight_decay: NonNegativeFloat | None = None
     drop_last: bool = False
-    augment: Literal["none", "crop-flip"] = "none"
+    augment: str = "none"
     padding: NonNegativeInt = 4
     persistent_client_optimizer: bool = False
     dampening: Share = 0.0
@@ -133,6 +139,8 @@ class LocalTraining(Configurable):
         """Keep what Python can name, and a file cannot, by its import path or as a table."""
         if isinstance(self.optimizer, type):
             object.__setattr__(self, "optimizer", find_import_path(self.optimizer, "optimizer"))
+        if callable(self.augment):
+            object.__setattr__(self, "augment", find_import_path(self.augment, "augment"))
         object.__setattr__(self, "lr_schedule", schedule_tables(self.lr_schedule))
         object.__setattr__(self, "dp", dp_table(self.dp))
         super().__post_init__()
@@ -143,6 +151,11 @@ class LocalTraining(Configurable):
             raise ConfigError(
                 f"{describe_unknown('optimizer', self.optimizer, OPTIMIZERS)}, or "
                 "package.module:Class"
+            )
+        if self.custom_augment is None and self.augment not in AUGMENTATIONS:
+            raise ConfigError(
+                f"{describe_unknown('augment', self.augment, AUGMENTATIONS)}, or "
+                "package.module:function"
             )
         # A setting of another optimizer is refused, not ignored, unless it has its default.
         usual = {item.name: item.default for item in fields(self)}
@@ -195,6 +208,11 @@ class LocalTraining(Configurable):
         return self.optimizer if ":" in self.optimizer else None
 
     @property
+    def custom_augment(self) -> str | None:
+        """The import path of a function that augments; None for one of `AUGMENTATIONS`."""
+        return self.augment if ":" in self.augment else None
+
+    @property
     def optimizer_arguments(self) -> dict[str, Any]:
         """The arguments of the optimizer other than `lr`, by PyTorch's names."""
         if self.custom_optimizer:
@@ -245,6 +263,8 @@ class LocalTraining(Configurable):
         """
         if self.custom_optimizer:
             _own_optimizer.check_custom_optimizer(self.custom_optimizer, self.optimizer_arguments)
+        if self.custom_augment:
+            import_augmentation(self.custom_augment)
         if self.dp is not None:
             check_accountant()
         for schedule in self.schedules:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from coterie._util import pages
-from coterie.engine._augment import CropFlip
+from coterie.engine._augment import Augmentation, CropFlip, FunctionAugmentation
 from coterie.engine._base import MODULE_ERRORS, Engine
 from coterie.engine._batches import (
     BatchPlan,
@@ -256,16 +256,20 @@ class Trainer:
             private=self._make_private(rng, local, schedule, purpose),
         )
 
-    def _make_augmentation(self, local: LocalTraining, rng: Rng, purpose: str) -> CropFlip | None:
+    def _make_augmentation(
+        self, local: LocalTraining, rng: Rng, purpose: str
+    ) -> Augmentation | None:
         if local.augment == "none":
             return None
         samples = self.data.samples
+        keys = self.data.draw_keys(rng, f"{purpose}.augment")
+        if local.custom_augment:
+            return FunctionAugmentation(keys, local.custom_augment)
         if len(samples.input_shape) != 3:
             raise ModelError(
                 f"local.augment is {local.augment!r}; it takes images, found shape "
                 f"{samples.input_shape}"
             )
-        keys = self.data.draw_keys(rng, f"{purpose}.augment")
         return CropFlip(keys, local.padding, samples.black_pixel())
 
     def _copy_track(

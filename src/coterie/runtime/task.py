@@ -5,6 +5,7 @@ from functools import partial
 from coterie._util.importing import import_function
 from coterie._util.settings import custom_functions
 from coterie.data.federation import Federation
+from coterie.data.source import describe_parts
 from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
@@ -48,6 +49,11 @@ def make_task(
             raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
         clusters = federation.truth.cluster
     local.check_imports()
+    if local.custom_augment and federation.parts:
+        raise ConfigError(
+            f"local.augment {local.custom_augment!r} takes inputs of one tensor; found "
+            f"{describe_parts(federation.parts)}: transform them before, or leave augment out"
+        )
     # The first two axes are clients and samples; a loss sees samples.
     targets = federation.y.flatten(0, 1)
     loss = settings.custom_loss or default_loss(targets, federation.classes)

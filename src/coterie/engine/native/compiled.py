@@ -138,7 +138,11 @@ class CompiledEngine(Engine):
             return super().train(rows, work, block)
         if not self.program.fits(work):
             return self._other.train(rows, work, block)
-        return self.program.train(rows, work)
+        return self._run_program(rows, work)
+
+    def _run_program(self, rows: Tensor, work: TrainingWork) -> Tensor:
+        parts = work.split_for_programs()
+        return torch.cat([self.program.train(rows[part], own) for part, own in parts])
 
     def sample_gradients(
         self, rows: Float[Tensor, "samples params"], work: TrainingWork
@@ -149,7 +153,7 @@ class CompiledEngine(Engine):
         # With GRADIENT_ONLY the momentum ends as the gradient: samples x 1 moment x trainable.
         found = torch.zeros(len(rows), 1, self.layout.trainable, dtype=rows.dtype)
         none = torch.zeros(len(rows), dtype=torch.int64)
-        losses = self.program.train(
+        losses = self._run_program(
             rows, replace(work, local=GRADIENT_ONLY, moments=found, steps_taken=none)
         )
         return losses[:, 0], found[:, 0]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coterie.engine._augment import CropFlip
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.images import ImageLowering
@@ -442,8 +443,10 @@ class TracedProgram:
         taken = None if work.steps_taken is None else to_int64(work.steps_taken)
         anchor = None if work.anchor is None or not work.prox else make_rows_contiguous(work.anchor)
         draws, fill = None, None
-        if work.augment is not None:
-            draws, fill = to_int64(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+        crops = work.augment if isinstance(work.augment, CropFlip) else None
+        assert crops is work.augment, "functions are called before: `split_for_programs`"
+        if crops is not None:
+            draws, fill = to_int64(crops.keys), crops.fill.to(rows.dtype).contiguous()
         # Tensors whose names begin with an underscore own memory that the job points to, and have
         # to live until the call returns.
         inputs, _values = self._values(work.inputs, *work.batch_sizes.shape)
@@ -454,9 +457,7 @@ class TracedProgram:
         # Samples that need each other are computed in one call, however many they are.
         samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
         where, size = self._train.memory(max(1, samples))
-        augment = CropFlipJob(
-            address_of(draws), address_of(fill), work.augment.padding if work.augment else 0
-        )
+        augment = CropFlipJob(address_of(draws), address_of(fill), crops.padding if crops else 0)
         job = _Training(
             self._store(work.samples), augment, noise, _Memory(address_of(where), size, max(1, samples)),
             address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER), address_of(places), address_of(length),
