@@ -156,7 +156,7 @@ static void update(const Training& job, T* w, T* g, T* first, T* second, T* thir
       second[i] = beta2 * second[i] + new2 * (g[i] * g[i]);
       w[i] -= by * first[i] / (std::sqrt(second[i]) + eps);
     }
-  } else if (rule.kind == SGD && (rule.nesterov || rule.dampening != 0)) {
+  } else if (rule.kind == SGD && momentum != 0 && (rule.nesterov || rule.dampening != 0)) {
     const T share = before ? 1 - rule.dampening : 1, ahead = rule.nesterov ? momentum : 1, own = rule.nesterov;
     VECTORIZE for (int64_t i = 0; i < count; i++) {
       first[i] = momentum * first[i] + share * g[i];
