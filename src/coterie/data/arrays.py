@@ -128,6 +128,9 @@ def from_table(
     classes: int | None = None,
     test: Any = None,
     clusters: Mapping[Any, int] | None = None,
+    separator: str | None = None,
+    decimal: Literal[".", ","] | None = None,
+    encoding: str | None = None,
     split: Split = Split(),
     name: str = "table",
 ) -> Federation:
@@ -137,8 +140,13 @@ def from_table(
     and the classes are those of the whole table: where each machine reads a table of its own, give
     `categories` and `class_names`, so that an entry and a class mean the same on all.
 
+    A CSV file does not say what its columns are. The first file decides: a column is of numbers
+    where all its entries are, of true and false likewise, and of text otherwise; ids of clients are
+    text. A test table, and the rows given to `predict`, are read in the same way.
+
     Args:
-        table: of pandas, polars or arrow, or the path of a CSV or parquet file.
+        table: of pandas, polars or arrow, or the path of a CSV file (which gzip may have packed) or
+            of a parquet file.
         target: the column to learn. Text and categories, and whole numbers, are classes; other
             numbers are a regression. Several columns of numbers are a regression with several
             outputs.
@@ -165,6 +173,12 @@ def from_table(
         test: a table that is the test set of all clients; each client fills and scales it by its
             own rows.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
+        separator: what divides the columns of a CSV file: one character, or "tab". Commas,
+            semicolons, tabs and bars are found when it is not given.
+        decimal: the sign before the fraction of a number in a CSV file; a comma is found where no
+            column has points, and its meaning is clear.
+        encoding: of a CSV file. When not given, it is UTF-8, or UTF-16 with its mark, and else
+            cp1252, with a warning.
         split: how samples are divided, and distribution shifts to add.
         name: a name for the data.
 
@@ -194,9 +208,12 @@ def from_table(
         "indicate": list(indicate),
         "scale": scale,
         "categories": categories or {},
-        "class_names": list(class_names),
+        "class_names": list(map(str, class_names)),
         "classes": classes,
         "clusters": clusters,
+        "separator": separator,
+        "decimal": decimal,
+        "encoding": encoding,
     }
     # The same checks as those of a study file.
     source = read_table(

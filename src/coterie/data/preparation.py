@@ -50,6 +50,9 @@ class TableColumn:
         filled: whether a client's preparation says what an empty entry becomes.
         indicator: whether the entry is not the number in the column, but 1 where the column is
             empty and 0 elsewhere.
+        kind: what the column is: "numbers", "true or false" (1 and 0), or "text" for categories.
+        scaled: whether a client subtracts the mean of its training rows, and divides by their
+            deviation.
     """
 
     name: str
@@ -57,6 +60,8 @@ class TableColumn:
     codes: bool = False
     filled: bool = False
     indicator: bool = False
+    kind: str = "numbers"
+    scaled: bool = False
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class Source:
         parts: what `x` holds one after another, where an input is several tensors.
         preparation: what each client still does to its inputs, fitted on its own training samples.
         table: the columns of a table that the entries of an input were read from.
+        notes: how a file was read, where that is not the usual way.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Source:
     parts: tuple[InputPart, ...] = ()
     preparation: Preparation | None = None
     table: tuple[TableColumn, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def from_arrays(

@@ -1,15 +1,13 @@
 """Tables as data: columns of numbers, booleans, text or categories, with a client per row."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as arrow_csv
-import pyarrow.parquet as arrow_parquet
 import torch
 from annotated_types import Ge, MinLen
 from jaxtyping import Float
@@ -18,6 +16,14 @@ from coterie._util.settings import Configurable
 from coterie.data.coding import MOST, code_targets, number_clients
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
 from coterie.data.source import InputPart, Samples, Source
+from coterie.data.table_files import (
+    CsvFormat,
+    Kind,
+    decide_types,
+    follow_types,
+    load_table,
+    read_ids,
+)
 from coterie.errors import ConfigError, DataError, describe_unknown
 
 Code = Literal["one-hot", "codes"]
@@ -46,6 +52,10 @@ class TableOptions(Configurable):
         classes: number of classes of a target of whole numbers from 0; when not given, the values
             that occur are the classes. 0 makes it a regression.
         clusters: the known cluster of each client, by client.
+        separator: what divides the columns of a CSV file, one character or "tab"; found when not
+            given.
+        decimal: the sign before the fraction of a number in a CSV file; found when not given.
+        encoding: of a CSV file, such as "cp1252"; UTF-8, or UTF-16 with its mark, when not given.
     """
 
     target: str | Annotated[Sequence[str], MinLen(1)]
@@ -59,6 +69,9 @@ class TableOptions(Configurable):
     class_names: Sequence[str] = ()
     classes: Annotated[int, Ge(0)] | None = None
     clusters: Mapping[Any, Any] | None = None
+    separator: str | None = None
+    decimal: Literal[".", ","] | None = None
+    encoding: str | None = None
 
     def check(self) -> None:
         """Check the settings that are given by column."""
@@ -74,6 +87,12 @@ class TableOptions(Configurable):
             raise ConfigError("clusters is given without client; planted clusters come from shift")
         if isinstance(self.impute, str) and self.impute not in FILLS:
             raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
+        self.csv_format.check()
+
+    @property
+    def csv_format(self) -> CsvFormat:
+        """What a CSV file does not say."""
+        return CsvFormat(self.separator, self.decimal, self.encoding)
 
     @property
     def target_names(self) -> Sequence[str]:
@@ -92,6 +111,11 @@ class TableOptions(Configurable):
         chosen = list(self.features or ())
         if self.features is None:
             chosen = [name for name in names if name not in taken]
+            if "" in chosen:
+                raise ConfigError(
+                    f"column {names.index('')} of the table has no name, such as an index that "
+                    "was written with it; give it one, or leave it out of features"
+                )
         named = [*taken, *chosen]
         for setting in (self.encode, self.impute, self.categories):
             if isinstance(setting, Mapping):
@@ -119,8 +143,6 @@ class TableOptions(Configurable):
 
 # A number with a decimal comma counts as one here, and is then named as the error.
 _NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
-# Ids such as 007, which would lose their zeros as numbers.
-_PADDED = re.compile(r"0\d+")
 # With at most this many numbers, a column of text is taken for categories.
 _FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
@@ -149,13 +171,8 @@ def read_table(
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
-    pool = _ArrowTable(_to_arrow(table, columns.client), columns.client, name, columns.clusters)
-    held = None if test is None else _ArrowTable(_to_arrow(test), None, f"{name}: the test table")
-    tables = [pool] if held is None else [pool, held]
-    chosen = columns.select_inputs(pool.arrow.column_names)
-    for other in tables[1:]:
-        for needed in (*chosen, *columns.target_names):
-            other.get_column(needed)
+    tables, notes = _load_tables(table, test, columns, name)
+    pool, chosen = tables[0], columns.select_inputs(tables[0].arrow.column_names)
     read = [_convert_column(tables, feature, columns) for feature in chosen]
     if shared:
         _require_shared_settings(read, tables, columns)
@@ -185,7 +202,7 @@ def read_table(
     for place, one in enumerate(tables):
         x = np.concatenate([column.values[place] for column in (*numbers, *codes)], axis=1)
         samples.append(Samples(torch.from_numpy(x).to(kind), y[place], one.owners or {}))
-    if held is None:
+    if test is None:
         samples.append(Samples(samples[0].x[:0], samples[0].y[:0]))
     parts = ()
     if numbers and codes:
@@ -202,8 +219,55 @@ def read_table(
         feature_names=tuple(entries),
         parts=parts,
         preparation=Preparation(tuple(fitted), whole) if fitted else None,
-        table=tuple(one.table_column for one in (*numbers, *codes)),
+        table=tuple(one.describe(columns.scale is not None) for one in (*numbers, *codes)),
+        notes=notes,
     ).check()
+
+
+def _load_tables(
+    table: Any, test: Any, columns: TableOptions, name: str
+) -> tuple[list["_ArrowTable"], tuple[str, ...]]:
+    """Load the table and the one for testing, whose columns are what those of the first are."""
+    loaded = load_table(table, columns.csv_format, name)
+    chosen = columns.select_inputs(loaded.names)
+    owners = [] if columns.client is None else read_ids(loaded, columns.client)
+    needed = [*chosen, *columns.target_names]
+    arrow, notes = decide_types(loaded, needed, tuple(columns.categories), columns.decimal)
+    pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
+    if test is None:
+        return [pool], (*loaded.notes, *notes)
+    what = f"{name}: the test table"
+    held = load_table(test, columns.csv_format, what)
+    for one in needed:
+        if one not in held.names:
+            raise ConfigError(f"{what}: {describe_unknown('column', one, held.names)}")
+    kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
+    kinds.update({one: "text" for one in columns.categories if one in chosen})
+    later = _ArrowTable(follow_types(held, kinds, columns.decimal), None, what)
+    for one, kind in kinds.items():
+        _require_kind(later, one, kind)
+    return [pool, later], (*loaded.notes, *notes)
+
+
+def _find_kind(kind: pa.DataType) -> Kind:
+    if _is_text(kind):
+        return "text"
+    return "true or false" if pa.types.is_boolean(kind) else "numbers"
+
+
+def _require_kind(table: "_ArrowTable", name: str, kind: Kind) -> None:
+    """Check that a later table has numbers where the first has them.
+
+    Raises:
+        DataError: when it has text.
+    """
+    values = table.get_column(name)
+    if kind != "text" and _is_text(values.type):
+        value = next((one for one in values.to_pylist() if one is not None), None)
+        raise DataError(
+            f"column {name!r} of {table.what} is text, such as {value!r}; expected {kind}, as in "
+            "training"
+        )
 
 
 def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray, "samples entries"]:
@@ -218,13 +282,17 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         DataError: when a column cannot be used: a category that was not there, or an empty entry
             that nothing fills.
     """
-    found, entries = _ArrowTable(_to_arrow(table), None, "the table"), []
+    loaded, entries = load_table(table), []
+    kinds: dict[str, Kind] = {}
+    for column in columns:
+        if column.name not in loaded.names:
+            raise ConfigError(f"the table: {describe_unknown('column', column.name, loaded.names)}")
+        kinds[column.name] = "numbers" if column.categories is None else "text"
+    found = _ArrowTable(follow_types(loaded, kinds), None, loaded.what)
     for column in columns:
         if column.categories is None:
-            kind = found.get_column(column.name).type
-            if _is_text(kind):
-                raise DataError(f"column {column.name!r} is text; expected numbers, as in training")
-            _require_numbers(kind, column.name)
+            _require_kind(found, column.name, "numbers")
+            _require_numbers(found.get_column(column.name).type, column.name)
             values = found.get_numbers(column.name)[:, None]
             values = np.isnan(values).astype(np.float64) if column.indicator else values
         else:
@@ -245,64 +313,6 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
     return np.concatenate(entries, axis=1)
 
 
-def _to_arrow(table: Any, client: str | None = None) -> pa.Table:
-    """Convert a table to arrow; ids of clients such as 007 stay text when read from a CSV."""
-    if isinstance(table, str | Path):
-        return _load_file(Path(table).expanduser(), client)
-    try:
-        if hasattr(table, "iloc"):  # pandas, whose index is no column
-            return pa.Table.from_pandas(table, preserve_index=False)
-        if hasattr(table, "to_arrow"):
-            return table.to_arrow()
-        return pa.table(dict(table) if isinstance(table, Mapping) else table)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        said = "; ".join(map(str, error.args))
-        raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or "
-            "arrow, or the path of "
-            "a CSV or parquet file"
-        ) from None
-
-
-def _load_file(path: Path, client: str | None) -> pa.Table:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}; expected a CSV or parquet file")
-    try:
-        if path.suffix.lower() in (".parquet", ".pq"):
-            return arrow_parquet.read_table(path)
-        if path.suffix.lower() in (".csv", ".tsv", ".txt"):
-            parse = arrow_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            # An empty field of a column of text is missing, not an empty word.
-            convert = arrow_csv.ConvertOptions(strings_can_be_null=True)
-            with path.open("rb") as file:
-                header = file.readline()
-            # Semicolons would make one column of the whole file.
-            if b";" in header and b"," not in header:
-                raise DataError(
-                    f"{path} is separated by semicolons; write it with commas, and points in "
-                    "numbers"
-                )
-            found = arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
-            if client not in found.column_names or not pa.types.is_integer(found[client].type):
-                return found
-            # The ids once more, as they are written.
-            as_text = arrow_csv.ConvertOptions(
-                include_columns=[client], column_types={client: pa.string()}
-            )
-            words = arrow_csv.read_csv(path, parse_options=parse, convert_options=as_text)[client]
-            padded = any(word and _PADDED.fullmatch(word) for word in words.unique().to_pylist())
-            return (
-                found.set_column(found.column_names.index(client), client, words)
-                if padded
-                else found
-            )
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}); write it again") from error
-    raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
-
-
 class _ArrowTable:
     """A table of arrow with the client of each row."""
 
@@ -311,24 +321,21 @@ class _ArrowTable:
         arrow: pa.Table,
         client: str | None,
         what: str,
+        ids: Sequence[Any] = (),
         clusters: Mapping[Any, Any] | None = None,
     ) -> None:
-        names = arrow.column_names
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"{what} has two columns {twice!r}; give each a name of its own")
         self.arrow, self.what = arrow, what
         self.owners: Mapping[str, Any] | None = None
         self.names: tuple[str, ...] = ()
         if client is not None:
-            values = self.get_column(client).to_pylist()
             # NaN is unequal to itself.
-            empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
-            if empty is not None:
+            empty = (row for row, one in enumerate(ids) if one is None or one != one or one == "")
+            first = next(empty, None)
+            if first is not None:
                 raise DataError(
-                    f"column {client!r} has no client in row {empty}; fill it, or drop the row"
+                    f"column {client!r} has no client in row {first}; fill it, or drop the row"
                 )
-            self.owners, self.names = number_clients(values, len(values), clusters)
+            self.owners, self.names = number_clients(list(ids), len(ids), clusters)
 
     def get_column(self, name: str) -> pa.ChunkedArray:
         """Return a column."""
@@ -380,18 +387,27 @@ class _InputColumn:
     codes: bool = False
     categories: tuple[Any, ...] | None = None
     indicates: str = ""
+    kind: Kind = "numbers"
 
     @property
     def num_entries(self) -> int:
         return len(self.names)
 
-    @property
-    def table_column(self) -> TableColumn:
+    def describe(self, scaled: bool) -> TableColumn:
+        """Return how the column is read, which later tables follow."""
         known = self.categories
         if known is not None:  # such as numbers of numpy, which no file of text has
             known = tuple(one.item() if isinstance(one, np.generic) else one for one in known)
         name, indicator = self.indicates or self.name, bool(self.indicates)
-        return TableColumn(name, known, self.codes, self.impute is not None, indicator)
+        return TableColumn(
+            name,
+            known,
+            self.codes,
+            self.impute is not None,
+            indicator,
+            self.kind,
+            scaled and self.numeric,
+        )
 
 
 def _convert_column(
@@ -411,7 +427,8 @@ def _convert_column(
         values = [table.get_numbers(name)[:, None] for table in tables]
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
-        return _InputColumn(name, values, (name,), _choose_fill(tables, name, values, impute))
+        fill = _choose_fill(tables, name, values, impute)
+        return _InputColumn(name, values, (name,), fill, kind=_find_kind(kinds[0]))
     if not is_named:
         _reject_numbers_as_text(tables, name)
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
@@ -433,18 +450,22 @@ def _convert_column(
     values = [code[:, None] for code in codes]
     filled = _choose_fill(tables, name, values, filled)
     if encode == "codes":
-        return _InputColumn(
-            name, values, (name,), filled, numeric=False, codes=True, categories=tuple(known)
-        )
+        return _InputColumn(name, values, (name,), filled, False, True, tuple(known), kind="text")
     if len(known) > MOST:
         raise DataError(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; "
             f"leave it out of features, or encode = {{ {name} = 'codes' }}"
         )
+    if len(known) > _FEW and all(len(known) == np.isfinite(code).sum() for code in codes[:1]):
+        warnings.warn(
+            f"column {name!r} has another value in each row, and becomes {len(known)} entries; if "
+            "it is an id, leave it out of features",
+            stacklevel=2,
+        )
     # An empty entry is NaN in all categories, so that it is filled as one.
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
     entries = tuple(f"{name}={one}" for one in known)
-    return _InputColumn(name, spread, entries, filled, numeric=False, categories=tuple(known))
+    return _InputColumn(name, spread, entries, filled, False, False, tuple(known), kind="text")
 
 
 def _make_indicator(read: _InputColumn) -> _InputColumn:
@@ -517,21 +538,17 @@ def _encode_categories(
         # Each chunk may have a dictionary of its own.
         encoded = column.unify_dictionaries().combine_chunks()
         arrays.append(encoded)
-        values += encoded.dictionary.to_pylist()
-        ordered += encoded.dictionary.to_pylist() if in_order else []
-    # The categories given, or those of an ordered dictionary, or the values sorted.
-    known = (
-        list(given)
-        if given is not None
-        else list(dict.fromkeys(ordered)) or sorted(set(values) - {None})
-    )
-    places = {value: place for place, value in enumerate(known)}
+        values.append(encoded.dictionary.to_pylist())
+        ordered += values[-1] if in_order else []
+    # The categories given, or those of an ordered dictionary, or the values of the first table.
+    known = list(given) if given is not None else list(dict.fromkeys(ordered))
+    if not known:
+        known = _sort_categories(values)
+    find = _CategoryPlaces(known, name)
     codes = []
-    for table, encoded in zip(tables, arrays, strict=True):
+    for table, encoded, distinct in zip(tables, arrays, values, strict=True):
         # A column of empty entries alone has no dictionary: [0] keeps the lookup legal.
-        of_value = np.array(
-            [places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64
-        )
+        of_value = np.array([find(value) for value in distinct] or [0], np.float64)
         # Any code stands in for an empty entry, which becomes NaN in the next line.
         index = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
         code = np.where(np.asarray(encoded.is_null()), np.nan, of_value[index])
@@ -545,6 +562,47 @@ def _encode_categories(
             )
         codes.append(code)
     return known, codes
+
+
+def _sort_categories(values: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the values of all tables, sorted; as text where only some of them are."""
+    found = [one for own in values for one in own if one is not None]
+    if len({isinstance(one, str) for one in found}) > 1:
+        found = [_write_category(one) for one in found]
+    return sorted(set(found))
+
+
+def _write_category(value: Any) -> str:
+    """Return a category as text: 1 for 1.0 and for 1, true for True."""
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+class _CategoryPlaces:
+    """The place of each category, however a later table writes it: 1, 1.0 or "1"."""
+
+    def __init__(self, known: Sequence[Any], name: str) -> None:
+        self.places = {_write_category(one): place for place, one in enumerate(known)}
+        if len(self.places) < len(known):
+            raise ConfigError(
+                f"categories of {name!r} is {list(known)[:20]}; expected values that differ as text"
+            )
+        self.are_text = any(isinstance(one, str) for one in known)
+
+    def __call__(self, value: Any) -> int:
+        """Return the place of a value; -1 where it is no category."""
+        place = self.places.get(str(value), self.places.get(_write_category(value), -1))
+        if place >= 0 or self.are_text or not isinstance(value, str):
+            return place
+        # Categories that are numbers, or true and false, and a file of text.
+        folded = value.strip().casefold()
+        try:
+            return self.places.get(folded, self.places.get(_write_category(float(folded)), -1))
+        except ValueError:
+            return -1
 
 
 def _convert_target(
@@ -632,7 +690,7 @@ def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
     """Refuse a column of text of which most values are numbers: it was meant as numbers."""
     for table in tables:
         column = table.get_column(name)
-        if pa.types.is_dictionary(column.type):
+        if pa.types.is_dictionary(column.type) or not _is_text(column.type):
             continue
         values = [value for value in column.unique().to_pylist() if value is not None]
         other = next(

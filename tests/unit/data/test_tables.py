@@ -313,11 +313,11 @@ def test_options_of_a_study_file_are_checked(options, message):
 
 
 def test_codes_that_are_written_as_numbers_are_categories():
-    made = from_table(
-        patients(30).assign(zip=[f"{place:05}" for place in range(30)]), target="ill", client="site"
-    )
+    codes = patients(30).assign(zip=[f"{place:05}" for place in range(30)])
+    with pytest.warns(UserWarning, match="column 'zip' has another value in each row, and becomes"):
+        made = from_table(codes, target="ill", client="site")
     assert "zip=00007" in made.feature_names
-    mixed = patients(30).assign(age=["?", *map(str, range(29))])
+    mixed = patients(60).assign(age=["?", *map(str, range(29))] * 2)
     assert (
         "age=?"
         in from_table(mixed, target="ill", client="site", encode={"age": "one-hot"}).feature_names
@@ -325,9 +325,6 @@ def test_codes_that_are_written_as_numbers_are_categories():
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("y;c\n1,5;a\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"a.csv is separated by semicolons; write it with commas"):
-        from_table(tmp_path / "a.csv", target="y", client="c")
     (tmp_path / "a.xlsx").write_bytes(b"x")
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(DataError, match=r"is no table; expected a file .csv, .tsv or .parquet"):

@@ -1,0 +1,402 @@
+"""Tables in files: parquet, and CSV as text, whose columns get a type once.
+
+A CSV file does not say what its columns are. It is read as text here, in the encoding and with the
+separator found or named. `decide_types` gives the columns of a first table their types, and
+`follow_types` reads later tables with the same ones.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as arrow_compute
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as arrow_parquet
+
+from coterie.data.coding import WHOLE
+from coterie.errors import ConfigError, DataError
+
+# Its functions are made when it is imported, so that type checkers do not know them.
+pc: Any = arrow_compute
+Kind = Literal["numbers", "true or false", "text"]
+_SEPARATORS = (",", ";", "\t", "|")
+_WORDS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_EMPTY = [
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
+    "N/A", "NA", "NULL", "NaN", "n/a", "nan", "null", "<NA>", "None",
+]  # fmt: skip
+# Patterns of RE2, of a whole entry without spaces around it.
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(inf|Inf|INF|[Ii]nfinity)$"
+_WHOLE = r"^[+-]?\d{1,18}$"
+_COMMA = r"^[+-]?\d*,\d+([eE][+-]?\d+)?$"
+_WHOLE_OR_COMMA = r"^[+-]?(\d+|\d*,\d+)([eE][+-]?\d+)?$"
+# 1,234 may be a thousand and more, or a little more than one.
+_UNCLEAR = r"^[+-]?[1-9]\d{0,2},\d{3}$|^[+-]?\d+$"
+_TRUTH = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
+_DATE = (
+    r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?( ?(Z|[+-]\d{2}:?\d{2}))?)?$"
+    r"|^\d{1,2}[./]\d{1,2}[./]\d{4}$|^\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?$"
+)
+
+
+@dataclass(frozen=True)
+class LoadedTable:
+    """A table, before its columns have types.
+
+    Args:
+        arrow: the table; all columns are text as written where `as_text` is set.
+        what: the table, as errors name it.
+        as_text: whether its types are still to be decided.
+        notes: how the file was read, where that is not the usual way.
+    """
+
+    arrow: pa.Table
+    what: str
+    as_text: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its columns."""
+        return self.arrow.column_names
+
+
+@dataclass(frozen=True)
+class CsvFormat:
+    """What a CSV file does not say; found where it is not named.
+
+    Args:
+        separator: between the columns; "tab" is one too.
+        decimal: "." or ",", before the fraction of a number.
+        encoding: of the text.
+    """
+
+    separator: str | None = None
+    decimal: str | None = None
+    encoding: str | None = None
+
+    def check(self) -> None:
+        """Check what is named.
+
+        Raises:
+            ConfigError: when it cannot be.
+        """
+        if self.separator is not None and len(self._character) != 1:
+            raise ConfigError(
+                f"separator is {self.separator!r}; expected one character, such as ';', or 'tab'"
+            )
+        if self.encoding is not None:
+            try:
+                codecs.lookup(self.encoding)
+            except LookupError:
+                raise ConfigError(
+                    f"encoding is {self.encoding!r}; expected one that Python knows, such as "
+                    "'utf-8' or 'cp1252'"
+                ) from None
+
+    @property
+    def _character(self) -> str:
+        return "\t" if self.separator == "tab" else self.separator or ""
+
+    def decode_text(self, data: bytes, what: str) -> tuple[str, tuple[str, ...]]:
+        """Return the text of a file, and a note on its encoding.
+
+        Raises:
+            DataError: when the bytes are not of the encoding named, or of none that is found.
+        """
+        if self.encoding is not None:
+            try:
+                return data.decode(self.encoding).removeprefix("\ufeff"), ()
+            except UnicodeError as error:
+                raise DataError(
+                    f"{what} is not {self.encoding} ({error}); name its encoding, or write it as "
+                    "UTF-8"
+                ) from None
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return data.decode("utf-16", "replace"), ("encoding UTF-16",)
+        try:
+            return data.decode("utf-8-sig"), ()
+        except UnicodeDecodeError as error:
+            line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
+            found = f"{what} is not UTF-8 (byte 0x{byte:02x} in line {line})"
+        try:
+            text = data.decode("cp1252")
+        except UnicodeDecodeError:
+            raise DataError(
+                f"{found} and not cp1252; name its encoding (encoding = ...), or write it as UTF-8"
+            ) from None
+        warnings.warn(
+            f"{found}; it is read as cp1252, as Windows writes it: name its encoding (encoding = "
+            '"cp1252"), or write it as UTF-8',
+            stacklevel=2,
+        )
+        return text, ("encoding cp1252",)
+
+    def choose_separator(self, text: str, usual: str) -> str:
+        """Return the separator named, or the one that divides the first lines alike."""
+        if self.separator is not None:
+            return self._character
+        found, most = usual, 1
+        for separator in dict.fromkeys((usual, *_SEPARATORS)):
+            rows = csv.reader(io.StringIO(text[:100_000]), delimiter=separator)
+            widths = [len(row) for row, _ in zip(rows, range(6), strict=False) if row]
+            # The last line of the piece may be cut.
+            if widths and widths[0] > most and len(set(widths[:-1])) <= 1:
+                found, most = separator, widths[0]
+        return found
+
+
+def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table") -> LoadedTable:
+    """Load a table of pandas, polars, arrow, arrays by column, or a file.
+
+    Raises:
+        DataError: when it is none, or cannot be read.
+    """
+    if isinstance(table, str | Path):
+        return _load_file(Path(table).expanduser(), form)
+    if hasattr(table, "iloc"):
+        _require_distinct_names([str(name) for name in table.columns], what)
+    try:
+        if hasattr(table, "iloc"):  # pandas, whose index is no column
+            made = pa.Table.from_pandas(table, preserve_index=False)
+        elif hasattr(table, "to_arrow"):
+            made = table.to_arrow()
+        else:
+            made = pa.table(dict(table) if isinstance(table, Mapping) else table)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        said = "; ".join(map(str, error.args))
+        raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or "
+            "arrow, or the path of "
+            "a CSV or parquet file"
+        ) from None
+    _require_distinct_names(made.column_names, what)
+    return LoadedTable(made, what)
+
+
+def _require_distinct_names(names: Sequence[str], what: str) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{what} has two columns {twice!r}; give each a name of its own")
+
+
+def _load_file(path: Path, form: CsvFormat) -> LoadedTable:
+    form.check()
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; expected a CSV or parquet file")
+    packed = path.suffix.lower() == ".gz"
+    ending = Path(path.stem if packed else path.name).suffix.lower()
+    try:
+        if ending in (".parquet", ".pq") and not packed:
+            made = arrow_parquet.read_table(path)
+            _require_distinct_names(made.column_names, str(path))
+            return LoadedTable(made, str(path))
+        if ending in (".csv", ".tsv", ".txt"):
+            data = path.read_bytes()
+            return _parse_csv(gzip.decompress(data) if packed else data, path, ending, form)
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read ({said}); write it again") from error
+    raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
+
+
+def _parse_csv(data: bytes, path: Path, ending: str, form: CsvFormat) -> LoadedTable:
+    text, notes = form.decode_text(data, str(path))
+    usual = "\t" if ending == ".tsv" else ","
+    separator = form.choose_separator(text, usual)
+    if separator != usual:
+        notes = (*notes, f"separated by {_WORDS.get(separator, repr(separator))}")
+    header = next(csv.reader(io.StringIO(text), delimiter=separator), [])
+    if not header:
+        raise DataError(f"{path} is empty; expected a line with the names of the columns")
+    # All columns as text: a type by file would differ between files, and change ids such as 1.10.
+    places = [f"f{place}" for place in range(len(header))]
+    made = arrow_csv.read_csv(
+        io.BytesIO(text.encode()),
+        read_options=arrow_csv.ReadOptions(autogenerate_column_names=True),
+        parse_options=arrow_csv.ParseOptions(delimiter=separator, newlines_in_values='"' in text),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(places, pa.string()), strings_can_be_null=False
+        ),
+    )
+    names = [name.strip() for name in header]
+    _require_distinct_names([name for name in names if name], str(path))
+    # The first row is the header.
+    return LoadedTable(made.slice(1).rename_columns(names), str(path), True, notes)
+
+
+def read_ids(loaded: LoadedTable, name: str) -> list[Any]:
+    """Return the ids in a column: text as it is written, or as the table holds them.
+
+    Whole numbers of a file that are written without further zeros or signs are numbers, so that
+    they sort as such.
+    """
+    column = loaded.arrow[name]
+    if not loaded.as_text:
+        return column.to_pylist()
+    distinct = column.unique().to_pylist()
+    if all(WHOLE.fullmatch(one) and len(one) < 4000 for one in distinct):
+        return [int(one) for one in column.to_pylist()]
+    words = [one for one in distinct if one.strip() and one.strip() in _EMPTY]
+    if words:
+        warnings.warn(
+            f"column {name!r} has {words[0]!r}, which programs write for an empty entry; it is "
+            "kept as the id of a client: leave such rows out if they have none",
+            stacklevel=2,
+        )
+    return column.to_pylist()
+
+
+def decide_types(
+    loaded: LoadedTable, names: Sequence[str], kept: Sequence[str] = (), decimal: str | None = None
+) -> tuple[pa.Table, tuple[str, ...]]:
+    """Return a table whose columns have types, and notes on how numbers were read.
+
+    A column of a file is of numbers where all its entries are, of true and false likewise, and of
+    text otherwise.
+
+    Args:
+        loaded: the first table.
+        names: the columns that are used; the others stay as they are.
+        kept: columns that stay text.
+        decimal: the sign before the fraction of a number; found when not given.
+
+    Raises:
+        DataError: when a column holds dates, or it is not clear what a comma in numbers means.
+    """
+    if not loaded.as_text:
+        return loaded.arrow, ()
+    columns = {name: _clear_empty(loaded.arrow[name]) for name in dict.fromkeys(names)}
+    guessed = {name: column for name, column in columns.items() if name not in kept}
+    decimal = decimal or _find_decimal(guessed)
+    made, padded = loaded.arrow, []
+    for name, column in columns.items():
+        found = column
+        if name in guessed:
+            found = _convert_numbers(column, decimal)
+        if found is None and _matches(column, _TRUTH):
+            found = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(column)), "true")
+        if found is None and _matches(column, _DATE):
+            raise DataError(
+                f"column {name!r} holds dates or times, such as {_first(column)!r}; turn it into "
+                "numbers first, such as the days since the first, or leave it out of features"
+            )
+        if found is not None and pa.types.is_integer(found.type) and _any(column, r"^0\d"):
+            padded.append(name)
+        found = column if found is None else found
+        made = made.set_column(made.column_names.index(name), name, found)
+    notes = ("decimal commas",) if decimal == "," else ()
+    if padded:
+        notes = (*notes, f"numbers written with leading zeros: {', '.join(padded)}")
+    return made, notes
+
+
+def follow_types(
+    loaded: LoadedTable, kinds: Mapping[str, Kind], decimal: str | None = None
+) -> pa.Table:
+    """Return a later table with its columns read as those of a first one.
+
+    Args:
+        loaded: the later table.
+        kinds: what each column is.
+        decimal: the sign before the fraction of a number; found when not given.
+
+    Raises:
+        DataError: when a column is of another kind.
+    """
+    made, numbers = loaded.arrow, {}
+    for name in kinds:
+        if loaded.as_text:
+            column = _clear_empty(made[name])
+            made = made.set_column(made.column_names.index(name), name, column)
+            if kinds[name] != "text":
+                numbers[name] = column
+    decimal = decimal or _find_decimal(numbers)
+    for name, column in numbers.items():
+        found = _convert_numbers(column, decimal)
+        if found is None and _matches(column, _TRUTH):
+            found = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(column)), "true")
+        if found is None:
+            pattern = _WHOLE_OR_COMMA if decimal == "," else _NUMBER
+            row, value = next(
+                (row, one)
+                for row, one in enumerate(column.to_pylist())
+                if one is not None and not _matches(pa.chunked_array([[one]]), pattern)
+            )
+            raise DataError(
+                f"column {name!r} is {value!r} in row {row} of {loaded.what}; expected "
+                f"{kinds[name]}, as in training"
+            )
+        made = made.set_column(made.column_names.index(name), name, found)
+    return made
+
+
+def _clear_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column of text with null where a word stands for an empty entry."""
+    empty = pc.is_in(pc.utf8_trim_whitespace(column), value_set=pa.array(_EMPTY))
+    return pc.if_else(empty, pa.scalar(None, pa.string()), column)
+
+
+def _matches(column: pa.ChunkedArray, pattern: str) -> bool:
+    """Whether there are entries, and all match."""
+    found = pc.all(pc.match_substring_regex(pc.utf8_trim_whitespace(column), pattern=pattern))
+    return bool(found.as_py()) and column.null_count < len(column)
+
+
+def _any(column: pa.ChunkedArray, pattern: str) -> bool:
+    found = pc.any(pc.match_substring_regex(pc.utf8_trim_whitespace(column), pattern=pattern))
+    return bool(found.as_py())
+
+
+def _first(column: pa.ChunkedArray, pattern: str = "") -> str:
+    trimmed = pc.utf8_trim_whitespace(column.drop_null())
+    return trimmed.filter(pc.match_substring_regex(trimmed, pattern=pattern))[0].as_py()
+
+
+def _convert_numbers(column: pa.ChunkedArray, decimal: str) -> pa.ChunkedArray | None:
+    """Return a column as numbers; None where an entry is none."""
+    if column.null_count == len(column):
+        return pa.chunked_array([pa.nulls(len(column))])
+    trimmed = pc.utf8_trim_whitespace(column)
+    if _matches(column, _WHOLE):
+        return pc.utf8_ltrim(trimmed, characters="+").cast(pa.int64())
+    if decimal == "," and _matches(column, _WHOLE_OR_COMMA):
+        return pc.replace_substring(trimmed, ",", ".").cast(pa.float64())
+    if decimal == "." and _matches(column, _NUMBER):
+        return trimmed.cast(pa.float64())
+    return None
+
+
+def _find_decimal(columns: Mapping[str, pa.ChunkedArray]) -> str:
+    """Return the sign before the fractions of the numbers of a file.
+
+    Raises:
+        DataError: when columns have different ones, or a comma may part thousands.
+    """
+    commas, points = "", ""
+    for name, column in columns.items():
+        if not commas and _matches(column, _WHOLE_OR_COMMA) and _any(column, ","):
+            commas = name
+            if _matches(column, _UNCLEAR):
+                raise DataError(
+                    f"column {name!r} has {_first(column, ',')!r}: the comma may stand before a "
+                    'fraction or part thousands; say which with decimal = ",", or write the '
+                    "numbers without commas"
+                )
+        if not points and _matches(column, _NUMBER) and _any(column, r"\."):
+            points = name
+    if commas and points:
+        raise DataError(
+            f"column {commas!r} has numbers with commas ({_first(columns[commas], ',')!r}), and "
+            f"column {points!r} with points ({_first(columns[points], '[.]')!r}); write all alike"
+        )
+    return "," if commas else "."
