@@ -176,16 +176,22 @@ def check_repeat(trial: Trial) -> None:
     assert_same_run(trial.run(), trial.whole, "run again")
     if trial.settings.rounds < 2:
         return
-    last, folder = trial.stream.randint(1, trial.settings.rounds - 1), trial.new_folder()
+    last = trial.stream.randint(1, trial.settings.rounds - 1)
+    resumed = _run_in_two_parts(trial, last, lambda: None)
+    assert_same_run(resumed, trial.whole, f"stopped after round {last} and resumed")
+
+
+def _run_in_two_parts(trial: Trial, last: int, make_exchange: Callable[[], Any]) -> Run:
+    """Stop a run behind a round, and resume it from its last checkpoint."""
+    folder = trial.new_folder()
 
     def stop(progress: Progress) -> None:
         if progress.round + 1 > last:
             raise _Stop
 
     with contextlib.suppress(_Stop):
-        trial.run(folder=folder, observer=stop, checkpoint_seconds=0)
-    resumed = trial.run(folder=folder, resume=True)
-    assert_same_run(resumed, trial.whole, f"stopped after round {last} and resumed")
+        trial.run(folder=folder, observer=stop, checkpoint_seconds=0, exchange=make_exchange())
+    return trial.run(folder=folder, resume=True, exchange=make_exchange())
 
 
 def check_watching(trial: Trial) -> None:
@@ -464,11 +470,9 @@ def check_faulty(trial: Trial) -> None:
     def make_exchange() -> Faulty:
         return Faulty(InMemory(torch.arange(taking), taking), **chances)
 
-    folder = trial.new_folder()
-    whole = trial.run(exchange=make_exchange())
-    trial.run(exchange=make_exchange(), folder=folder, rounds=rounds - 1)
-    parts = trial.run(exchange=make_exchange(), folder=folder, resume=True)
-    assert_same_run(parts, whole, f"with {chances}, resumed after round {rounds - 1}")
+    whole, last = trial.run(exchange=make_exchange()), trial.stream.randint(1, rounds - 1)
+    parts = _run_in_two_parts(trial, last, make_exchange)
+    assert_same_run(parts, whole, f"with {chances}, resumed after round {last}")
 
 
 def check_commands(trial: Trial) -> None:

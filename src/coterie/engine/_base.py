@@ -6,9 +6,11 @@ and `measure_pairs` use `compute_gradients` and `forward`; an engine may impleme
 instead.
 """
 
+import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from coterie.engine._work import EvaluationPairs, TrainingWork, group_equal_values, move_indices
 from coterie.engine.optim import RowOptimizer
 from coterie.engine.privacy import PrivateSteps, clip_factors
-from coterie.errors import ModelError
+from coterie.errors import CoterieError, ModelError, OutOfMemory, first_line
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import LOSS
 from coterie.models.layout import Layout
@@ -28,6 +30,28 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 
 MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 """What a module of somebody else's raises where it cannot take what it is given."""
+
+
+@contextmanager
+def explain_module_errors(work: str) -> Iterator[None]:
+    """Turn an error that a module raises into a ModelError.
+
+    Engines try a module on a few samples before the first round. What it does with other numbers of
+    samples is seen only later: a normalization without statistics takes two or more, for example.
+
+    Args:
+        work: what is done with the module, such as "in training".
+    """
+    try:
+        yield
+    except MODULE_ERRORS as error:
+        frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # An error from elsewhere is a fault of this package, which nobody should be asked to mend.
+        is_of_module = torch.nn.Module._call_impl.__name__ in frames
+        if isinstance(error, CoterieError) or OutOfMemory.matches(error) or not is_of_module:
+            raise
+        raise ModelError(f"the module fails {work}: {first_line(error)}") from error
+
 
 # input entries of one evaluation call, which bounds the activations
 _MAX_INPUT_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.engine._base import Engine
+from coterie.engine._base import Engine, explain_module_errors
 from coterie.engine._work import EvaluationPairs, RawSamples, first_equal_rows
 from coterie.engine.client_data import ClientData
 from coterie.exchange.base import Inbox
@@ -314,12 +314,15 @@ class Evaluator:
     def _measure_pairs(
         self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
-        return self.engine.measure_pairs(table, pairs, self._or_zero(inputs, table), self.block)
+        with explain_module_errors("in evaluation"):
+            return self.engine.measure_pairs(table, pairs, self._or_zero(inputs, table), self.block)
 
     def _iterate_outputs(
         self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        return self.engine.iterate_outputs(table, pairs, self._or_zero(inputs, table), self.block)
+        given = self._or_zero(inputs, table)
+        with explain_module_errors("in evaluation"):
+            yield from self.engine.iterate_outputs(table, pairs, given, self.block)
 
     def _or_zero(self, inputs: Mapping[str, Tensor] | None, table: Tensor) -> Mapping[str, Tensor]:
         return self.layout.zero_inputs(len(table)) if inputs is None else inputs

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
-from coterie.engine._base import Engine
+from coterie.engine._base import Engine, explain_module_errors
 from coterie.engine._batches import BatchPlan, last_epoch_mean
 from coterie.engine._work import TrainingTotals, TrainingWork, not_finite
 from coterie.engine.optim import GRADIENT_ONLY, OptimizerState, RowOptimizer
@@ -107,7 +107,8 @@ class StepwiseTraining:
             steps_taken=torch.zeros(len(params), dtype=torch.int64),
             seed_torch=lambda row: self.seed_torch(step, row),
         )
-        losses = self.engine.train(params, work, self.block)[:, 0]
+        with explain_module_errors("in training"):
+            losses = self.engine.train(params, work, self.block)[:, 0]
         # Each gradient of a batch has private noise of its own, and is charged by its number.
         self._asked[step] = self._asked.get(step, 0) + 1
         self.record_query(step, self._asked[step])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie._util import pages
 from coterie.engine._augment import Augmentation, CropFlip, FunctionAugmentation
-from coterie.engine._base import MODULE_ERRORS, Engine
+from coterie.engine._base import MODULE_ERRORS, Engine, explain_module_errors
 from coterie.engine._batches import (
     BatchPlan,
     count_steps,
@@ -121,7 +121,8 @@ class Trainer:
             steps_taken=steps_taken,
         )
         out = params.detach() if in_place else pages.copy(params.detach())
-        losses = self.engine.train(out, work, self.block)
+        with explain_module_errors("in training"):
+            losses = self.engine.train(out, work, self.block)
         # NaN marks the steps that a client does not take; anywhere else it is a divergence.
         active = schedule.batch_sizes > 0
         info = {

@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,17 +14,20 @@ from torch.nn import functional
 
 from coterie.data.build import build_federation
 from coterie.engine._batches import draw_batches
+from coterie.engine._loop import LoopEngine
 from coterie.engine._work import step_keys
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import ConfigError, ModelError
+from coterie.errors import ConfigError, CoterieError, ModelError
 from coterie.exchange.base import Message, make_inbox
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.pfedme import PFedMe
 from coterie.methods.pooled import Pooled
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.runtime.task import make_task
+from coterie.simulation.run import simulate
 from coterie.studies import config
-from coterie.testing import tiny_federation
+from coterie.testing import tiny_federation, tiny_settings
 from coterie.testing.tiny import build_task
 
 
@@ -483,6 +487,46 @@ def test_the_last_batch_of_a_pool_is_looked_at_too():
     with pytest.raises(ModelError, match="the pool of all clients has 72 training samples"):
         make_task(tiny_federation(), Pooled(), module, Settings(local=local))
     make_task(tiny_federation(), FedAvg(), module, Settings(local=local))
+
+
+class Choosy(nn.Module):
+    """Takes no batch of some sizes, in training or evaluation."""
+
+    def __init__(self, sizes: Sequence[int], training: bool, error: Exception) -> None:
+        super().__init__()
+        self.sizes, self.refuses_training, self.error = sizes, training, error
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training == self.refuses_training and len(x) in self.sizes:
+            raise self.error
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), PFedMe(), Pooled()])
+@pytest.mark.parametrize(
+    "error", [ValueError("too few\nsamples"), RuntimeError("too few"), IndexError("too few")]
+)
+@pytest.mark.parametrize(
+    ("training", "size", "said"),
+    [(True, 5, "in training"), (False, 4, "in evaluation"), (False, 30, "in evaluation")],
+)
+def test_what_a_module_raises_in_a_run_is_one_line(method, error, training, size, said):
+    """Engines try a module with eight samples; batches have five, validation sets four, test sets thirty."""
+    settings = tiny_settings(rounds=1, engine="loop")
+    module = Choosy([size], training, error)
+    with pytest.raises(ModelError, match=f"^the module fails {said}: too few$"):
+        simulate(tiny_federation(), method, model=module, settings=settings)
+
+
+def test_an_error_that_is_not_the_modules_stays_as_it_is(monkeypatch):
+    def fail(*_: object) -> None:
+        raise ValueError("our fault")
+
+    monkeypatch.setattr(LoopEngine, "_train_one", fail)
+    with pytest.raises(ValueError, match="our fault") as raised:
+        simulate(tiny_federation(), FedAvg(), model="linear", settings=tiny_settings(engine="loop"))
+    assert not isinstance(raised.value, CoterieError)
 
 
 def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batches():
