@@ -65,9 +65,7 @@ def allocate_samples(
     present = np.bincount(labels, minlength=classes)
     check_room(requests, present)
     counts = draw_class_counts(requests, present, generator)
-    shuffled = generator.permutation(len(labels))
-    # A stable sort keeps the random order within each class.
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    by_class = order_by_class(labels, generator)
     # Sample k of class c is at by_class[first[c] + k]; a client gets those from stop - count to
     # stop.
     first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
@@ -79,6 +77,18 @@ def allocate_samples(
             places.append(start + np.arange(end - number, end) % max(size, 1))
         parts.append(by_class[np.concatenate(places)])
     return parts
+
+
+def order_by_class(
+    labels: Int[np.ndarray, " samples"], generator: np.random.Generator
+) -> Int[np.ndarray, " samples"]:
+    """Return the places of all samples, ordered by class and at random within each class.
+
+    It is what `allocate_samples` returns for one request of all samples.
+    """
+    shuffled = generator.permutation(len(labels))
+    # A stable sort keeps the random order within each class.
+    return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
 def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " classes"]) -> None:

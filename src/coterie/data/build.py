@@ -6,7 +6,7 @@ draws come from the run's seed.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
-from coterie.data._partition import SampleRequest, allocate_samples, apportion_total
+from coterie.data._partition import SampleRequest, allocate_samples, apportion_total, order_by_class
 from coterie.data.datasets import call_dataset_function, load_dataset
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, SampleRecipe, Shift, apply_shift
@@ -460,20 +460,31 @@ def assemble_federation(
     width, first = max(map(len, kept)), sources[0].train
     x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
-    split = torch.full((len(clients), width), PADDING)
-    origin = torch.full((len(clients), width), -1)
-    # `origin` numbers the samples of all datasets in turn.
+    split_of = np.full((len(clients), width), PADDING)
+    plain = len(sources) == 1 and not fitted and all(map(form.keeps_samples, clients))
+
+    def make_stream(purpose: str, row: int) -> Callable[[], np.random.Generator]:
+        return lambda: rng.generator(purpose, row)
+
+    # `numbers_of` numbers the samples of all datasets in turn.
+    numbers_of = np.full((len(clients), width), -1)
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
-        own_x = form.make_inputs(samples, own, client.recipe, rng.generator("data.noise", row))
-        x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
-        y[row, : len(own)] = form.make_targets(
-            samples, own, client.recipe, rng.generator("data.targets", row)
-        )
-        split[row, : len(own)] = VALIDATION
-        split[row, :train] = TRAIN
-        origin[row, : len(own)] = torch.from_numpy(own + starts[client.recipe.source])
+        if not plain:
+            own_x = form.make_inputs(samples, own, client.recipe, make_stream("data.noise", row))
+            x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
+            y[row, : len(own)] = form.make_targets(
+                samples, own, client.recipe, make_stream("data.targets", row)
+            )
+        numbers_of[row, : len(own)] = own + starts[client.recipe.source]
+        split_of[row, : len(own)] = VALIDATION
+        split_of[row, :train] = TRAIN
+    if plain:
+        # Samples that stay as they are, and of one dataset, are copied at once.
+        used = torch.from_numpy(split_of >= 0)
+        rows = torch.from_numpy(np.concatenate(kept))
+        x[used], y[used] = first.x[rows], first.y[rows]
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
     # Other inputs are normalized already, or not at all.
     mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
@@ -481,7 +492,7 @@ def assemble_federation(
     return Federation(
         x=x,
         y=y,
-        split=split,
+        split=torch.from_numpy(split_of),
         tests=tests,
         test_of=test_of,
         ids=torch.arange(len(clients)),
@@ -489,7 +500,7 @@ def assemble_federation(
         classes=max(classes),
         mean=mean,
         std=std,
-        origin=origin,
+        origin=torch.from_numpy(numbers_of),
         truth=_build_truth(clients, form),
         name=" + ".join(source.name for source in sources),
         class_names=_join_class_names(clients, sources),
@@ -602,20 +613,31 @@ def _allocate_pools(
     for row, client in enumerate(clients):
         users.setdefault((client.recipe.source, client.group), []).append(row)
     out: list[Rows] = [np.zeros(0, np.int64)] * len(clients)
-    for (source, group), rows in users.items():
-        pool = pools[source]
+    members: dict[tuple[int, str], dict[int, Rows]] = {}
+    all_labels = [
         # Without classes all samples are of one.
-        labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
+        pool.y.numpy() if source.classes else np.zeros(len(pool), np.int64)
+        for source, pool in zip(sources, pools, strict=True)
+    ]
+    for (source, group), rows in users.items():
+        pool, labels = pools[source], all_labels[source]
         own = clients[rows[0]].rows
         if group is not None and own:
             place, stream = np.array(own), rng.generator(purpose, ids[rows[0]])
         elif group is None:
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
-            place = np.flatnonzero(pool.columns[group[0]].numpy() == group[1])
+            column = (source, group[0])
+            if column not in members:
+                members[column] = _group_rows(pool.columns[group[0]].numpy())
+            place = members[column].get(group[1], np.zeros(0, np.int64))
             stream = rng.generator(purpose, ids[rows[0]])
+        asked = [requests[row] for row in rows]
+        if asked == [SampleRequest(len(place))]:
+            out[rows[0]] = place[order_by_class(labels[place], stream)]
+            continue
         try:
-            parts = allocate_samples([requests[row] for row in rows], labels[place], stream)
+            parts = allocate_samples(asked, labels[place], stream)
         except DataError as error:
             if group is None:
                 raise
@@ -632,6 +654,7 @@ class SampleLayout:
     dtype: torch.dtype
     features: tuple[int, ...]
     constants: tuple[Constants, ...]
+    keeps_type: bool = True
 
     @staticmethod
     def choose_layout(
@@ -662,14 +685,20 @@ class SampleLayout:
         dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
         if sources[0].preparation is not None:
             dtype = torch.int32 if sources[0].preparation.whole else torch.float32
-        return SampleLayout(dtype, tuple(x.shape[1:]), tuple(constants))
+        return SampleLayout(dtype, tuple(x.shape[1:]), tuple(constants), dtype == x.dtype)
+
+    def keeps_samples(self, client: Client) -> bool:
+        """Whether the samples of a client are those of its dataset, as they are."""
+        recipe = client.recipe
+        changed = recipe.transforms or recipe.relabel or recipe.targets or recipe.offset
+        return not changed and self.keeps_type
 
     def make_inputs(
         self,
         samples: Samples,
         rows: Int[np.ndarray, " samples"],
         recipe: SampleRecipe,
-        generator: np.random.Generator,
+        make_generator: Callable[[], np.random.Generator],
     ) -> Shaped[Tensor, "samples *features"]:
         """Return the transformed inputs of some samples."""
         x = samples.x[torch.from_numpy(rows)]
@@ -685,14 +714,14 @@ class SampleLayout:
             shape = (-1, *[1] * (x.ndim - 2))
             x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
         fixed = recipe.noise > 0 and not recipe.redrawn
-        return (add_noise(x, recipe.noise, generator) if fixed else x).to(self.dtype)
+        return (add_noise(x, recipe.noise, make_generator()) if fixed else x).to(self.dtype)
 
     def make_targets(
         self,
         samples: Samples,
         rows: Int[np.ndarray, " samples"],
         recipe: SampleRecipe,
-        generator: np.random.Generator,
+        make_generator: Callable[[], np.random.Generator],
     ) -> Shaped[Tensor, "samples *make_targets"]:
         """Return the targets of some samples: exchanged, offset, or made from the inputs."""
         chosen = torch.from_numpy(rows)
@@ -701,7 +730,8 @@ class SampleLayout:
             clean = samples.x[chosen].double() @ torch.tensor(
                 recipe.targets.theta, dtype=torch.float64
             )
-            noise = recipe.targets.noise * torch.from_numpy(generator.standard_normal(len(rows)))
+            drawn = make_generator().standard_normal(len(rows))
+            noise = recipe.targets.noise * torch.from_numpy(drawn)
             return (clean + noise).to(samples.y.dtype)
         y = samples.y[chosen]
         if recipe.relabel is not None:
@@ -895,11 +925,11 @@ class _TestSetMaker:
         self, samples: Samples, rows: Rows, recipe: SampleRecipe, name: str, place: int
     ) -> TestSet:
         x = self.form.make_inputs(
-            samples, rows, recipe, self.rng.generator("data.test.noise", place)
+            samples, rows, recipe, lambda: self.rng.generator("data.test.noise", place)
         )
         x = self.fitted[place](x) if self.fitted else x
         y = self.form.make_targets(
-            samples, rows, recipe, self.rng.generator("data.test.targets", place)
+            samples, rows, recipe, lambda: self.rng.generator("data.test.targets", place)
         )
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 

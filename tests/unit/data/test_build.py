@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from coterie._util.settings import parse_settings
-from coterie.data.build import DataConfig, Split, build_federation, build_from_sources
+from coterie.data import build as building
+from coterie.data._partition import SampleRequest, allocate_samples
+from coterie.data.arrays import from_arrays
+from coterie.data.build import DataConfig, SampleLayout, Split, build_federation, build_from_sources
 from coterie.data.shifts import Rotation
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
@@ -488,3 +491,18 @@ def test_each_dataset_is_normalized_its_own_way():
         )
     with pytest.raises(ConfigError, match="normalize"):
         parse_settings(DataConfig, data | {"normalize": ["half", "own"]}, "data")
+
+
+def test_many_clients_are_made_as_one_by_one(monkeypatch):
+    """Copying all samples at once, and whole groups without a draw of counts, change no byte."""
+    g = np.random.Generator(np.random.Philox(3))
+    x, y = g.normal(size=(300, 4)).astype("float32"), g.integers(0, 3, 300)
+    owners = g.permutation(np.repeat(np.arange(40), [3] * 20 + [12] * 20))
+    fast = from_arrays(x, y, clients=owners)
+    monkeypatch.setattr(SampleLayout, "keeps_samples", lambda *_: False)
+    monkeypatch.setattr(building, "order_by_class", _allocate_all)
+    assert from_arrays(x, y, clients=owners).compute_fingerprint() == fast.compute_fingerprint()
+
+
+def _allocate_all(labels: np.ndarray, stream: np.random.Generator) -> np.ndarray:
+    return allocate_samples([SampleRequest(len(labels))], labels, stream)[0]
