@@ -27,6 +27,7 @@ from rich.text import Text
 from coterie._util.names import format_clients
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results import pairs
+from coterie.results.clients import load_client_rows
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.pairs import Pair
 from coterie.results.summary import MEANS, describe_new_clients
@@ -39,6 +40,8 @@ from coterie.studies.run import FoundRuns, Study
 RunObserver = Callable[[Step | Note], None]
 Observer = Callable[[Step | Note | FoundRuns], None]
 
+FEW_CLIENTS = 12
+"""Up to so many clients with names are shown one by one with the results of a study."""
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 
 
@@ -193,6 +196,9 @@ def print_results(study: Study, console: Console) -> None:
         console.print(_build_results_table(rows, metric, labels, console.width, compared))
         if said := pairs.describe_leaders(study.summary["rows"], compared, metric):
             console.print(said, markup=False, highlight=False)
+        if 0 < len(study.names) <= FEW_CLIENTS:
+            console.print()
+            console.print(build_client_table(study, console.width))
         gains = study.gains()
         if gains["rows"]:
             console.print(_build_gain_table(gains, known[gains["metric"]], labels))
@@ -209,6 +215,14 @@ def print_results(study: Study, console: Console) -> None:
             f"Rounds were scaled by {study.config.scale:g}: this is a quick test, not the "
             "full study."
         )
+
+
+def build_client_table(study: Study, width: int) -> Group:
+    """Build the table of each client's final test result: methods x clients, or the other way."""
+    rows = load_client_rows(study.folder)
+    metric = collect_study_metrics(study)[rows[0]["metric"]]
+    labels = [entry.label for entry in study.config.methods]
+    return _build_results_table(rows, metric, labels, width, title="of each client")
 
 
 def collect_study_metrics(study: Study) -> Metrics:
@@ -231,6 +245,7 @@ def _build_results_table(
     labels: Sequence[str],
     width: int,
     compared: Sequence[Pair] = (),
+    title: str = "",
 ) -> Group:
     """Build methods x clusters, or clusters x methods when the clusters do not fit the width.
 
@@ -277,7 +292,7 @@ def _build_results_table(
             values = [format_cell(head, line) for head in heads]
         table.add_row(MEANS.get(line, line), *values)
     seeds = max(count.values())
-    title = metric.heading("test")
+    title = " ".join(filter(None, (metric.heading("test"), title)))
     title = title[0].upper() + title[1:]
     title += f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed"
     # A title of the table itself would wrap at the table's width.

@@ -13,6 +13,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Container, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -335,12 +336,46 @@ def show_results(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")
     ],
+    clients: Annotated[
+        bool, typer.Option("--clients", help="Print the final test result of each client.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Print the results of a stored study."""
+    """Print the results of a stored study.
+
+    A dozen clients with names or fewer are always shown; `--clients` pages through more.
+
+    [bold]Examples[/bold]
+
+      coterie show runs/four-hospitals
+      coterie show runs/rotated-digits --clients
+      coterie show runs/rotated-digits --clients --json
+    """
     from coterie.studies.sweep import load_sweep_results
 
-    _print_studies(load_sweep_results(folder), json_)
+    studies = load_sweep_results(folder)
+    if clients:
+        _print_clients(studies, json_)
+    else:
+        _print_studies(studies, json_)
+
+
+def _print_clients(studies: Sequence[Any], as_json: bool) -> None:
+    """Print the results of each client; in pages on a terminal."""
+    from coterie.cli import _display
+    from coterie.results.clients import load_client_rows
+
+    with_runs = [study for study in studies if study.summary["rows"]]
+    if as_json:
+        found = {study.config.name: load_client_rows(study.folder) for study in with_runs}
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    with console.pager(styles=True) if console.is_terminal else nullcontext():
+        for study in with_runs:
+            if len(studies) > 1:
+                console.print(f"{study.config.name}\n", markup=False, highlight=False)
+            console.print(_display.build_client_table(study, console.width))
 
 
 _report.add_commands(app)

@@ -1,0 +1,70 @@
+"""The final results of each client: what each of a few hospitals wants to know of a study."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from coterie._util.names import format_client
+from coterie.results.selection import select_compared_runs
+from coterie.results.stored_runs import (
+    StoredRun,
+    UnreadableRun,
+    load_runs,
+    main_metric,
+    merge_client_names,
+)
+from coterie.results.summary import mean_std_over_seeds
+
+
+def load_client_rows(study: str | Path, metric: str | None = None) -> list[dict[str, Any]]:
+    """Return the final test values of each client of a stored study; see `compute_client_rows`.
+
+    Args:
+        study: the study's folder.
+        metric: the metric; that by which methods are compared when None.
+    """
+    runs, problems = load_runs([study])
+    return compute_client_rows(runs, problems, metric)
+
+
+def compute_client_rows(
+    runs: Sequence[StoredRun], problems: Sequence[UnreadableRun] = (), metric: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the final test values of each client: a row for each method and client.
+
+    Returns:
+        Rows as those of a summary, over the same seeds: `method` (the kind), `label`, `client` (the
+        id), `cluster` (its name, or else "client 7"), `metric`, `mean` and `std` over seeds, and
+        `seeds`. The mean is None where the client has no finite value with some seed.
+    """
+    chosen = select_compared_runs(runs, problems)
+    if not chosen:
+        return []
+    metric = metric or main_metric(chosen)
+    names = merge_client_names(chosen)
+    grouped: dict[str, list[StoredRun]] = {}
+    for run in chosen:
+        grouped.setdefault(run.label, []).append(run)
+    rows = []
+    for label, group in grouped.items():
+        # Clients x seeds; a client that is missing in a run has NaN there.
+        table = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
+        for client, values in zip(table.index, table.to_numpy(float), strict=True):
+            mean, deviation = mean_std_over_seeds(values)
+            finite = bool(np.isfinite(mean))
+            rows.append(
+                {
+                    "method": group[0].method_kind,
+                    "label": label,
+                    "client": int(client),
+                    "cluster": format_client(names, int(client)),
+                    "metric": metric,
+                    "mean": mean if finite else None,
+                    "std": deviation if finite else None,
+                    "seeds": len(group),
+                }
+            )
+    return rows

@@ -1,0 +1,68 @@
+"""Results of each client: the numbers of the runs, their means, and who is named in the terminal."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli.app import app
+from coterie.results.clients import load_client_rows
+from coterie.studies import config
+from coterie.studies.run import run_study
+from coterie.testing import tiny_federation
+
+
+def test_each_client_has_the_mean_over_the_seeds_of_its_final_value(small):
+    """Of four clients and two seeds; DAC's fourth has 0.4 and 0.8: 0.6 ± 0.2."""
+    rows = load_client_rows(small)
+    assert len(rows) == 8
+    found = {(row["label"], row["client"]): (row["mean"], row["std"], row["seeds"]) for row in rows}
+    assert found["DAC", 3] == (pytest.approx(0.6), pytest.approx(0.2), 2)
+    assert found["DAC", 0] == (pytest.approx(0.65), pytest.approx(0.05), 2)
+    assert found["Local", 3] == (pytest.approx(0.65), pytest.approx(0.15), 2)
+    assert {row["cluster"] for row in rows} == {f"client {i}" for i in range(4)}
+    assert {row["metric"] for row in rows} == {"accuracy"}
+
+
+def test_a_client_with_a_value_that_is_not_finite_has_no_mean(tmp_path, write_run, final_rows):
+    for seed, values in enumerate(([0.5, float("nan")], [0.7, 0.9])):
+        write_run(
+            tmp_path / f"small/Local/seed-{seed}", kind="local", label="Local", seed=seed,
+            metrics=final_rows(values, [0, 0]),
+        )  # fmt: skip
+    first, second = load_client_rows(tmp_path / "small", "accuracy")
+    assert (first["mean"], first["std"]) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert (second["mean"], second["std"]) == (None, None)
+
+
+STUDY = """
+name = "tiny"
+rounds = 1
+seeds = [0]
+model = { kind = "linear" }
+data = { dataset = "digits" }
+
+[[methods]]
+kind = "local"
+"""
+
+
+@pytest.mark.parametrize("clients", [3, 12, 13])
+def test_a_dozen_named_clients_are_shown_and_more_when_asked_for(tmp_path, clients):
+    data = tiny_federation(num_clients=clients)
+    named = replace(data, client_names=tuple(f"site-{i}" for i in range(clients)))
+    study = run_study(config.parse_study_text(STUDY), out=tmp_path, federation=named)
+    rows = load_client_rows(study.folder)
+    assert [row["cluster"] for row in rows] == [f"site-{i}" for i in range(clients)]
+    folder = str(study.folder)
+    shown = CliRunner().invoke(app, ["show", folder]).output
+    assert [f"site-{i}" in shown for i in range(clients)] == [clients <= 12] * clients
+    asked = CliRunner().invoke(app, ["show", folder, "--clients"]).output
+    # One method: clients are lines, each with its value in %.
+    found = {line.split()[0]: line.split()[1] for line in asked.splitlines() if "site-" in line}
+    if clients > 3:
+        assert found == {row["cluster"]: f"{100 * row['mean']:.1f}" for row in rows}
+    assert "of each client: one seed" in asked
+    listed = CliRunner().invoke(app, ["show", folder, "--clients", "--json"]).output
+    assert json.loads(listed) == {"tiny": rows}
