@@ -259,15 +259,26 @@ def check_engines(trial: Trial) -> None:
         return
     # Rounding decides ties and grows in training that diverges: so it does where the rate is
     # another by one part in 10^13, and nobody can ask engines for more.
-    part = {"float64": 1e-13, "float32": 1e-7}[trial.settings.dtype]
-    for factor in (1 + 4 * part, 1 - 4 * part):
-        local = dataclasses.replace(trial.settings.local, lr=trial.settings.local.lr * factor)
-        moved = trial.run(local=local)
+    for sign in (1, -1):
+        moved = trial.run(**move_slightly(trial, sign))
         if not _have_same_rows(moved, trial.whole):
             raise NotForIt("too sensitive")
         limit = max(limit, 1000 * measure_gap(moved.params, trial.whole.params))
     assert gap <= limit, f"the {name} engine ends {gap:.3g} away from the loop engine"
     assert _have_same_rows(other, trial.whole), f"the {name} engine has other rows of metrics"
+
+
+def move_slightly(trial: Trial, sign: int) -> dict[str, Any]:
+    """Return a study's data and training, moved by about the rounding of its numbers."""
+    part = sign * {"float64": 4e-13, "float32": 4e-7}[trial.settings.dtype]
+    local, x = trial.settings.local, trial.federation.x
+    if x.is_floating_point():
+        draws = Rng(trial.seed).generator("adversary").uniform(-1, 1, size=tuple(x.shape))
+        x = x * (1 + part * torch.from_numpy(draws))
+    return {
+        "local": dataclasses.replace(local, lr=local.lr * (1 + part)),
+        "federation": dataclasses.replace(trial.federation, x=x),
+    }
 
 
 def measure_gap(found: Tensor, expected: Tensor) -> float:
@@ -323,11 +334,10 @@ def check_relabeling(trial: Trial) -> None:
     gap, limit = measure_gap(found, whole[places]), LIMITS[settings.dtype]
     if gap <= limit:
         return
-    part = {"float64": 1e-13, "float32": 1e-7}[settings.dtype]
-    for factor in (1 + 4 * part, 1 - 4 * part):
-        local = dataclasses.replace(settings.local, lr=settings.local.lr * factor)
-        moved = final_models(trial.federation, rng, dataclasses.replace(settings, local=local))
-        limit = max(limit, 1000 * measure_gap(moved, whole))
+    for sign in (1, -1):
+        moved = move_slightly(trial, sign)
+        near = dataclasses.replace(settings, local=moved["local"])
+        limit = max(limit, 1000 * measure_gap(final_models(moved["federation"], rng, near), whole))
     assert gap <= limit, f"relabeled by {order}: models are {gap:.3g} away"
 
 

@@ -184,4 +184,7 @@ def last_epoch_mean(
         schedule.batch_sizes > 0
     )
     # The losses of steps that were not taken are NaN; a client without steps gets 0 / 0, NaN.
-    return torch.where(inside, losses, 0).sum(1) / inside.sum(1)
+    # Added one after another, since `sum` takes another order where another client takes more
+    # steps: a client's mean must not depend on who is hosted with it.
+    totals = torch.where(inside, losses, 0).cumsum(1)[:, -1:].sum(1)
+    return totals / inside.sum(1)

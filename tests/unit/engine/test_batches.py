@@ -85,3 +85,20 @@ def test_the_training_loss_is_the_mean_over_the_batches_of_the_last_epoch():
     means = last_epoch_mean(losses, schedule)
     assert means[:2].tolist() == [30.0, 4.0]
     assert bool(means[2].isnan())
+
+
+@pytest.mark.parametrize("steps", [3, 4, 7, 8, 15, 33, 100])
+def test_the_training_loss_of_a_client_does_not_depend_on_the_steps_of_others(steps: int):
+    """Bit by bit, next to clients that take more steps."""
+    losses = torch.from_numpy(Rng(steps).generator("losses").normal(size=(5, steps)))
+
+    def means_beside(more: int) -> list[float]:
+        wide = torch.full((5, steps + more), torch.nan, dtype=torch.float64)
+        wide[:, :steps] = losses
+        length = (~wide.isnan()).to(torch.int64)
+        order = torch.zeros(*wide.shape, 1, dtype=torch.int64)
+        first = torch.tensor([0, 0, 1, 1, 2])
+        return last_epoch_mean(wide, BatchPlan(order, length, first)).tolist()
+
+    for more in (1, 2, 5, 9, 16, 31, 64, 200):
+        assert means_beside(more) == means_beside(0)
