@@ -89,7 +89,8 @@ def compare_studies(
 ) -> None:
     """Compare methods in pairs, studies with each other, or with published numbers.
 
-    A difference is established when it is unlikely to be chance. The test pairs
+    Of several studies, a method of one is also compared with that of the same
+    label in another, where their clients and seeds are the same. A difference is established when it is unlikely to be chance. The test pairs
     values by seed and client, takes Student's interval over the seeds, and
     corrects for the number of pairs. For a sweep over data or models, give the
     folder of one point.
@@ -145,6 +146,14 @@ def compare_studies(
         for one in found:
             shown += _tables.build_study_tables(one, whole=format_ is not None)
             notes += [note for note in one.verdicts if format_ is None]
+        across = comparing.compare_each_two(
+            results, metric=metric, baseline=baseline, cluster=cluster, share=test_share
+        )
+        for one in across:
+            if one.metric is not None and one.pairs:
+                shown.append(_tables.build_pairs_table(one.pairs, one.metric))
+            notes += [note for note in one.notes if format_ is None]
+        found = [*found, *across]
     if json_:
         typer.echo(
             json.dumps([comparing.to_json(one) for one in found], indent=1, ensure_ascii=False)

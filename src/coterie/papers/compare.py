@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from coterie.methods.cost import CostSetting
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
 from coterie.results import conditions, coverage, pairs, stored_runs, summary
+from coterie.results.across import CrossComparison, compare_across
 from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
@@ -380,6 +381,43 @@ def compare_in_pairs(
         effort = TRIALS_UNKNOWN if own and tried is None else ""
         out.append(PairComparison(one, entry, own, [*said, *filter(None, (line, effort))]))
     return out
+
+
+def compare_each_two(
+    results: Sequence[StudyResult],
+    *,
+    metric: str | None = None,
+    baseline: str | None = None,
+    cluster: str = "all",
+    share: float = 0.0,
+) -> list[CrossComparison]:
+    """Compare each two studies with each other; see `results.across`.
+
+    The arguments are those of `compare_in_pairs`.
+    """
+    found = []
+    for a, b in combinations(results, 2):
+        sides = []
+        for one in (a, b):
+            name = _display_name(one, results)
+            if one.archived:
+                why = f"of {name} the summary alone is stored, without its runs."
+            elif one.study.sweep and not one.pairs:
+                why = f"{name} is a sweep; give the folder of one of its points."
+            else:
+                sides.append((name, stored_runs.load_runs([one.folder])[0]))
+                continue
+            two = _display_name(a, results), _display_name(b, results)
+            note = f"{two[0]} and {two[1]} cannot be paired: {why}"
+            found.append(CrossComparison(two, None, (), (note,)))
+            break
+        if len(sides) == 2:
+            found.append(
+                compare_across(
+                    *sides, metric=metric, cluster=cluster, baseline=baseline, share=share
+                )
+            )
+    return found
 
 
 def _describe_verdicts(
@@ -794,8 +832,16 @@ def _best_numbers(
     )
 
 
-def to_json(value: PaperComparison | EqualBytes | PairComparison | StudyResult) -> dict[str, Any]:
+def to_json(
+    value: PaperComparison | EqualBytes | PairComparison | CrossComparison | StudyResult,
+) -> dict[str, Any]:
     """Return plain values, for JSON."""
+    if isinstance(value, CrossComparison):
+        return {
+            "studies": list(value.studies),
+            "pairs": pairs.pairs_to_json(value.pairs),
+            "verdicts": list(value.notes),
+        }
     # First: it contains a StudyResult, whose own JSON it extends.
     if isinstance(value, PairComparison):
         return {

@@ -1,0 +1,177 @@
+"""Compare the methods of one study with those of another, paired by seed and client."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coterie.functional.metrics import Metric
+from coterie.results import pairs
+from coterie.results.pairs import Pair
+from coterie.results.selection import select_compared_runs
+from coterie.results.stored_runs import StoredRun, collect_metrics, load_cluster_names, main_metric
+from coterie.results.summary import compare_methods
+
+_MOST_DIFFERENCES = 3  # settings that a name or a note lists; more are counted
+
+
+@dataclass(frozen=True)
+class CrossComparison:
+    """The methods of two studies, compared in pairs.
+
+    Args:
+        studies: the names of the two.
+        metric: by which they are compared; None where nothing can be.
+        pairs: of a method of the first and one of the second, corrected for their number.
+        notes: what differs between the studies, what is established, and what stands in the way.
+    """
+
+    studies: tuple[str, str]
+    metric: Metric | None
+    pairs: Sequence[Pair]
+    notes: Sequence[str]
+
+
+def compare_across(
+    first: tuple[str, Sequence[StoredRun]],
+    second: tuple[str, Sequence[StoredRun]],
+    *,
+    metric: str | None = None,
+    cluster: str = "all",
+    baseline: str | None = None,
+    share: float = 0.0,
+) -> CrossComparison:
+    """Compare each method of a study with the method of that label in another.
+
+    Studies without a label in common are compared in all pairs of a method of one and a method of
+    the other.
+
+    Args:
+        first: a name for a study, and its runs.
+        second: another.
+        metric: by which; the one by which the methods of a study are compared when None.
+        cluster: over which clients; see `pairs.select_pairs`.
+        baseline: a label: compare only the methods of the two studies that have it.
+        share: see `pairs.select_pairs`.
+    """
+    names = first[0], second[0]
+    groups = [select_compared_runs(runs) for _, runs in (first, second)]
+    seeds = {run.seed for run in groups[0]} & {run.seed for run in groups[1]}
+    groups = [[run for run in group if run.seed in seeds] for group in groups]
+    if obstacle := _find_obstacle(names, groups):
+        return CrossComparison(names, None, (), (obstacle,))
+    labels = [list(dict.fromkeys(run.label for run in group)) for group in groups]
+    differences = _list_differences(groups[0][0].config, groups[1][0].config)
+    titles = _name_studies(names, differences)
+    renamed = []
+    for title, group in zip(titles, groups, strict=True):
+        renamed += [_rename_run(run, f"{run.label} ({title})") for run in group]
+    shared = [label for label in labels[0] if label in labels[1]]
+    if baseline is not None:
+        shared = [label for label in shared if label == baseline]
+    wanted = set()
+    for a in labels[0]:
+        for b in labels[1]:
+            if (a == b and a in shared) or (not shared and baseline is None):
+                wanted.add(frozenset((f"{a} ({titles[0]})", f"{b} ({titles[1]})")))
+    known = collect_metrics(renamed)[metric or main_metric(renamed)]
+    clusters = {int(cluster) for cluster in groups[0][0].client_clusters.unique() if cluster >= 0}
+    called = load_cluster_names(groups[0][0].folder.parent.parent, clusters)
+    found = [pair for pair in compare_methods(renamed, called) if pair.key in wanted]
+    own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
+    both = f"{names[0]} and {names[1]}"
+    notes = [f"{both}: {_list_texts(differences)}."] if differences else []
+    for label in shared:
+        own_methods = [_find_method(group, label) for group in groups]
+        if changed := _list_differences(own_methods[0], own_methods[1]):
+            notes.append(f"{both}: {label}: {_list_texts(changed)}.")
+    notes += [pairs.describe_pair(pair, known) for pair in own]
+    if not own:
+        over = describe_clients(cluster)
+        notes.append(f"{both}: there is no pair of methods to compare by {known.name} {over}.")
+    return CrossComparison(names, known, own, notes)
+
+
+def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]) -> str:
+    """Describe why the runs of two studies cannot be paired by seed and client; "" where they can."""
+    head = f"{names[0]} and {names[1]} cannot be paired: "
+    if not groups[0] or not groups[1]:
+        return head + "they have no seed in common that all their methods have finished."
+    a, b = groups[0][0], groups[1][0]
+    sources = [(run.config.get("data") or {}).get("dataset") for run in (a, b)]
+    if sources[0] != sources[1]:
+        return head + f"their data are {sources[0]!r} and {sources[1]!r}."
+    for one in groups[0]:
+        for other in groups[1]:
+            if one.seed != other.seed:
+                continue
+            if one.client_names != other.client_names:
+                return head + "their clients have other names."
+            if not one.client_clusters.equals(other.client_clusters):
+                return head + (
+                    f"with seed {one.seed} they have other clients, or clients in other clusters."
+                )
+    return ""
+
+
+def describe_clients(cluster: str) -> str:
+    """Return over which clients methods are compared, in words.
+
+    Example:
+        >>> describe_clients("all"), describe_clients("clusters"), describe_clients("rotation 90")
+        ('over all clients', 'over clusters', "over cluster 'rotation 90'")
+    """
+    known = {"all": "over all clients", "clusters": "over clusters"}
+    return known.get(cluster, f"over cluster {cluster!r}")
+
+
+def _find_method(runs: Sequence[StoredRun], label: str) -> dict[str, Any]:
+    """Return the settings of a method of a study, but for its name in it."""
+    found = next(run.method_settings for run in runs if run.label == label)
+    return {key: value for key, value in found.items() if key not in ("label", "paper")}
+
+
+def _rename_run(run: StoredRun, label: str) -> StoredRun:
+    """Return a run as that of another method."""
+    method = {**run.method_settings, "label": label}
+    return replace(run, config={**run.config, "methods": [method], "name": ""})
+
+
+def _list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the settings outside the methods in which two runs differ, with both values."""
+    flat = [dict(_iterate_settings("", one)) for one in (a, b)]
+    out = []
+    for key in dict.fromkeys([*flat[0], *flat[1]]):
+        if flat[0].get(key) != flat[1].get(key):
+            out.append((key, flat[0].get(key), flat[1].get(key)))
+    return out
+
+
+def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each setting of a run by its dotted path, but for names, seeds and methods."""
+    for key, value in table.items():
+        path = f"{prefix}{key}"
+        if path in ("name", "description", "paper", "seeds", "methods"):
+            continue
+        if isinstance(value, dict):
+            yield from _iterate_settings(f"{path}.", value)
+        else:
+            yield path, value
+
+
+def _name_studies(
+    names: tuple[str, str], differences: Sequence[tuple[str, Any, Any]]
+) -> tuple[str, str]:
+    """Name two studies by a few settings in which they differ, else by their own names."""
+    if not 0 < len(differences) <= _MOST_DIFFERENCES:
+        return names
+    texts = []
+    for place in (1, 2):
+        parts = [f"{one[0].rpartition('.')[-1]}={one[place]}" for one in differences]
+        texts.append(", ".join(parts))
+    return texts[0], texts[1]
+
+
+def _list_texts(differences: Sequence[tuple[str, Any, Any]]) -> str:
+    shown = [f"{key} is {a} and {b}" for key, a, b in differences[:_MOST_DIFFERENCES]]
+    more = len(differences) - len(shown)
+    return "; ".join([*shown, *([f"{more} more settings differ"] if more else [])])

@@ -1,0 +1,96 @@
+"""Methods of two studies compared with each other: who is paired with whom, by what numbers, and what stands in the way."""
+
+from pathlib import Path
+
+import pytest
+
+from coterie.results.across import compare_across
+from coterie.results.stored_runs import load_runs
+
+
+@pytest.fixture
+def study(tmp_path, write_run, final_rows):
+    """Returns a function that writes a study: the accuracy of four clients in each seed, by method."""
+
+    def write(name, values, clusters=(0, 0, 1, 1), names=None, **config):
+        for label, seeds in values.items():
+            for seed, accuracy in seeds.items():
+                folder = tmp_path / name / label / f"seed-{seed}"
+                write_run(
+                    folder, kind="dac", label=label, seed=seed, study=name,
+                    metrics=final_rows(accuracy, clusters), **config,
+                )  # fmt: skip
+        return name, load_runs([Path(tmp_path, name)])[0]
+
+    return write
+
+
+ONE = {0: [0.5, 0.6, 0.7, 0.8], 1: [0.4, 0.6, 0.7, 0.9]}
+BETTER = {0: [0.6, 0.7, 0.8, 0.9], 1: [0.5, 0.7, 0.9, 0.9]}
+
+
+def test_a_method_is_paired_with_that_of_its_label_by_seed_and_client(study):
+    """Seed 0: 0.1 better for each; seed 1: 0.1, 0.1, 0.2, 0. Means 0.1 and 0.1."""
+    a = study("a", {"DAC": ONE, "Local": ONE}, rounds=5)
+    b = study("b", {"DAC": BETTER, "Local": ONE, "Mine": BETTER}, rounds=9)
+    found = compare_across(a, b)
+    assert [pair.key for pair in found.pairs] == [
+        {"DAC (rounds=5)", "DAC (rounds=9)"},
+        {"Local (rounds=5)", "Local (rounds=9)"},
+    ]
+    best = found.pairs[0]
+    assert best.method_a == "DAC (rounds=9)"
+    assert best.difference == pytest.approx(0.1)
+    assert (best.seeds, best.clients) == (2, 4)
+    assert best.gained == pytest.approx(7 / 8)
+    assert found.notes[0] == "a and b: rounds is 5 and 9."
+
+
+def test_the_correction_is_for_the_pairs_that_are_shown(study):
+    """Three pairs of equal labels are tested, not the fifteen pairs of six methods."""
+    noisy = {0: [0.55, 0.66, 0.71, 0.88], 1: [0.41, 0.64, 0.79, 0.9]}
+    a = study("a", {"A": ONE, "B": ONE, "C": ONE})
+    b = study("b", {"A": noisy, "B": noisy, "C": noisy})
+    for pair in compare_across(a, b).pairs:
+        assert pair.p_corrected == pytest.approx(min(1, 3 * pair.p))
+    (single,) = compare_across(a, b, baseline="B").pairs
+    assert single.p_corrected == single.p
+    assert single.key == {"B (a)", "B (b)"}
+
+
+def test_studies_without_a_common_label_are_compared_in_all_pairs(study):
+    found = compare_across(study("a", {"A": ONE, "B": ONE}), study("b", {"C": BETTER}))
+    assert {pair.key for pair in found.pairs} == {
+        frozenset({"A (a)", "C (b)"}),
+        frozenset({"B (a)", "C (b)"}),
+    }
+
+
+def test_only_common_seeds_count(study):
+    a = study("a", {"DAC": {**ONE, 2: [1.0] * 4}})
+    b = study("b", {"DAC": {**BETTER, 3: [0.0] * 4}})
+    assert compare_across(a, b).pairs[0].seeds == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"values": {7: BETTER[0]}}, "they have no seed in common"),
+        ({"clusters": (0, 1, 0, 1)}, "with seed 0 they have other clients, or clients in other"),
+        ({"values": {0: BETTER[0][:3], 1: BETTER[1][:3]}}, "with seed 0 they have other clients"),
+    ],
+)
+def test_what_cannot_be_paired_is_said(study, other, why):
+    given = dict(other)
+    values = {"DAC": given.pop("values", BETTER)}
+    found = compare_across(study("a", {"DAC": ONE}), study("b", values, **given))
+    assert (found.pairs, found.metric) == ((), None)
+    assert found.notes[0].startswith(f"a and b cannot be paired: {why}")
+
+
+def test_a_cluster_is_compared_alone(study):
+    """Clients 2 and 3: 0.1 in seed 0, then 0.2 and 0: 0.1 both times."""
+    found = compare_across(study("a", {"DAC": ONE}), study("b", {"DAC": BETTER}), cluster="1")
+    (pair,) = found.pairs
+    assert pair.difference == pytest.approx(0.1)
+    assert pair.clients == 2
