@@ -35,10 +35,10 @@ from coterie.results.tables import SAME, SAME_OF_ROW, STAR
 from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
-from coterie.studies.run import FoundRuns, Study
+from coterie.studies.run import FoundRuns, FoundTable, Study
 
 RunObserver = Callable[[Step | Note], None]
-Observer = Callable[[Step | Note | FoundRuns], None]
+Observer = Callable[[Step | Note | FoundRuns | FoundTable], None]
 
 FEW_CLIENTS = 12
 """Up to so many clients with names are shown one by one with the results of a study."""
@@ -87,7 +87,13 @@ def _announce_start(console: Console, observer: RunObserver) -> Observer:
     """Print what is there, and which engine trains, once for each engine, before the rounds."""
     announced: set[str] = set()
 
-    def observe(step: Step | Note | FoundRuns) -> None:
+    def observe(step: Step | Note | FoundRuns | FoundTable) -> None:
+        # The studies of a sweep have one table.
+        if isinstance(step, FoundTable):
+            if str(step) not in announced:
+                console.print(str(step), highlight=False, markup=False, soft_wrap=True)
+            announced.add(str(step))
+            return
         if isinstance(step, FoundRuns):
             console.print(str(step), highlight=False, markup=False, soft_wrap=True)
             return

@@ -18,6 +18,7 @@ from coterie.data.items import (
     read_datasets,
     split_dataset_dict,
 )
+from coterie.data.schema import apply_schema
 from coterie.data.source import Source
 from coterie.data.tables import Encode, Impute, TableOptions, read_table
 from coterie.errors import ConfigError, DataError
@@ -115,7 +116,7 @@ def _build_from_source(
 def from_table(
     table: Any,
     *,
-    target: str | Sequence[str],
+    target: str | Sequence[str] | None = None,
     client: str | None = None,
     num_clients: int | None = None,
     features: Sequence[str] | None = None,
@@ -127,6 +128,8 @@ def from_table(
     class_names: Sequence[str] = (),
     classes: int | None = None,
     test: Any = None,
+    split_column: str | None = None,
+    schema: str | Path | None = None,
     clusters: Mapping[Any, int] | None = None,
     separator: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -147,7 +150,7 @@ def from_table(
     Args:
         table: of pandas, polars or arrow, or the path of a CSV file (which gzip may have packed) or
             of a parquet file.
-        target: the column to learn. Text and categories, and whole numbers, are classes; other
+        target: the column to learn; needed unless a schema names it. Text and categories, and whole numbers, are classes; other
             numbers are a regression. Several columns of numbers are a regression with several
             outputs.
         client: the column with the client of each row.
@@ -172,6 +175,12 @@ def from_table(
             occur are the classes. 0 makes it a regression.
         test: a table that is the test set of all clients; each client fills and scales it by its
             own rows.
+        split_column: the column that says of each row whether it is for "train", "validation" or
+            "test"; each client's own test rows are then its test set. Without validation rows, a
+            share of the training rows is taken.
+        schema: the path of the schema of a table read before (`TableSchema.save`, or `table.json`
+            in a study's folder): columns, categories, classes and scaling are then those of that
+            table.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         separator: what divides the columns of a CSV file: one character, or "tab". Commas,
             semicolons, tabs and bars are found when it is not given.
@@ -199,8 +208,10 @@ def from_table(
             "give either client (the column that says whose a row is) or num_clients (how many to "
             "make)"
         )
-    settings = {
-        "target": [target] if isinstance(target, str) else list(target),
+    if target is None and schema is None:
+        raise ConfigError("target is missing; name the column to learn")
+    settings: dict[str, Any] = {
+        "target": [target] if isinstance(target, str) else list(target or ()),
         "client": client,
         "encode": encode,
         "features": None if features is None else list(features),
@@ -211,10 +222,13 @@ def from_table(
         "class_names": list(map(str, class_names)),
         "classes": classes,
         "clusters": clusters,
+        "split_column": split_column,
         "separator": separator,
         "decimal": decimal,
         "encoding": encoding,
     }
+    if schema is not None:
+        settings = {**apply_schema(settings, schema), "schema": str(schema)}
     # The same checks as those of a study file.
     source = read_table(
         table, parse_settings(TableOptions, settings, "from_table"), test=test, name=name

@@ -314,6 +314,13 @@ def build_from_sources(
                 f"{first.name} and {other.name} have the same classes in another order: "
                 f"{', '.join(names[0][:10])}, and {', '.join(names[1][:10])}; number them alike"
             )
+    given = next((source for source in sources if source.validation), None)
+    for name in ("folds", "train", "validation") if given is not None else ():
+        if getattr(data, name) is not None:
+            raise ConfigError(
+                f"{name} is {getattr(data, name)}, and {first.name} says which rows are for "
+                f"training, validation and testing; leave out {name} or split_column"
+            )
     if data.test == "cluster" and first.has_client_tests:
         data = replace(data, test="own")
     if data.folds is not None and data.test != "client" and len(first.test):
@@ -437,10 +444,12 @@ def assemble_federation(
     numbers = range(len(clients)) if ids is None else ids
     drawn = _draw_rows(clients, sources, rng, numbers)
     form = SampleLayout.choose_layout(sources, clients, normalize)
-    if fold is None:
-        cuts = [client.split_sizes() for client in clients]
-    else:
+    if fold is not None:
         drawn, cuts = _arrange_folds(clients, sources, drawn, *fold)
+    elif any(source.validation for source in sources):
+        drawn, cuts = _arrange_given(clients, sources, drawn)
+    else:
+        cuts = [client.split_sizes() for client in clients]
     # A client's samples in order: training, validation, test.
     training, kept = [], []
     for own, (train, validation, _) in zip(drawn, cuts, strict=True):
@@ -510,6 +519,8 @@ def assemble_federation(
         parts=sources[0].parts,
         fitted=tuple(fitted),
         table=_shared_value([source.table for source in sources]),
+        targets=_shared_value([source.targets for source in sources]),
+        notes=_shared_value([source.notes for source in sources]),
     ).validate()
 
 
@@ -554,6 +565,26 @@ def _draw_rows(
     )
     # Each client has its own stream: its split is the same when it is built alone.
     return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
+
+
+def _arrange_given(
+    clients: Clients, sources: Sequence[Source], drawn: Sequence[Rows]
+) -> tuple[list[Rows], list[Cut]]:
+    """Order each client's samples as the data say: training, then validation; and the sizes.
+
+    Raises:
+        DataError: when a client has no training samples.
+    """
+    arranged, cuts = [], []
+    for row, (client, own) in enumerate(zip(clients, drawn, strict=True)):
+        source = sources[client.recipe.source]
+        chosen = source.train.columns[source.validation].numpy()[own] == 1
+        if chosen.all():
+            who = f"client {client.name!r}" if client.name else f"client {row}"
+            raise DataError(f"{who} has no training samples; give it one at least, or leave it out")
+        arranged.append(np.concatenate([own[~chosen], own[chosen]]))
+        cuts.append((int((~chosen).sum()), int(chosen.sum()), 0))
+    return arranged, cuts
 
 
 def _arrange_folds(

@@ -241,10 +241,12 @@ def load_table_or_folder(
         DataError: when the data cannot be used.
     """
     from coterie.data.folders import FolderOptions, load_image_folder
+    from coterie.data.schema import apply_schema
     from coterie.data.tables import TableOptions, read_table
 
     options = dict(options)
-    paths = {key: options.pop(key) for key in ("path", "test") if key in options}
+    keys = ("path", "test", "schema") if name == "table" else ("path", "test")
+    paths = {key: options.pop(key) for key in keys if options.get(key) is not None}
     if "path" not in paths:
         raise ConfigError(
             f"data.options: path is missing; expected that of the {name}, such as path = "
@@ -259,6 +261,8 @@ def load_table_or_folder(
                 "data.options: class_names is missing; every machine must name the same classes"
             )
         return load_image_folder(found["path"], pictures, test=found.get("test"), name=title)
+    if "schema" in found:
+        options = {**apply_schema(options, found["schema"]), "schema": str(found["schema"])}
     columns = parse_settings(TableOptions, options, "data.options")
     return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
 

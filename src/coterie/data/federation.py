@@ -126,6 +126,8 @@ class Federation(Described):
         fitted: what each row's client did to its inputs, which `x` holds as they came out; empty
             for nothing.
         table: the columns of the table that inputs were read from; empty where they came otherwise.
+        targets: the columns of that table that are learned.
+        notes: how its file was read, where that is not the usual way.
     """
 
     x: Shaped[Tensor, "clients samples *features"]
@@ -148,6 +150,8 @@ class Federation(Described):
     parts: tuple[InputPart, ...] = ()
     fitted: tuple[FittedPreparation, ...] = ()
     table: tuple[TableColumn, ...] = ()
+    targets: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -444,6 +448,7 @@ class Federation(Described):
             "feature_names": self.feature_names,
             "parts": [list(astuple(part)) for part in self.parts],
             **({"table": [list(astuple(column)) for column in self.table]} if self.table else {}),
+            **({"targets": self.targets, "notes": self.notes} if self.targets else {}),
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
             "truth": None
@@ -509,4 +514,6 @@ class Federation(Described):
             parts=parse_parts(meta.get("parts", ())),
             fitted=unstack_fitted(tensors),
             table=parse_columns(meta.get("table", ())),
+            targets=tuple(meta.get("targets", ())),
+            notes=tuple(meta.get("notes", ())),
         )

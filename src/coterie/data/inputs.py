@@ -17,7 +17,7 @@ from coterie.data.federation import Federation, parse_columns, parse_parts
 from coterie.data.preparation import FittedPreparation, TableColumn
 from coterie.data.source import InputPart, column_names, is_images, normalize_images, pack_inputs
 from coterie.data.tables import read_inputs
-from coterie.errors import DataError
+from coterie.errors import ConfigError, DataError, describe_unknown
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class InputForm:
             fitted: the client's preparation of rows of a table.
 
         Raises:
-            ConfigError: when a table lacks a column.
+            ConfigError: when a table lacks a column that training had.
             DataError: when the inputs are of another kind or shape than those of the training.
         """
         names = _find_columns(x)
@@ -100,11 +100,30 @@ class InputForm:
                     torch.int32 if all(column.codes for column in self.table) else torch.float32
                 )
         else:
-            if self.names and names and set(self.names) <= set(names):
-                # polars and arrow select by method, pandas by index.
-                x = x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
+            x = self._select_columns(x, names)
             found = pack_inputs(x, self.parts)
         return self._check_inputs(found)
+
+    def _select_columns(self, x: Any, names: tuple[str, ...]) -> Any:
+        """Return the columns of a table by their names, in the order of training.
+
+        Raises:
+            ConfigError: when one is missing.
+        """
+        # Columns that are numbered have no names of their own.
+        if self.parts or not self.names or not names or all(map(str.isdecimal, names)):
+            return x
+        if names == ("file",):
+            raise DataError(
+                f"x is the path of a file, {str(x)!r}; expected arrays or a table, as in training"
+            )
+        for name in self.names:
+            if name not in names:
+                raise ConfigError(f"x: {describe_unknown('column', name, names)}")
+        if isinstance(x, Mapping):
+            return np.stack([np.asarray(x[name]) for name in self.names], axis=1)
+        # polars and arrow select by method, pandas by index.
+        return x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
 
     def _check_inputs(self, x: Tensor) -> Tensor:
         shape = " x ".join(map(str, self.features)) or "one number"

@@ -112,7 +112,10 @@ class Source:
         parts: what `x` holds one after another, where an input is several tensors.
         preparation: what each client still does to its inputs, fitted on its own training samples.
         table: the columns of a table that the entries of an input were read from.
+        targets: the columns of the table that are learned.
         notes: how a file was read, where that is not the usual way.
+        validation: the column of the pool that is 1 for validation samples and 0 for training
+            samples, where the data say which are which.
     """
 
     name: str
@@ -127,7 +130,9 @@ class Source:
     parts: tuple[InputPart, ...] = ()
     preparation: Preparation | None = None
     table: tuple[TableColumn, ...] = ()
+    targets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    validation: str = ""
 
     @staticmethod
     def from_arrays(

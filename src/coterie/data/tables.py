@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -52,6 +52,11 @@ class TableOptions(Configurable):
         classes: number of classes of a target of whole numbers from 0; when not given, the values
             that occur are the classes. 0 makes it a regression.
         clusters: the known cluster of each client, by client.
+        split_column: the column that says of each row whether it is for "train", "validation" or
+            "test"; each client's own test rows are then its test set. Without validation rows,
+            some of the training rows are taken.
+        schema: the path of the schema of a table read before, such as `table.json` in a study's
+            folder: columns, categories, classes and scaling are then those of that table.
         separator: what divides the columns of a CSV file, one character or "tab"; found when not
             given.
         decimal: the sign before the fraction of a number in a CSV file; found when not given.
@@ -69,6 +74,8 @@ class TableOptions(Configurable):
     class_names: Sequence[str] = ()
     classes: Annotated[int, Ge(0)] | None = None
     clusters: Mapping[Any, Any] | None = None
+    split_column: str | None = None
+    schema: str | None = None
     separator: str | None = None
     decimal: Literal[".", ","] | None = None
     encoding: str | None = None
@@ -106,8 +113,7 @@ class TableOptions(Configurable):
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
         taken = set(self.target_names)
-        if self.client is not None:
-            taken.add(self.client)
+        taken |= {one for one in (self.client, self.split_column) if one is not None}
         chosen = list(self.features or ())
         if self.features is None:
             chosen = [name for name in names if name not in taken]
@@ -171,10 +177,12 @@ def read_table(
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
+    if columns.split_column is not None and test is not None:
+        raise ConfigError("split_column and test are both given; leave one out")
     tables, notes = _load_tables(table, test, columns, name)
     pool, chosen = tables[0], columns.select_inputs(tables[0].arrow.column_names)
     read = [_convert_column(tables, feature, columns) for feature in chosen]
-    if shared:
+    if shared and columns.schema is None:
         _require_shared_settings(read, tables, columns)
     # Indicators come behind all other columns of numbers, in the order of these.
     read += [_make_indicator(one) for one in read if one.name in columns.indicate]
@@ -202,7 +210,10 @@ def read_table(
     for place, one in enumerate(tables):
         x = np.concatenate([column.values[place] for column in (*numbers, *codes)], axis=1)
         samples.append(Samples(torch.from_numpy(x).to(kind), y[place], one.owners or {}))
-    if test is None:
+    validation = ""
+    if columns.split_column is not None:
+        samples, validation = _divide_rows(pool, samples[0], columns.split_column)
+    elif test is None:
         samples.append(Samples(samples[0].x[:0], samples[0].y[:0]))
     parts = ()
     if numbers and codes:
@@ -220,8 +231,58 @@ def read_table(
         parts=parts,
         preparation=Preparation(tuple(fitted), whole) if fitted else None,
         table=tuple(one.describe(columns.scale is not None) for one in (*numbers, *codes)),
+        targets=tuple(columns.target_names),
         notes=notes,
+        validation=validation,
     ).check()
+
+
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), 0),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), 1),
+    **dict.fromkeys(("test", "testing"), 2),
+}
+
+
+def _divide_rows(table: "_ArrowTable", samples: Samples, name: str) -> tuple[list[Samples], str]:
+    """Return the rows for training and validation, those for testing, and the column of validation.
+
+    Raises:
+        DataError: when a row is for nothing of the three, or a client has none for training.
+    """
+    words = table.get_column(name).to_pylist()
+    codes = np.array([_SPLITS.get(str(one).strip().casefold(), -1) for one in words], np.int64)
+    if (codes < 0).any():
+        row = int(np.flatnonzero(codes < 0)[0])
+        raise DataError(
+            f"column {name!r} is {words[row]!r} {table.locate_row(row)}; expected train, "
+            "validation or test"
+        )
+    if not (codes == 2).any():
+        raise DataError(f"column {name!r} says test in no row; expected each client's test rows")
+    if "client" in samples.columns:
+        owners = samples.columns["client"].numpy()
+        counts = np.array(
+            [np.bincount(owners[codes == code], minlength=owners.max() + 1) for code in (0, 2)]
+        )
+        for what, own in zip(("train", "test"), counts, strict=True):
+            if not own.all():
+                missing = int(np.flatnonzero(own == 0)[0])
+                who = repr(table.names[missing]) if table.names else str(missing)
+                raise DataError(
+                    f"column {name!r} says {what} in no row of client {who}; expected one at "
+                    "least: add it, or leave the client out"
+                )
+    divided = []
+    for kept in (codes < 2, codes == 2):
+        rows = torch.from_numpy(np.flatnonzero(kept))
+        columns = {key: values[rows] for key, values in samples.columns.items()}
+        divided.append(Samples(samples.x[rows], samples.y[rows], columns))
+    if not (codes == 1).any():
+        return divided, ""
+    columns = {**divided[0].columns, "validation": torch.from_numpy(codes[codes < 2])}
+    divided[0] = replace(divided[0], columns=columns)
+    return divided, "validation"
 
 
 def _load_tables(
@@ -233,6 +294,9 @@ def _load_tables(
     owners = [] if columns.client is None else read_ids(loaded, columns.client)
     needed = [*chosen, *columns.target_names]
     arrow, notes = decide_types(loaded, needed, tuple(columns.categories), columns.decimal)
+    if columns.schema is not None:
+        known = [one for one in chosen if one not in columns.categories]
+        _require_numbers_of_schema(_ArrowTable(arrow, None, name), known)
     pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
     if test is None:
         return [pool], (*loaded.notes, *notes)
@@ -249,13 +313,19 @@ def _load_tables(
     return [pool, later], (*loaded.notes, *notes)
 
 
+def _require_numbers_of_schema(table: "_ArrowTable", names: Sequence[str]) -> None:
+    """Check that the columns without categories hold numbers, as the schema says."""
+    for name in names:
+        _require_kind(table, name, "numbers", "the schema")
+
+
 def _find_kind(kind: pa.DataType) -> Kind:
     if _is_text(kind):
         return "text"
     return "true or false" if pa.types.is_boolean(kind) else "numbers"
 
 
-def _require_kind(table: "_ArrowTable", name: str, kind: Kind) -> None:
+def _require_kind(table: "_ArrowTable", name: str, kind: Kind, known: str = "training") -> None:
     """Check that a later table has numbers where the first has them.
 
     Raises:
@@ -266,7 +336,7 @@ def _require_kind(table: "_ArrowTable", name: str, kind: Kind) -> None:
         value = next((one for one in values.to_pylist() if one is not None), None)
         raise DataError(
             f"column {name!r} of {table.what} is text, such as {value!r}; expected {kind}, as in "
-            "training"
+            f"{known}"
         )
 
 

@@ -1,10 +1,13 @@
 """Heads: a node's signed state, and the check that all nodes run the same study."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from coterie.data.federation import Federation
+from coterie.data.schema import TableSchema
 from coterie.errors import PeerMismatch
 from coterie.methods.base import Method
 from coterie.methods.registry import all_settings
@@ -35,6 +38,8 @@ _OPTIONAL = (
 )  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
 """The setting that names the frozen weights; it is in the model's hash, not in the study's."""
+TABLE = "table."
+"""What the settings begin with that say how a node reads its own table."""
 STATES = ("starting", "running", "done")
 
 
@@ -155,13 +160,57 @@ def _flatten(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def study_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings that must be equal on all nodes."""
     return hashlib.sha256(
-        canonical_json({k: v for k, v in settings.items() if k != FROZEN})
+        canonical_json(
+            {k: v for k, v in settings.items() if k != FROZEN and not k.startswith(TABLE)}
+        )
     ).hexdigest()
 
 
 def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Return settings that say what the model's frozen weights are, where it has any."""
     return {**settings, FROZEN: layout.frozen_digest[:16]} if layout.frozen else settings
+
+
+def with_table(settings: dict[str, Any], federation: Federation) -> dict[str, Any]:
+    """Return settings that say how a node's own table is read, where it has one."""
+    schema = TableSchema.from_federation(federation)
+    if schema is None:
+        return settings
+    return settings | {f"{TABLE}{name}": text for name, text in schema.list_coding().items()}
+
+
+def _select_table(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name.startswith(TABLE)}
+
+
+def _check_tables(
+    roster: Roster, settings: Mapping[str, Any], others: Mapping[str, Head], own: str
+) -> list[str]:
+    """Return the members that read their tables otherwise than most.
+
+    The coding of most nodes holds; of equally many, that of the first on the roster.
+
+    Raises:
+        PeerMismatch: when it is this node that differs; it says in what.
+    """
+    mine = _select_table(settings)
+    tables = {name: _select_table(head.settings) for name, head in others.items()}
+    everyone = {**{name: table for name, table in tables.items() if table}, own: mine}
+    if not mine or all(table == mine for table in everyone.values()):
+        return []
+    order = {member.name: place for place, member in enumerate(roster.members)}
+    counts = Counter(canonical_json(table) for table in everyone.values())
+    first = min(
+        everyone,
+        key=lambda name: (-counts[canonical_json(everyone[name])], order.get(name, len(order))),
+    )
+    if everyone[first] == mine:
+        return [name for name, table in everyone.items() if table != mine]
+    raise PeerMismatch(
+        f"this node reads its table otherwise than {first}: "
+        f"{describe_difference(mine, everyone[first])}; use one schema on all nodes: schema = "
+        '"table.json" in data.options'
+    )
 
 
 def schema_hash(layout: Layout) -> str:
@@ -181,7 +230,11 @@ def describe_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> s
 
 
 def check_study(
-    roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]
+    roster: Roster,
+    settings: Mapping[str, Any],
+    schema: str,
+    others: Mapping[str, Head],
+    own: str = "",
 ) -> list[str]:
     """Check this node's study and model against the roster, and return the members that differ.
 
@@ -193,6 +246,7 @@ def check_study(
         settings: this node's, from `settings_of`.
         schema: this node's, from `schema_hash`.
         others: the heads of the members met.
+        own: the name of this node.
 
     Raises:
         PeerMismatch: naming the settings and both values.
@@ -235,4 +289,4 @@ def check_study(
             or f"model schema {others[name].schema[:16]}"
         )
         raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")
-    return odd
+    return list(dict.fromkeys([*odd, *_check_tables(roster, settings, others, own)]))

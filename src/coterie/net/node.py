@@ -179,7 +179,8 @@ class Node:
         # drawn again at every start and never written: noise that is used twice could be subtracted
         self.task = plan.make_task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
-        self.settings = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
+        common = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
+        self.settings = heads.with_table(common, federation)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
         self._journal_file = LineFile(folder / ARRIVALS)
@@ -367,7 +368,7 @@ class Node:
         # The newest roster first: study and model are checked against it.
         if (newer := self._fetch_newer_roster(met)) is not None:
             self._take_roster(*newer)
-        odd = heads.check_study(self.roster, self.settings, self.schema, met)
+        odd = heads.check_study(self.roster, self.settings, self.schema, met, self.transport.name)
         for name in odd:
             text = heads.describe_difference(self.settings, met[name].settings)
             self.log(
@@ -772,7 +773,7 @@ class Node:
                 break
             if self._stop.wait(self.patience.poll):
                 return met
-        odd = heads.check_study(self.roster, self.settings, self.schema, met)
+        odd = heads.check_study(self.roster, self.settings, self.schema, met, self.transport.name)
         if not set(met) - set(odd):
             raise TransportError(
                 f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished "

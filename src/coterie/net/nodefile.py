@@ -50,7 +50,8 @@ class DataSource(Configurable):
             folder, (x, y).
         options: what a study has in [data.options]; paths are relative to the file. Classes and
             categories that are text must be given, so that they mean the same on every node:
-            `class_names`, `categories`.
+            `class_names`, `categories`, or for a table a `schema`. Nodes that read their tables
+            otherwise than most do not take part.
         validation: share of the samples for validation; of the untested ones, with `folds`.
         test: share of the samples for testing, when there is no test set.
         folds: of `dataset`: test on one of so many folds, by the run's seed, instead of a share;
@@ -318,7 +319,7 @@ def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Feder
     """
     name, options = file.data.dataset, dict(file.data.options)
     if name in datasets.OWN_KINDS:
-        for key in {"path", "test"} & set(options):
+        for key in {"path", "test", "schema"} & set(options):
             options[key] = str(file.resolve_path(str(options[key])))
         made = datasets.load_table_or_folder(name, options, shared=True)
     elif ":" in name:

@@ -303,7 +303,7 @@ def _resolve_data_paths(data: object, folder: Path) -> None:
     )
     if not isinstance(options, dict):
         return
-    for key in {"path", "test"} & set(options):
+    for key in {"path", "test", "schema"} & set(options):
         value = options[key]
         if (
             isinstance(value, str)

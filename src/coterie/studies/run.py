@@ -27,6 +27,8 @@ from coterie._util import manifest
 from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
 from coterie.data.federation import Federation
+from coterie.data.schema import FILE as SCHEMA_FILE
+from coterie.data.schema import TableSchema
 from coterie.engine import ENGINES
 from coterie.errors import (
     CheckpointError,
@@ -73,6 +75,20 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """How the table of a study was read.
+
+    Args:
+        lines: the schema of the table, in words.
+    """
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"table: {line}" for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -240,7 +256,7 @@ def run_study(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
-    notes: Callable[[Note | FoundRuns], None] | None = None,
+    notes: Callable[[Note | FoundRuns | FoundTable], None] | None = None,
     finished: Callable[[Job], None] | None = None,
     over: FanOut | None = None,
 ) -> Study:
@@ -262,7 +278,7 @@ def run_study(
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
         notes: is called when a run begins something that takes seconds, before its first round,
-            and at first with the runs that are there.
+            and at first with the schema of a table, and with the runs that are there.
         finished: is called with each run of this call as it ends.
         over: runs the jobs instead of processes of this machine, such as
             `coterie.cluster.runs.open_ray_runs` gives; `workers` is then the largest number of runs
@@ -295,9 +311,12 @@ def run_study(
     def notify_observers(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
-        if notes is not None and isinstance(message, Note | FoundRuns):
+        if notes is not None and isinstance(message, Note | FoundRuns | FoundTable):
             notes(message)
 
+    schema = TableSchema.from_federation(first)
+    if schema is not None:
+        notify_observers(FoundTable(tuple(schema.describe(first.notes))))
     jobs = list_jobs(study)
     left = [job for job in jobs if not _is_complete(run_folder(folder, job))]
     # `overwrite` asks for runs, not for results.
@@ -656,6 +675,9 @@ def _prepare_folder(
             and not _describes_data(study, folder)
         )
         files = {stored_runs.FEDERATION: described}
+        schema = TableSchema.from_federation(federation)
+        if schema is not None:
+            files[SCHEMA_FILE] = schema.to_text()
         # A whole description of another first seed stays: seeds were added to the study.
         if other and not manifest.describe_fault(folder, stored_runs.FEDERATION):
             files = {}

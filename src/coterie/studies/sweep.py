@@ -31,6 +31,7 @@ from coterie.studies.inputs import FederationSource
 from coterie.studies.run import (
     CONFIG,
     FoundRuns,
+    FoundTable,
     Study,
     load_stored_study,
     load_study_results,
@@ -134,7 +135,7 @@ def run_sweep(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
-    notes: Callable[[Note | FoundRuns], None] | None = None,
+    notes: Callable[[Note | FoundRuns | FoundTable], None] | None = None,
     over: FanOut | None = None,
 ) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.

@@ -33,7 +33,7 @@ from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import is_label, match_methods
 from coterie.studies.inputs import FederationSource, StudyInputs
-from coterie.studies.run import FoundRuns, Job, list_jobs, run_folder, run_study
+from coterie.studies.run import FoundRuns, FoundTable, Job, list_jobs, run_folder, run_study
 from coterie.studies.sweep import format_setting
 
 Point = tuple[tuple[str, Any], ...]
@@ -135,7 +135,7 @@ def tune_study(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
-    notes: Callable[[Note | FoundRuns], None] | None = None,
+    notes: Callable[[Note | FoundRuns | FoundTable], None] | None = None,
     over: FanOut | None = None,
 ) -> TuningResult:
     """Choose settings of every method by the clients' own validation data.

@@ -11,7 +11,7 @@ from coterie.functional.metrics import ACCURACY, LOSS
 from coterie.results.pairs import Pair
 from coterie.simulation.run import Note, Progress
 from coterie.studies import config
-from coterie.studies.run import run_study
+from coterie.studies.run import FoundTable, run_study
 from coterie.testing import tiny_federation
 
 
@@ -37,6 +37,18 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
     assert lines(text) == [
         f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)
     ]
+
+
+def test_the_schema_of_a_table_is_told_once_and_plainly(clock):
+    """The studies of a sweep have one table; with --quiet there is nothing."""
+    told = FoundTable(("target: ill, 2 classes (no, yes)", "numbers: [bold]age, weight"))
+    for quiet in (False, True):
+        text = io.StringIO()
+        with _display.show_progress([], Console(file=text), quiet=quiet) as observe:
+            observe(told)
+            observe(told)
+        expected = ["table: target: ill, 2 classes (no, yes)", "table: numbers: [bold]age, weight"]
+        assert lines(text) == expected * (not quiet)
 
 
 def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):

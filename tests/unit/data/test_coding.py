@@ -19,6 +19,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
 IDS = TEXT.filter(lambda text: bool(text.strip()))
 
 
+@settings(deadline=None)
 @given(st.lists(IDS | st.sampled_from(["1.1", "1.10", "1e5", "10e4", "007", "7", "NA", "nan"])))
 def test_ids_come_back_as_the_text_they_were(ids):
     with warnings.catch_warnings():
@@ -28,6 +29,7 @@ def test_ids_come_back_as_the_text_they_were(ids):
     assert [names[code] for code in columns["client"].tolist()] == ids
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(10**25), 10**25), min_size=1))
 def test_whole_numbers_of_any_size_are_clients_of_their_own(ids):
     columns, names = number_clients(ids, len(ids))
@@ -59,6 +61,7 @@ def test_two_clients_that_look_the_same_are_named(ids):
         assert len(number_clients(ids, 2)[1]) == 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=2, max_size=40, unique=True), st.data())
 def test_labels_that_occur_are_the_classes(values, data):
     """As scikit-learn's LabelEncoder numbers them; without names where they are the numbers from 0."""
@@ -73,6 +76,7 @@ def test_labels_that_occur_are_the_classes(values, data):
     assert names == (() if numbered else tuple(map(str, encoder.classes_.tolist())))
 
 
+@settings(deadline=None)
 @given(st.permutations(["7", "4711", "100000"]))
 def test_class_names_that_are_labels_may_have_any_order(names):
     labels = [100000, 7, 4711, 7]
@@ -167,7 +171,7 @@ def test_every_way_in_codes_labels_alike():
         assert (one.y[used] == one.x[used][:, 0] % 2).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(-1e6, 1e6), st.integers(1, 40))
 def test_constant_columns_scale_to_zero(value, rows):
     """And others as scikit-learn's StandardScaler scales them."""

@@ -19,7 +19,9 @@ from coterie.data.inputs import InputForm
 from coterie.data.table_files import CsvFormat, load_table
 from coterie.errors import ConfigError, DataError
 
-OLD = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+OLD = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 WORD = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=8)
 
 

@@ -20,13 +20,15 @@ from tests.selection import first_only, one_of_each_family
 from tests.training import intercept_training
 from torch import nn
 
+from coterie.data.arrays import from_table
 from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.methods import METHODS
 from coterie.net import local
-from coterie.net.head import Head, check_study, study_hash
+from coterie.net.head import Head, check_study, study_hash, with_table
 from coterie.net.log import Log, format_samples
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.net.roster import Member, Roster
 from coterie.net.transport import Hub, InProcess
 from coterie.net.wire import VERSION
 from coterie.results import traffic
@@ -829,6 +831,60 @@ def test_a_node_with_other_frozen_weights_is_told_so_in_one_line(tmp_path):
         assert check_study(agreed, right.settings, right.schema, met) == []
     finally:
         network.close()
+
+
+def test_nodes_whose_tables_mean_other_things_do_not_train_together(tmp_path):
+    """What most say holds, else the first of the roster; who differs stops with a line, the others go on without."""
+    members = tuple(Member(f"n{n}", f"10.0.0.{n}:7447", (n,)) for n in range(4))
+    roster = Roster("run", members, 4)
+    federations = {
+        word: from_table(
+            pd.DataFrame({"c": ["a"] * 12, "age": range(12), "ill": ["no", "yes"] * 6}),
+            target="ill",
+            client="c",
+            class_names=names,
+        )
+        for word, names in {"right": ["no", "yes"], "swapped": ["yes", "no"]}.items()
+    }
+    common = {"seed": 3}
+    says = {word: with_table(common, federation) for word, federation in federations.items()}
+    says["no table"] = with_table(common, tiny_federation())
+    assert says["no table"] == common
+    assert len({study_hash(settings) for settings in says.values()}) == 1, "data are no settings"
+
+    def check(own: str, **others: str):
+        met = {
+            name: Head(
+                "run",
+                name,
+                1,
+                "",
+                -1,
+                "starting",
+                VERSION,
+                study_hash(common),
+                "",
+                1,
+                0.0,
+                [],
+                says[word],
+            )
+            for name, word in others.items()
+        }
+        own_name = next(f"n{n}" for n in range(4) if f"n{n}" not in others)
+        return check_study(roster, says[own], "", met, own_name)
+
+    assert check("right", n1="right", n2="right", n3="no table") == []
+    assert check("no table", n1="right", n2="swapped") == []
+    assert check("right", n1="right", n2="swapped") == ["n2"]
+    assert check("right", n1="swapped") == ["n1"], "of two, the first of the roster holds"
+    line = (
+        "reads its table otherwise than {}: table.class_names is '{}' there and '{}' here; use one"
+    )
+    with pytest.raises(PeerMismatch, match=line.format("n0", "no, yes", "yes, no")):
+        check("swapped", n0="right")
+    with pytest.raises(PeerMismatch, match=line.format("n1", "yes, no", "no, yes")):
+        check("right", n1="swapped", n2="swapped")
 
 
 def flipped(parts: list[tuple[bytes, bytes]], draw: random.Random) -> list[tuple[bytes, bytes]]:

@@ -1,0 +1,189 @@
+"""The schema of a table: what its columns are and how they are coded, decided once and kept.
+
+A later file, a test table or the table of another hospital is read with the schema of the first.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie._util.files import write_atomically
+from coterie._util.names import shorten_text
+from coterie.data.federation import Federation
+from coterie.data.preparation import TableColumn
+from coterie.errors import ConfigError, DataError
+
+FILE = "table.json"
+"""The schema in a study's folder."""
+_VERSION = 1
+_SHOWN = 120  # letters of a line
+_LISTED = 50  # columns in words
+
+
+@dataclass(frozen=True)
+class TableSchema:
+    """What the columns of a table are, and how they become inputs and targets.
+
+    Args:
+        columns: those of the inputs, in the order of the entries.
+        target: the columns to learn.
+        classes: number of classes; 0 for a regression.
+        class_names: the values of the target, in order; empty where these are the numbers from 0.
+    """
+
+    columns: tuple[TableColumn, ...]
+    target: tuple[str, ...]
+    classes: int
+    class_names: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_federation(federation: Federation) -> "TableSchema | None":
+        """Return the schema of the table that a federation was made from; None without any."""
+        if not federation.table or not federation.targets:
+            return None
+        return TableSchema(
+            federation.table, federation.targets, federation.classes, federation.class_names
+        )
+
+    def to_text(self) -> str:
+        """Return the content of a schema's file: JSON, which people can read."""
+        stored = {"coterie table": _VERSION, **asdict(self)}
+        return json.dumps(stored, indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the schema to a file."""
+        write_atomically(Path(path), self.to_text().encode())
+
+    @staticmethod
+    def load(path: str | Path) -> "TableSchema":
+        """Read a schema that `save` wrote.
+
+        Raises:
+            DataError: when the file is missing, or no schema.
+        """
+        try:
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            if stored.pop("coterie table") != _VERSION:
+                raise ValueError("it is of another version")
+            columns = tuple(
+                TableColumn(**{**one, "categories": _to_tuple(one["categories"])})
+                for one in stored.pop("columns")
+            )
+            kept = {**stored, "target": tuple(stored["target"])}
+            return TableSchema(columns, **{**kept, "class_names": tuple(kept["class_names"])})
+        except OSError as error:
+            raise DataError(f"cannot read the schema {path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is no schema of a table ({error}); expected the {FILE} of a study's "
+                "folder, or a file of TableSchema.save"
+            ) from None
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the settings of a table that give this schema, by the names of `TableOptions`."""
+        plain = [one for one in self.columns if not one.indicator]
+        coded = {one.name: "codes" for one in plain if one.codes}
+        return {
+            "target": list(self.target),
+            "features": [one.name for one in plain],
+            "encode": coded or "one-hot",
+            "indicate": [one.name for one in self.columns if one.indicator],
+            "scale": "standard" if any(one.scaled for one in plain) else None,
+            "categories": {
+                one.name: list(one.categories) for one in plain if one.categories is not None
+            },
+            "class_names": list(self.class_names),
+            "classes": self.classes if len(self.target) == 1 else None,
+        }
+
+    def list_coding(self) -> dict[str, str]:
+        """Return what must be equal wherever such a table is read, by column, in words."""
+        coding = {
+            "target": ", ".join(self.target),
+            "classes": str(self.classes),
+            "class_names": ", ".join(self.class_names),
+            "inputs": ", ".join(one.name for one in self.columns),
+        }
+        plain = [one for one in self.columns if not one.indicator]
+        for column in plain[:_LISTED]:
+            coding[f"column {column.name}"] = _describe_column(column)
+        # A hash stands for the rest of a wide table: messages between nodes are short.
+        rest = "; ".join(map(_describe_column, plain[_LISTED:]))
+        coding["other columns"] = hashlib.sha256(rest.encode()).hexdigest()[:16]
+        return {_cut(name): _cut(text) for name, text in coding.items()}
+
+    def describe(self, notes: Sequence[str] = ()) -> list[str]:
+        """Return the schema in a few lines.
+
+        Args:
+            notes: how the file was read.
+        """
+        what = "a regression"
+        if self.classes:
+            names = ", ".join(self.class_names) or f"0 to {self.classes - 1}"
+            what = f"{self.classes} classes ({names})"
+        lines = [f"target: {', '.join(self.target)}, {what}"]
+        plain = [one for one in self.columns if not one.indicator]
+        for kind in ("numbers", "true or false"):
+            for scaled in (False, True):
+                names = [one.name for one in plain if (one.kind, one.scaled) == (kind, scaled)]
+                how = ", scaled by each client's training rows" * scaled
+                lines += [f"{kind}{how}: {', '.join(names)}"] * bool(names)
+        lines += [
+            f"text: {one.name} ({', '.join(map(str, one.categories or ()))}{', codes' * one.codes})"
+            for one in plain
+            if one.kind == "text"
+        ]
+        marked = [one.name for one in self.columns if one.indicator]
+        lines += [f"marked where empty: {', '.join(marked)}"] * bool(marked)
+        lines += [f"read with: {', '.join(notes)}"] * bool(notes)
+        return [shorten_text(line, _SHOWN) for line in lines]
+
+
+def _to_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _describe_column(column: TableColumn) -> str:
+    """Return how a column is coded, in words; 1, 1.0 and "1" are one category."""
+    if column.categories is None:
+        return "numbers" + ", scaled" * column.scaled
+    return f"{'codes' if column.codes else 'one-hot'} of " + ", ".join(map(str, column.categories))
+
+
+def _cut(text: str) -> str:
+    """Return a text of limited length: a long one ends with a hash of the whole."""
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def apply_schema(given: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return the settings of a table with those of a schema.
+
+    Args:
+        given: settings of a table, by the names of `TableOptions`; the schema adds what is missing.
+        path: of the schema's file.
+
+    Raises:
+        ConfigError: when a setting contradicts the schema.
+        DataError: when there is no such schema.
+    """
+    found = TableSchema.load(path).to_options()
+    for name, value in found.items():
+        own = given.get(name)
+        own = [own] if name == "target" and isinstance(own, str) else own
+        own = list(own) if isinstance(own, tuple) else own
+        if (
+            own not in (None, [], {})
+            and own != value
+            and not (name == "encode" and own == "one-hot")
+        ):
+            raise ConfigError(
+                f"{name} is {own!r}, and {value!r} in the schema {path}; leave it out, or make "
+                "them equal"
+            )
+    return {**given, **found}

@@ -1,0 +1,275 @@
+"""The schema of a table is decided once, kept with the federation and in a file, and used for every later table."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import coterie
+from coterie import from_table
+from coterie.data.datasets import load_table_or_folder
+from coterie.data.federation import Federation
+from coterie.data.inputs import InputForm
+from coterie.data.schema import TableSchema, apply_schema
+from coterie.errors import ConfigError, DataError
+from coterie.studies.config import parse_study_text
+from coterie.studies.run import run_study
+
+
+def patients(rows: int = 48) -> pd.DataFrame:
+    place = np.arange(rows)
+    return pd.DataFrame(
+        {
+            "site": np.array(["Lund", "Åre"])[place % 2],
+            "age": place + 0.5,
+            "grade": np.array(["1", "2", "3A"])[place % 3],
+            "smokes": place % 5 == 0,
+            "day": place % 7,
+            "ill": np.array(["yes", "no"])[place // 2 % 2],
+        }
+    )
+
+
+OPTIONS = {
+    "client": "site",
+    "encode": {"grade": "one-hot", "day": "codes"},
+    "scale": "standard",
+    "indicate": ["age"],
+}
+
+
+def read_schema(federation: Federation) -> TableSchema:
+    schema = TableSchema.from_federation(federation)
+    assert schema is not None
+    return schema
+
+
+def test_the_schema_is_kept_with_the_federation_and_in_a_file(tmp_path):
+    made = from_table(patients(), target="ill", class_names=["yes", "no"], **OPTIONS)
+    schema = read_schema(made)
+    made.save(tmp_path / "f.safetensors")
+    assert read_schema(Federation.load(tmp_path / "f.safetensors")) == schema
+    schema.save(tmp_path / "table.json")
+    assert TableSchema.load(tmp_path / "table.json") == schema
+    assert schema.describe(["separated by tabs"]) == [
+        "target: ill, 2 classes (yes, no)",
+        "numbers, scaled by each client's training rows: age",
+        "true or false, scaled by each client's training rows: smokes",
+        "text: grade (1, 2, 3A)",
+        "text: day (0, 1, 2, 3, 4, 5, 6, codes)",
+        "marked where empty: age",
+        "read with: separated by tabs",
+    ]
+    assert (
+        TableSchema.from_federation(coterie.from_arrays(np.eye(6), [0, 1] * 3, num_clients=2))
+        is None
+    )
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_another_hospital_codes_its_rows_as_the_whole_table_does(tmp_path, data):
+    """Whatever rows, columns' order and file it has: entries, classes and names are those of the first table."""
+    whole = patients()
+    made = from_table(whole, target="ill", **OPTIONS)
+    read_schema(made).save(tmp_path / "table.json")
+    rows = data.draw(st.lists(st.integers(0, 47), min_size=5, max_size=9, unique=True))
+    own = whole.iloc[rows].assign(site="Umeå")
+    own = own[data.draw(st.permutations(list(own)))]
+    own.to_csv(tmp_path / "own.csv", index=False, sep=data.draw(st.sampled_from(",;")))
+    options = {
+        "path": str(tmp_path / "own.csv"),
+        "client": "site",
+        "schema": str(tmp_path / "table.json"),
+    }
+    source = load_table_or_folder("table", options, shared=True)
+    assert (source.feature_names, source.class_names) == (made.feature_names, made.class_names)
+    assert source.table == made.table
+    expected = InputForm.from_federation(made).prepare_inputs(whole.iloc[rows])
+    assert torch.equal(source.train.x.float(), expected)
+    assert source.train.y.tolist() == [made.class_names.index(one) for one in own["ill"]]
+    # By `from_table` too, from any kind of table.
+    again = from_table(own, client="site", schema=tmp_path / "table.json")
+    assert (again.table, again.class_names) == (made.table, made.class_names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"class_names": ["yes", "no"]},
+            r"class_names is \['yes', 'no'\], and \['no', 'yes'\] in the schema",
+        ),
+        ({"target": "age"}, r"target is \['age'\], and \['ill'\] in the schema"),
+        ({"classes": 0}, "classes is 0, and 2 in the schema"),
+        ({"categories": {"grade": ["1", "2"]}}, "categories is .* in the schema"),
+        ({"features": ["age"]}, "features is .* in the schema"),
+    ],
+)
+def test_settings_that_contradict_the_schema_are_refused(options, message, tmp_path):
+    made = from_table(patients(), target="ill", client="site")
+    read_schema(made).save(tmp_path / "table.json")
+    with pytest.raises(ConfigError, match=message):
+        from_table(patients(), client="site", schema=tmp_path / "table.json", **options)
+    same = {"target": "ill", "class_names": ["no", "yes"], "classes": 2}
+    assert apply_schema(same, tmp_path / "table.json")["categories"] == {"grade": ["1", "2", "3A"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"age": "old"},
+            "column 'age' of table is text, such as 'old'; expected numbers, as in the schema",
+        ),
+        ({"grade": "4"}, "column 'grade' is '4' in row 0"),
+        (
+            {"ill": "maybe"},
+            "target 'ill' has the label 'maybe'; expected one of class_names: no, yes",
+        ),
+    ],
+)
+def test_a_table_that_is_not_of_the_schema_is_refused(change, message, tmp_path):
+    read_schema(from_table(patients(), target="ill", client="site")).save(tmp_path / "table.json")
+    with pytest.raises(DataError, match=message):
+        from_table(patients().assign(**change), client="site", schema=tmp_path / "table.json")
+    with pytest.raises(ConfigError, match="unknown column 'grade'"):
+        from_table(patients().drop(columns="grade"), client="site", schema=tmp_path / "table.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"coterie table": 2}', '{"coterie table": 1, "columns": [{}]}']
+)
+def test_a_file_that_is_no_schema_is_refused(text, tmp_path):
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(DataError, match=r"is no schema of a table .*; expected the table.json of"):
+        TableSchema.load(tmp_path / "table.json")
+    with pytest.raises(DataError, match="cannot read the schema"):
+        TableSchema.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="target is missing; name the column to learn"):
+        from_table(patients(), client="site")
+
+
+def test_a_wide_table_is_coded_in_few_words():
+    wide = pd.DataFrame(np.zeros((12, 3000)), columns=[f"gene {place}" for place in range(3000)])
+    made = from_table(wide.assign(c="a", y=[0, 1] * 6), target="y", client="c")
+    coding = read_schema(made).list_coding()
+    assert len(json.dumps(coding)) < 10_000
+    other = from_table(
+        wide.rename(columns={"gene 2999": "gene 3000"}).assign(c="a", y=[0, 1] * 6),
+        target="y",
+        client="c",
+    )
+    assert read_schema(other).list_coding() != coding
+
+
+def test_predictions_follow_names_of_columns_and_not_their_order():
+    """A frame given as arrays keeps its names: a table, a frame in another order and an array give the same."""
+    x = pd.DataFrame({"a": np.arange(12.0), "b": np.arange(12.0) ** 2})
+    form = InputForm.from_federation(coterie.from_arrays(x, [0, 1] * 6, num_clients=2))
+    want = torch.tensor(x.to_numpy(), dtype=torch.float32)
+    for given_x in (x, x[["b", "a"]], {"b": x["b"].tolist(), "a": x["a"].to_numpy()}, x.to_numpy()):
+        assert torch.equal(form.prepare_inputs(given_x), want)
+    for wrong in ({"a": [1.0]}, x.rename(columns={"b": "c"})):
+        with pytest.raises(ConfigError, match="x: unknown column 'b'"):
+            form.prepare_inputs(wrong)
+    with pytest.raises(DataError, match="x is the path of a file"):
+        form.prepare_inputs("x.csv")
+
+
+def split_rows() -> pd.DataFrame:
+    """Of each client's twelve rows, six for training, two for validation and four for testing."""
+    table = patients(24)
+    words = ["train"] * 6 + ["Validation"] * 2 + ["test"] * 4
+    table["part"] = np.repeat(words, 2)
+    return table[["site", "age", "ill", "part"]]
+
+
+def test_a_column_divides_the_rows():
+    table = split_rows()
+    made = from_table(table, target="ill", client="site", split_column="part", scale="standard")
+    assert made.feature_names == ("age",)
+    for client, name in enumerate(made.client_names):
+        own = table[table["site"] == name]
+        parts = {word: group["age"].to_numpy() for word, group in own.groupby("part")}
+        center, spread = parts["train"].mean(), parts["train"].std()
+        found = {
+            "train": made.x[client][made.split[client] == 0],
+            "Validation": made.x[client][made.split[client] == 1],
+            "test": made.tests[int(made.test_of[client])].x,
+        }
+        for word, values in found.items():
+            ages = np.sort(values[:, 0].double().numpy() * spread + center)
+            np.testing.assert_allclose(ages, parts[word], rtol=1e-6)
+
+
+def test_without_validation_rows_some_training_rows_are_taken():
+    table = split_rows().replace({"part": {"Validation": "train"}})
+    made = from_table(table, target="ill", client="site", split_column="part")
+    assert made.count_samples("train").tolist() == [6, 6]
+    assert made.count_samples("validation").tolist() == [2, 2]
+    assert [len(test.x) for test in made.tests] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {"part": "hold-out"},
+            {},
+            "column 'part' is 'hold-out' in row 0, of client 'Lund'; expected tr",
+        ),
+        (
+            {"part": "train"},
+            {},
+            "column 'part' says test in no row; expected each client's test rows",
+        ),
+        (
+            {"site": [*["Lund"] * 12, *["Åre"] * 12]},
+            {},
+            "says train in no row of client 'Åre'; expected one",
+        ),
+        ({}, {"test": split_rows()}, "split_column and test are both given; leave one out"),
+        ({}, {"split": coterie.Split(folds=2)}, "folds is 2, and table says which rows are for"),
+        ({}, {"split_column": "parts"}, "unknown column 'parts'; did you mean 'part'"),
+        ({"part": ["train"] * 2 + ["val"] * 10 + ["test"] * 12, "site": ["a", "b"] * 12}, {}, ""),
+    ],
+)
+def test_rows_that_cannot_be_divided_are_refused(change, options, message):
+    table = split_rows().assign(**change)
+    given_options = {"split_column": "part", **options}
+    if not message:
+        assert from_table(table, target="ill", client="site", **given_options).count_samples(
+            "train"
+        ).tolist() == [1, 1]
+        return
+    with pytest.raises((DataError, ConfigError), match=message):
+        from_table(table, target="ill", client="site", **given_options)
+
+
+def test_a_study_shows_and_stores_its_schema_and_another_follows_it(tmp_path):
+    patients().to_csv(tmp_path / "p.csv", index=False, sep="\t")
+    text = f"""
+        name = "first"
+        rounds = 1
+        seeds = [0]
+        model.kind = "linear"
+        [data]
+        dataset = "table"
+        options = {{ path = "{tmp_path / "p.csv"}", target = "ill", client = "site" }}
+        [[methods]]
+        kind = "local"
+    """
+    study = parse_study_text(text)
+    told: list[str] = []
+    run_study(study, out=tmp_path, notes=lambda note: told.append(str(note)))
+    assert told[0].splitlines()[0] == "table: target: ill, 2 classes (no, yes)"
+    assert told[0].splitlines()[-1] == "table: read with: separated by tabs"
+    stored = TableSchema.load(tmp_path / "first" / "table.json")
+    assert stored == read_schema(from_table(patients(), target="ill", client="site"))
