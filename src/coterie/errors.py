@@ -4,6 +4,7 @@
     ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type, or impossible
     ├── DataError         (ValueError)       unusable data: missing, out of range, too little
     ├── ModelError        (ValueError)       a module that cannot be trained with these settings
+    ├── TranslationError  (RuntimeError)     what trains is not what was given
     ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
     │   └── PeerMismatch                     another node runs another method, model or study
     ├── TransportError    (ConnectionError)  the network, an identity or a message failed
@@ -41,6 +42,10 @@ class DataError(CoterieError, ValueError):
 
 class ModelError(CoterieError, ValueError):
     """The module cannot be trained with these settings."""
+
+
+class TranslationError(CoterieError, RuntimeError):
+    """What trains differs from the module, the data or the settings that were given."""
 
 
 class ExchangeError(CoterieError, RuntimeError):

@@ -77,9 +77,13 @@ class Configurable:
             for name, hint in settable_fields(cls).items():
                 # The dataclass is frozen: values are stored in checked form, past it.
                 object.__setattr__(self, name, _check_value(name, getattr(self, name), hint))
-            self.check()
+            self._check_rules()
         except ConfigError as error:
             raise ConfigError(f"{_owner_name(cls)}: {error}") from None
+
+    def _check_rules(self) -> None:
+        """Call `check`; a class with a field of that name has its rules here."""
+        self.check()
 
     def check(self) -> None:
         """Check the rules that concern several fields.

@@ -490,6 +490,13 @@ def run_doctor(
     samples: Annotated[
         float, typer.Option(help="With --model: training samples in all rounds.", min=0)
     ] = 1e6,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: check the translation on real samples: a stored federation "
+            "(.safetensors), or a study for its data and settings."
+        ),
+    ] = None,
     on: Annotated[
         str | None, typer.Option(help="Instead: a cluster, to compare its machines: ray:auto, ...")
     ] = None,
@@ -498,14 +505,17 @@ def run_doctor(
 
     With a node file, check identity, roster, data, port, clocks and each member,
     and estimate the time of a round. With --model, show which engine trains a
-    model on this machine, and what prevents a faster one. With --on, compare all
-    machines of a cluster, as `coterie run --on` does before its first run.
+    model on this machine, and what prevents a faster one; with --data too, compare
+    what it trains with the module in plain PyTorch, as a run does at its start. With
+    --on, compare all machines of a cluster, as `coterie run --on` does before its
+    first run.
 
     [bold]Examples[/bold]
 
       coterie doctor node.toml
       coterie doctor --model cnn-b --features 1,28,28
       coterie doctor --model mypackage.nets:Net --features 6 --outputs 2
+      coterie doctor --model mlp-bn --data rotated-digits
       coterie doctor --on ray:auto
     """
     if sum(one is not None for one in (file, model, on)) != 1:
@@ -514,6 +524,11 @@ def run_doctor(
         )
     if on is not None:
         raise typer.Exit(_cluster.check_cluster(on))
+    if data is not None and model is None:
+        raise ConfigError("--data is for a model; give --model, a name or package.module:Net")
+    if model is not None and data is not None:
+        _check_model(model, data)
+        return
     if model is not None:
         typer.echo(f"{model}: {_describe_engine(model, features, outputs, batch_size, samples)}")
         return
@@ -527,6 +542,33 @@ def run_doctor(
 
     if not examiner.check_node(nodefile.load(file), report_check, insecure=insecure):
         raise typer.Exit(1)
+
+
+def _check_model(model: str, data: str) -> None:
+    """Check what trains a model on real data, and print what was compared."""
+    from coterie.data.build import build_federation
+    from coterie.data.federation import Federation
+    from coterie.methods.local import Local
+    from coterie.rng import Rng
+    from coterie.runtime.settings import Settings
+    from coterie.runtime.task import make_task
+    from coterie.runtime.translation import check_translation
+    from coterie.studies.config import load_study
+
+    if data.endswith(".safetensors"):
+        federation, settings = Federation.load(data), Settings()
+    else:
+        study = load_study(data)
+        federation, settings = build_federation(study.data, study.seeds[0]), study.settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason of the engine says the same
+        task = make_task(federation, Local(), model, settings)
+    typer.echo(f"{model}: {task.engine.reason}")
+    found = check_translation(task, federation, settings.local, Rng(0))
+    for name, value in found.compared.items():
+        typer.echo(f"ok     {name}" + ("" if name == "random draws" else f": {value:.1g}"))
+    for line in found.lines:
+        typer.echo(f"note   {line}")
 
 
 def _describe_engine(

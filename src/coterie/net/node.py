@@ -50,9 +50,10 @@ from coterie.rng import Rng
 from coterie.runtime import checkpoint, newcomers
 from coterie.runtime.extensions import AcceptanceExtension
 from coterie.runtime.loop import Loop
-from coterie.runtime.models import collect_models
+from coterie.runtime.models import Models, collect_models
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
+from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 
 ARRIVALS = "arrivals.jsonl"
@@ -523,6 +524,8 @@ class Node:
 
     def run(self) -> None:
         """Run from the checkpoint or the start to the end."""
+        for line in self.loop.check_translation(self._federation):
+            self.log("check", text=line)
         if self.late:
             self._join_late()
             return
@@ -550,7 +553,7 @@ class Node:
         # With a server, the final evaluation asks it for models: this node is done only afterward.
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.evaluate_final()
-        models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
+        models = self._collect_models()
         checkpoint.finish_run(
             self.folder, self.loop, self._identity, self._timing(), models.make_files()
         )
@@ -562,6 +565,14 @@ class Node:
             "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped
         )
         self._linger()
+
+    def _collect_models(self) -> Models:
+        """Return the models that are taken home, after their check."""
+        models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
+        if self.plan.settings.check:
+            home = check_models_home(models, self.loop)
+            self.loop.translation = {**self.loop.translation, "home": home}
+        return models
 
     @property
     def _reputation(self) -> Reputation | None:
@@ -714,7 +725,7 @@ class Node:
         if len(self.loop.tracker.best):
             self.loop.tracker = replace(self.loop.tracker, best=final)
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
-        models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
+        models = self._collect_models()
         checkpoint.finish_run(
             self.folder, self.loop, self._identity, self._timing(), models.make_files()
         )

@@ -216,9 +216,10 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     # `_fill_fields` moves each to its place
     tensors = _load_tensors(folder / name, found.get("compact", {}), "cpu")
     # The times are lost with a damaged provenance file; results do not depend on them.
-    earlier = (
-        {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
-    )
+    stored = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))
+    earlier = stored.get("timing", {})
+    # A run is checked once; one without a result is checked now.
+    loop.translation = stored.get("check", {})
 
     def select_tensors(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -354,6 +355,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
         "timing": timing,
         "undefined": loop.undefined_reasons,
         **_select_given(
+            check=loop.translation,
             skipped=loop.skipped_rounds,
             metrics=own,
             client_names=loop.record.client_names,

@@ -8,13 +8,14 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.names import format_clients
+from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange
@@ -36,6 +37,7 @@ from coterie.runtime import final_metrics
 from coterie.runtime.extensions import Extension, make_extensions
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Schedule, Settings
+from coterie.runtime.translation import check_translation
 
 
 class Undeclared(UserWarning):
@@ -146,6 +148,7 @@ class Loop:
             self.recorded_metrics |= {one.name: one for one in extension.report_metrics()}
         self.counted = self.select_counted(task.ids)  # hosted clients that count in results
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
+        self.translation: dict[str, Any] = {}  # what the check of the translation has found
         self._undeclared: set[str] = set()  # reported names that a warning has named already
 
     def _init_state(self, task: Task) -> State:
@@ -163,6 +166,24 @@ class Loop:
         for extension in self.extensions:
             extension.start(task, self.rng, state.params)
         return state
+
+    def check_translation(self, federation: Federation) -> tuple[str, ...]:
+        """Compare what will train with the module in plain PyTorch, once in a run.
+
+        Args:
+            federation: the data from which the task was built.
+
+        Returns:
+            Lines about what is meant to differ, or was not compared; none where nothing was done.
+
+        Raises:
+            TranslationError: when something differs.
+        """
+        if not self.settings.check or self.translation:
+            return ()
+        found = check_translation(self.task, federation, self.settings.local, self.rng)
+        self.translation = found.to_json()
+        return found.lines
 
     def select_counted(self, ids: Int[Tensor, " clients"]) -> Bool[Tensor, " clients"]:
         """Return which clients count in results."""

@@ -39,6 +39,7 @@ from coterie.runtime.models import Kind, Models, Which, collect_models
 from coterie.runtime.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
+from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 from coterie.simulation import _memory, attackers
 from coterie.simulation._sequential import select_loop
@@ -307,6 +308,9 @@ def simulate(
             method, settings, seed, taking, task, custom_model_name(model)
         )
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
+        for line in loop.check_translation(taking):
+            if notes is not None:
+                notes(Note(label or method.kind, seed, line))
         written, pause = time.perf_counter(), settings.checkpoint_seconds
         # Large tensors of a round are reused in the next one.
         with pages.reuse_pages():
@@ -348,6 +352,8 @@ def simulate(
                 )
         timing = _collect_timing(loop, started, earlier)
         models = collect_models(loop, model, label or method.kind, folder)
+        if settings.check:
+            loop.translation = {**loop.translation, "home": check_models_home(models, loop)}
         if folder is not None:
             checkpoint.finish_run(folder, loop, identity, timing, models.make_files())
             if saved is not None:

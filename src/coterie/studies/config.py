@@ -212,7 +212,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
         ("name", "description", "paper", "sweep", "tune", "trials_of"),
         ("engine", "block", "cuda_graphs"),
     )
-    for key in (*words, *speed, "checkpoint_seconds"):
+    for key in (*words, *speed, "checkpoint_seconds", "check"):
         content.pop(key, None)
     # the default is left out, so that studies older than the setting stay the same
     if content.get("precision") == "full":
@@ -233,6 +233,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
+        entry.pop("check", None)
     # Sorted: the hash must not depend on the order of keys.
     return dict(sorted(_iterate_leaves("", content)))
 

@@ -20,6 +20,7 @@ from coterie.models.layout import (
 from coterie.rng import Rng
 from coterie.runtime.settings import DTYPES, Settings
 from coterie.runtime.task import make_task
+from coterie.runtime.translation import check_translation
 from coterie.simulation.run import simulate
 from coterie.testing._promises import assert_accepted
 from coterie.testing.methods import run_grouped
@@ -39,7 +40,8 @@ def check_model(
     weights, and trained again with the same seed it is the same model: nothing random is hidden.
     All that training changes is in its parameters and floating-point buffers, so that clients that
     share a process do not share anything else. Every engine that takes it ends where the loop
-    engine does, up to rounding.
+    engine does, up to rounding, and computes what the untouched module does in plain PyTorch, see
+    `runtime.translation`.
 
     Args:
         model: an import path, a name, a module or a factory, as in `simulate`.
@@ -87,8 +89,11 @@ def check_model(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what a warning says is in the reason
             wanted = replace(settings, engine=name)
-            engine = make_task(federation, Local(), model, wanted).engine
+            task = make_task(federation, Local(), model, wanted)
+            engine = task.engine
             said[name] = engine.reason
+            with assert_accepted(f"the {engine.name} engine trains the module as it is"):
+                check_translation(task, federation, wanted.local, Rng(3))
             # An engine that does not take the model falls back to another one: nothing to compare.
             if engine.name == name != "loop":
                 gap = float((_train_models(model, federation, wanted) - whole).abs().max())

@@ -123,7 +123,7 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
 def tiny_settings(**changes: Any) -> Settings:
     """Return settings for a run of about a second: float64, SGD, few rounds."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5)
-    return Settings(**{"rounds": 4, "local": local, "dtype": "float64", **changes})
+    return Settings(**{"rounds": 4, "local": local, "dtype": "float64", "check": False, **changes})
 
 
 def build_task(

@@ -1,0 +1,299 @@
+"""The untouched module in plain PyTorch: the reference of the check of the translation.
+
+Everything here is written from PyTorch's documentation alone. It uses no layout's copies of a module, no
+engine and no optimizer of the package, so that a fault of theirs is not here too.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from coterie._util.importing import import_object
+from coterie.data.federation import Federation
+from coterie.data.source import is_images
+from coterie.engine.optim import LocalTraining
+from coterie.engine.task import Task
+from coterie.functional.losses import Loss, cast_targets
+from coterie.models.layout import Layout, make_template
+from coterie.rng import EVERYONE, Rng
+
+PURPOSE = "translation"
+"""The purpose of the random streams of the check: no other module draws from them."""
+
+Values = dict[str, Tensor]
+"""Quantities by name: "training loss", "gradient of 0.weight", "buffer 1.running_mean"."""
+
+
+@dataclass
+class PlainModule:
+    """The untouched module, and what PyTorch alone computes with it.
+
+    Args:
+        module: the module as it was given.
+        loss: of each sample.
+        device: where it runs.
+        dtype: in which it runs.
+        precision: of products.
+        whole: whether it takes inputs as whole numbers.
+        held: names of the tensors that rows hold.
+        given: whether round 0 must have its values.
+    """
+
+    module: nn.Module
+    loss: Loss
+    device: str
+    dtype: torch.dtype
+    precision: str = "full"
+    whole: bool = False
+    held: frozenset[str] = frozenset()
+    given: bool = True
+
+    @staticmethod
+    def build(task: Task, rng: Rng, client: int, lines: list[str]) -> "PlainModule":
+        """Take a copy of the given module, or make one as round 0 does."""
+        make, init, given = task.model.make, task.model.init, True
+        if isinstance(make, nn.Module):
+            module, given = copy.deepcopy(make), init == "given"
+            if not given:
+                lines.append(
+                    f"the given module's weights are drawn again (init = {init!r}); "
+                    "init = 'given' keeps them"
+                )
+        elif init == "given":
+            module = make_template(make)
+        else:
+            stream = client if init == "per_client" else EVERYONE
+            with rng.at_round(-1).temporary_torch_seed("init", stream):
+                module = make()
+        plain = PlainModule.wrap(module, task)
+        plain.given = given
+        return plain
+
+    @staticmethod
+    def wrap(module: nn.Module, task: Task) -> "PlainModule":
+        """Run a module where a task runs, in its type and with its loss."""
+        # Not `to(dtype)`, which would cut complex numbers to their real part.
+        module = module.double() if task.dtype == torch.float64 else module.float()
+        plain = PlainModule(
+            module.to(task.device), task.trainer.loss, task.device, task.dtype,
+            task.engine.precision, held=frozenset(slot.name for slot in task.layout.slots),
+        )  # fmt: skip
+        plain.whole = plain._takes_whole_numbers(task.data.federation)
+        return plain
+
+    @property
+    def roundoff(self) -> torch.dtype | str:
+        """What decides rounding: the type of the models, or a lower precision of products."""
+        return self.dtype if self.precision == "full" else self.precision
+
+    def inputs(self, federation: Federation, x: Tensor) -> Tensor:
+        """Return samples of a federation as a module takes them."""
+        return prepare_inputs(federation, x, self.dtype).to(self.device)
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Return targets as the loss takes them."""
+        return cast_targets(self.loss, y, self.dtype).to(self.device)
+
+    def _takes_whole_numbers(self, federation: Federation) -> bool:
+        """Return whether the module takes whole numbers as they are, as an embedding does."""
+        x = federation.x[0, :2]
+        if federation.parts or x.is_floating_point() or is_images(x[0]):
+            return False
+        try:
+            with self._quiet():
+                self.module.eval()(x.long().to(self.device))
+        except Exception:  # a module may refuse in any way
+            return False
+        return True
+
+    @contextmanager
+    def _quiet(self, seed: int = 0) -> Iterator[None]:
+        """Draw from a stream of the check, without gradients."""
+        with torch.no_grad(), Rng(seed).temporary_torch_seed(PURPOSE, device=self.device):
+            yield
+
+    def load(self, layout: Layout, row: Float[Tensor, " params"]) -> None:
+        """Take over a row, name by name; frozen weights are those of all clients."""
+        values = {**layout.frozen, **layout.split_rows(row)}
+        with torch.no_grad():
+            for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+                if name in values:
+                    tensor.copy_(values[name])
+
+    def _run(self, federation: Federation, x: Tensor) -> Tensor:
+        args, named = make_arguments(federation, x.long() if self.whole else x)
+        with torch.autocast(
+            torch.device(self.device).type, torch.bfloat16, enabled=self.precision == "bf16"
+        ):
+            found = self.module(*args, **named)
+        return found.to(self.dtype)
+
+    def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        # The mean by hand: engines have theirs.
+        return self.loss(outputs, y).sum() / len(y)
+
+    def evaluate(
+        self, federation: Federation, x: Tensor, y: Tensor, seed: int = 0, pieces: int = 1 << 30
+    ) -> Values:
+        """Return outputs, loss and score in evaluation mode; `pieces` samples are run at once."""
+        self.module.eval()
+        with self._quiet(seed):
+            outputs = torch.cat([self._run(federation, some) for some in x.split(pieces)])
+            found = {"outputs": outputs, "loss": self._mean_loss(outputs, y)}
+            # Of a loss that is its own metric there is one value.
+            if self.loss.metric not in (None, self.loss.kind):
+                score = self.loss.measure_samples(outputs, y).to(self.dtype)
+                found["score"] = score.sum() / len(y)
+        return {f"evaluation {name}": value for name, value in found.items()}
+
+    def is_random(self, federation: Federation, x: Tensor, training: bool) -> bool:
+        """Return whether outputs depend on a seed."""
+        self.module.train(training)
+        outputs = []
+        for seed in range(2):
+            kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            with self._quiet(seed):
+                outputs.append(self._run(federation, x))
+                for name, buffer in self.module.named_buffers():
+                    buffer.copy_(kept[name])
+        return not torch.allclose(*outputs, equal_nan=True)
+
+    def train(
+        self, federation: Federation, x: Tensor, y: Tensor, seed: int = 0, *, mode: bool = True
+    ) -> Values:
+        """Return loss, gradients and buffers of one step; `mode` False takes that of evaluation."""
+        self.module.train(mode)
+        self.module.zero_grad()
+        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with Rng(seed).temporary_torch_seed(PURPOSE, device=self.device):
+            loss = self._mean_loss(self._run(federation, x), y)
+        loss.backward()
+        found = {"training loss": loss.detach()}
+        for name, one in self.module.named_parameters():
+            if one.requires_grad:
+                slope = torch.zeros_like(one) if one.grad is None else one.grad
+                found[f"gradient of {name}"] = slope.detach().clone()
+        for name, buffer in list(self.module.named_buffers()):
+            # What a step leaves alone need not be in a row.
+            if name in self.held or not torch.equal(buffer, kept[name]):
+                found[f"buffer {name}"] = buffer.detach().clone()
+            buffer.detach().copy_(kept[name])
+        self.module.zero_grad()
+        return found
+
+
+def prepare_inputs(federation: Federation, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return samples as a module takes them: images scaled and normalized, numbers as they are."""
+    if not is_images(x[0]):
+        return x.to(dtype)
+    x = x.to(dtype) / 255
+    if not federation.mean:
+        return x
+    mean, std = (
+        torch.tensor(one, dtype=dtype)[:, None, None] for one in (federation.mean, federation.std)
+    )
+    return (x - mean) / std
+
+
+def make_arguments(federation: Federation, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the arguments of `forward`: the input, or its parts one after another."""
+    if not federation.parts:
+        return [x], {}
+    given, named, start = list[Tensor](), dict[str, Tensor](), 0
+    for part in federation.parts:
+        size = int(torch.tensor(part.shape).prod()) if part.shape else 1
+        value = x[:, start : start + size].reshape(len(x), *part.shape)
+        value = value.long() if part.whole else value
+        start += size
+        if part.name:
+            named[part.name] = value
+        else:
+            given.append(value)
+    return given, named
+
+
+class PlainOptimizer:
+    """An optimizer by the formulas of PyTorch's documentation, on the tensors of one model.
+
+    The classes of torch.optim compute the same; to make one takes seconds in a fresh process, since it loads
+    PyTorch's compiler. An optimizer that is given by its import path is that class itself.
+
+    Args:
+        local: which optimizer, and its settings.
+        tensors: the parameters, changed in place.
+    """
+
+    def __init__(self, local: LocalTraining, tensors: Sequence[Tensor]) -> None:
+        self.local, self.tensors, self.taken = local, list(tensors), 0
+        self.state: list[dict[str, Tensor]] = [{} for _ in tensors]
+        self.own: torch.optim.Optimizer | None = None
+        if local.custom_optimizer:
+            self.tensors = [nn.Parameter(one) for one in tensors]
+            arguments = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in local.optimizer_arguments.items()
+            }
+            kind = import_object(local.custom_optimizer, "optimizer")
+            self.own = kind(self.tensors, lr=local.lr, **arguments)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Take a step along the gradients."""
+        self.taken += 1
+        if self.own is not None:
+            for one, slope in zip(self.tensors, gradients, strict=True):
+                one.grad = slope.clone()
+            self.own.step()
+            return
+        for one, slope, state in zip(self.tensors, gradients, self.state, strict=True):
+            one.sub_(self._find_move(one, slope, state, self.local.optimizer_arguments))
+
+    def _find_move(
+        self, one: Tensor, slope: Tensor, state: dict[str, Tensor], given: Mapping[str, Any]
+    ) -> Tensor:
+        kind, lr, decay = self.local.optimizer, self.local.lr, given["weight_decay"]
+        zero = torch.zeros_like(one)
+        if kind == "adamw":
+            one.mul_(1 - lr * decay)
+        else:
+            slope = slope + decay * one
+        if kind == "sgd":
+            momentum = given["momentum"]
+            before = state.get("momentum")
+            state["momentum"] = (
+                slope if before is None else momentum * before + (1 - given["dampening"]) * slope
+            )
+            if not momentum:
+                return lr * slope
+            ahead = slope + momentum * state["momentum"]
+            return lr * (ahead if given["nesterov"] else state["momentum"])
+        if kind in ("adam", "adamw"):
+            first, second = given["betas"]
+            state["mean"] = first * state.get("mean", zero) + (1 - first) * slope
+            state["square"] = second * state.get("square", zero) + (1 - second) * slope**2
+            mean = state["mean"] / (1 - first**self.taken)
+            root = (state["square"] / (1 - second**self.taken)).sqrt()
+            return lr * mean / (root + given["eps"])
+        if kind == "rmsprop":
+            keep = given["alpha"]
+            state["square"] = keep * state.get("square", zero) + (1 - keep) * slope**2
+            variance = state["square"]
+            if given["centered"]:
+                state["mean"] = keep * state.get("mean", zero) + (1 - keep) * slope
+                variance = variance - state["mean"] ** 2
+            scaled = slope / (variance.sqrt() + given["eps"])
+            state["momentum"] = given["momentum"] * state.get("momentum", zero) + scaled
+            return lr * state["momentum"]
+        start = torch.full_like(one, given["initial_accumulator_value"])
+        state["sum"] = state.get("sum", start) + slope**2
+        return (
+            lr
+            / (1 + (self.taken - 1) * given["lr_decay"])
+            * slope
+            / (state["sum"].sqrt() + given["eps"])
+        )

@@ -1,0 +1,798 @@
+"""The check of the translation: the untouched module in plain PyTorch against what will train.
+
+Training runs on rows of a matrix, on samples that were copied and cast, and in an engine that
+may be a native program. Before the first round `check_translation` compares, on real samples of
+one or two clients, what that computes with what the given module computes by `forward` and
+`backward` alone: the weights, the inputs and targets, outputs, losses, gradients, buffers, and the
+step of the optimizer. After the last round `check_models_home` lets the models that are taken home
+predict the test sets again. A difference is a TranslationError; what is meant is a line.
+
+Nothing here uses a layout's modules, engines or optimizers on the plain side, so that a fault of
+theirs is on one side alone. No draw comes from a stream of the run, and no state of it is changed.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coterie.data.federation import SPLITS, TRAIN, Federation
+from coterie.engine.client_data import ClientData, RawSamples
+from coterie.engine.optim import GRADIENT_ONLY, LocalTraining, OptimizerState
+from coterie.engine.task import Task
+from coterie.errors import CoterieError, OutOfMemory, TranslationError, first_line
+from coterie.models.layout import Layout
+from coterie.rng import Rng
+from coterie.runtime._plain import PURPOSE, PlainModule, PlainOptimizer, Values, prepare_inputs
+
+_SAMPLES = 16  # of each client: half a usual batch, so that all comes to about two steps of one
+_MAX_INPUTS = 1 << 22  # numbers of inputs that are compared one by one
+_MANY_PARAMS = 1 << 24  # above it one client is enough: each needs several copies of the model
+_ENTRIES = 1024  # about as many of a gradient show how far draws are from each other
+_SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps are fewer
+# What rounding leaves of a quantity, as a share of its scale. Products of a few thousand terms lose
+# about a hundred units of the last place (2^-23 of float32); float64 has six digits to spare, since
+# an operation that is left out, or another constant, is never as small as 1e-10. Products in
+# bfloat16 and TF32 have 8 and 11 digits of the base 2.
+LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, "bf16": 5e-2, "tf32": 5e-3}
+# Weights are moved by about two units of the last place of products to see what rounding does.
+UNITS = {torch.float32: 2.0**-22, torch.float64: 2.0**-51, "bf16": 2.0**-8, "tf32": 2.0**-10}
+_ADVICE = (
+    "take engine = 'loop' if it agrees, or write the module so that PyTorch's layers do it; "
+    "check = false trains what differs"
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a check has found.
+
+    Args:
+        compared: the largest difference of each kind of quantity, as a share of its scale.
+        lines: what differs and is meant, or was not compared and why.
+        engine: that computed.
+        samples: how many of each client were used.
+        seconds: that it took.
+    """
+
+    compared: Mapping[str, float]
+    lines: tuple[str, ...] = ()
+    engine: str = ""
+    samples: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plain values that provenance.json stores."""
+        numbers = {name: float(f"{value:.2g}") for name, value in self.compared.items()}
+        return {
+            "engine": self.engine, "samples": self.samples, "seconds": round(self.seconds, 3),
+            "compared": numbers, "lines": list(self.lines),
+        }  # fmt: skip
+
+
+def check_translation(
+    task: Task, federation: Federation, local: LocalTraining, rng: Rng
+) -> Translation:
+    """Compare what will train with the untouched module in plain PyTorch.
+
+    Args:
+        task: of the clients that this process hosts.
+        federation: their data, from which the task was built.
+        local: how they train.
+        rng: the streams of the run, from which only the first weights are drawn again.
+
+    Raises:
+        TranslationError: when something differs by more than rounding; it names the quantity, the
+            size of the difference, and the layer or tensor where it is.
+    """
+    started, lines, engine = time.perf_counter(), list[str](), task.engine.name
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself warns of the same
+            compared, samples = _compare(task, federation, local, rng, lines)
+    except CoterieError:
+        raise
+    # A module that trains, and fails here, is another than what trains.
+    except Exception as error:
+        if OutOfMemory.matches(error):
+            raise
+        raise TranslationError(
+            f"the module in plain PyTorch raises {type(error).__name__} ({first_line(error)}) on "
+            f"samples that the {engine} engine trains; {_ADVICE}"
+        ) from error
+    seconds = time.perf_counter() - started
+    return Translation(compared, tuple(lines), engine, samples, seconds)
+
+
+def _compare(
+    task: Task, federation: Federation, local: LocalTraining, rng: Rng, lines: list[str]
+) -> tuple[dict[str, float], int]:
+    """Compare everything; return the largest differences, and how many samples were used."""
+    compared = {"samples": _compare_counts(task, federation)}
+    counts = task.count_samples("train")
+    if not int(counts.max()):
+        lines.append("no client has training samples")
+        return compared, 0
+    most = 1 if task.layout.size > _MANY_PARAMS else 2
+    rows = torch.argsort(-counts.clamp(max=_SAMPLES), stable=True)[:most]
+    rows = rows[counts[rows] > 0]
+    sample = _take_samples(
+        federation, rows, min(_SAMPLES, local.batch_size, int(counts[rows].min()))
+    )
+    plain = PlainModule.build(task, rng, int(task.ids[rows[0]]), lines)
+    slow = _step_seconds(plain, sample) > _SLOW_STEP
+    if slow:
+        rows = rows[:1]
+        sample = _bare(sample, sample.x[:1, : _SAMPLES // 2], sample.y[:1, : _SAMPLES // 2])
+    ours = _OwnSide.build(task, sample, rng)
+    first = task.select_clients(rows).initial_models(rng).detach()
+    compared["weights"] = _compare_weights(plain, task.layout, first[0], lines)
+    compared["inputs"] = _compare_inputs(ours, sample)
+    _compare_values(plain, ours, first, local, lines, compared, slow)
+    return compared, sample.x.shape[1]
+
+
+def _step_seconds(plain: PlainModule, sample: Federation) -> float:
+    """Return about how long a plain step takes: the shorter of two, the first of which may load."""
+    x, y, found = plain.inputs(sample, sample.x[0]), plain.targets(sample.y[0]), float("inf")
+    for _ in range(2):
+        # Not the time of the clock, which other processes make longer.
+        begun = time.process_time()
+        plain.train(sample, x, y)
+        found = min(found, (time.process_time() - begun) / torch.get_num_threads())
+        if found <= _SLOW_STEP:
+            break
+    return found
+
+
+# ---------------------------------------------------------------- samples and targets
+
+
+def _compare_counts(task: Task, federation: Federation) -> float:
+    """Compare clients, samples and targets of the task with the data that it was built from."""
+    data = task.data
+    if not torch.equal(data.ids, federation.ids):
+        found, wanted = data.ids.tolist(), federation.ids.tolist()
+        odd = sorted({*found} ^ {*wanted})[:5] or "in another order"
+        raise TranslationError(
+            f"ids of clients: {len(found)} train, and the data have {len(wanted)} (other: {odd})"
+        )
+    for split, number in SPLITS.items():
+        inside, count = federation.split == number, data.count_samples(split)
+        wrong = inside.sum(1) != count
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise TranslationError(
+                f"samples of {data.client_name(row)}, {split}: {int(count[row])} are used, and "
+                f"the data have {int(inside[row].sum())} (clients with another number: "
+                f"{int(wrong.sum())}); make the federation again from the data"
+            )
+        indices = data.sample_indices(split)
+        # One after another in both: positions keep the order of the data.
+        used = indices[torch.arange(indices.shape[1]) < count[:, None]]
+        owner = torch.repeat_interleave(torch.arange(len(data)), count)
+        where = f"{split} samples"
+        _require_equal(
+            data.samples,
+            used,
+            federation.x[inside],
+            federation.y[inside],
+            owner,
+            data.client_name,
+            where,
+        )
+    for number, (test, given) in enumerate(zip(data.tests, federation.tests, strict=True)):
+        owner = torch.full((len(test),), number)
+        _require_equal(
+            test,
+            torch.arange(len(test)),
+            given.x,
+            given.y,
+            owner,
+            lambda _row, name=given.name: name,
+            "the test set",
+        )
+    return 0.0
+
+
+def _require_equal(
+    samples: RawSamples, used: Tensor, x: Tensor, y: Tensor, owner: Tensor,
+    name: Callable[[int], str], where: str,
+) -> None:  # fmt: skip
+    """Compare samples that are used with those of the data, one by one."""
+    if len(used) != len(y):
+        raise TranslationError(f"{where}: {len(used)} are used, and the data have {len(y)}")
+    ours = samples.prepare_targets(used).cpu()
+    # Numbers are rounded to the type of the models once.
+    limit = 2.0**-23 if ours.is_floating_point() else 0.0
+    given = y.double()
+    wrong = ~torch.isclose(ours.double(), given, rtol=limit, atol=0.0, equal_nan=True)
+    wrong = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        mine = owner == owner[row]
+        raise TranslationError(
+            f"targets of {name(int(owner[row]))}, {where}: {_describe(ours[mine].double())} are used, "
+            f"and the data have {_describe(given[mine])}; the first of {int(wrong.sum())} that differ is "
+            f"{ours[row].flatten()[0]:g}, expected {given[row].flatten()[0]:g}: make the federation "
+            "again from the data"
+        )
+    few = slice(max(1, _MAX_INPUTS // max(1, x[:1].numel())))
+    if len(used) and not torch.equal(samples.x[used[few].to(samples.device)].cpu(), x[few]):
+        raise TranslationError(
+            f"inputs of {name(int(owner[0]))} or later clients, {where}: they are not the "
+            "data's own; make the federation again from the data"
+        )
+
+
+def _describe(targets: Tensor) -> str:
+    """Describe targets in a few words: how many there are of each value, or their mean."""
+    values, number = targets.unique(return_counts=True)
+    if len(values) > 8:
+        return f"{targets.numel()} of mean {float(targets.mean()):.6g}"
+    each = (f"{n} x {v:g}" for v, n in zip(values.tolist(), number.tolist(), strict=True))
+    return ", ".join(each)
+
+
+def _take_samples(federation: Federation, rows: Int[Tensor, " rows"], count: int) -> Federation:
+    """Return some training samples of some clients as a federation without anything else."""
+    places = []
+    for row in rows.tolist():
+        own = (federation.split[row] == TRAIN).nonzero().flatten()
+        # Evenly spread: data are often sorted by class.
+        places.append(own[torch.linspace(0, len(own) - 1, count).long()])
+    chosen = torch.stack(places)
+    return _bare(
+        federation, federation.x[rows[:, None], chosen], federation.y[rows[:, None], chosen]
+    )
+
+
+def _bare(federation: Federation, x: Tensor, y: Tensor) -> Federation:
+    clients = len(x)
+    return replace(
+        federation, x=x, y=y, split=torch.full(x.shape[:2], TRAIN), tests=(),
+        test_of=torch.zeros(clients, dtype=torch.int64), ids=torch.arange(clients),
+        population=clients, origin=None, truth=None, noise=None, client_names=(), fitted=(),
+        table=(),
+    )  # fmt: skip
+
+
+def _compare_inputs(ours: "_OwnSide", sample: Federation) -> float:
+    """Compare prepared inputs with what plain operations make."""
+    found = ours.inputs().cpu()
+    expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in sample.x])
+    gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
+    if not gap <= _relative_limit(found.dtype) * max(scale, 1e-30):
+        raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
+    return gap / max(scale, 1e-30)
+
+
+# ---------------------------------------------------------------- the two sides
+
+
+@dataclass
+class _OwnSide:
+    """What will train: the task's own engine, on samples of the check."""
+
+    task: Task
+    federation: Federation
+    rng: Rng
+
+    @staticmethod
+    def build(task: Task, sample: Federation, rng: Rng) -> "_OwnSide":
+        """Give the task's engine other data, and totals of its own."""
+        data = ClientData.load(sample, task.trainer.loss, task.dtype, task.device)
+        trainer = replace(task.trainer, data=data, totals=type(task.trainer.totals)())
+        evaluator = replace(task.evaluator, data=data, metrics=(), cache={})
+        view = replace(task, data=data, trainer=trainer, evaluator=evaluator, clusters=None)
+        # The seed of the run, in streams that nothing else draws from.
+        return _OwnSide(view, sample, Rng(rng.seed))
+
+    def inputs(self) -> Tensor:
+        """Return the prepared inputs of each client."""
+        data = self.task.data
+        return data.samples.prepare_inputs(data.sample_indices("train"))
+
+    def targets(self) -> Tensor:
+        """Return the targets of each client, as its loss takes them."""
+        data = self.task.data
+        return data.samples.prepare_targets(data.sample_indices("train"))
+
+    def evaluate(self, rows: Tensor) -> list[Values]:
+        """Return outputs, loss and score of each client in evaluation mode."""
+        layout = self.task.layout
+        outputs = self.task.engine.forward(rows, self.inputs(), layout.zero_inputs(len(rows)))
+        loss, *score = self.task.evaluator.evaluate_split(rows, "train").values()
+        return [
+            {
+                "evaluation outputs": outputs[row],
+                "evaluation loss": loss[row],
+                **({"evaluation score": score[0][row]} if score else {}),
+            }
+            for row in range(len(rows))
+        ]
+
+    def step(
+        self,
+        rows: Tensor,
+        local: LocalTraining,
+        steps: int = 1,
+        state: OptimizerState | None = None,
+    ) -> tuple[Tensor, dict[str, Any], OptimizerState | None]:
+        """Take steps on all samples of each client at once, as a run trains."""
+        plain = replace(
+            local, steps=steps, batch_size=self.federation.x.shape[1], lr_schedule=None,
+            augment="none", drop_last=False, persistent_client_optimizer=state is not None,
+        )  # fmt: skip
+        found = self.task.trainer.train(rows, self.rng, plain, optimizer=state, purpose=PURPOSE)
+        return found.params, found.info, found.optimizer
+
+    def run_epoch(self, rows: Tensor, batch_size: int) -> dict[str, Any]:
+        """Return the report of an epoch that moves nothing, of the first clients."""
+        some = self.task.select_clients(torch.arange(len(rows)))
+        local = LocalTraining(optimizer="sgd", lr=0.0, batch_size=batch_size)
+        return some.trainer.train(rows, self.rng, local, purpose=f"{PURPOSE}.epoch").info
+
+    def train(self, rows: Tensor, *, private: bool = False) -> list[Values]:
+        """Return loss, gradients and buffers of one step of each client.
+
+        Args:
+            rows: the models.
+            private: by gradients of single samples, with a norm that clips none, and no noise.
+        """
+        # Every sample is in the batch, since the batch is as large as the data.
+        dp = {"clip": 1e12, "noise_multiplier": 0.0, "delta": 1e-12} if private else None
+        local, layout = replace(GRADIENT_ONLY, dp=dp), self.task.layout
+        state = OptimizerState.initial(local, 1, rows[:, : layout.trainable])
+        after, info, left = self.step(rows, local, state=state)
+        assert left is not None
+        gradients, losses = left.values[:, 0, 0], info["losses"][:, 0]
+        found = []
+        for row in range(len(rows)):
+            values = {"training loss": losses[row]}
+            for slot in layout.slots:
+                if slot.stop <= layout.trainable:
+                    part, name = gradients[row], f"gradient of {slot.name}"
+                else:
+                    part, name = after[row], f"buffer {slot.name}"
+                if not (private and name.startswith("buffer")):
+                    values[name] = part[slot.start : slot.stop].reshape(slot.shape)
+            found.append(values)
+        return found
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def _relative_limit(dtype: torch.dtype) -> float:
+    return LIMITS[dtype]
+
+
+def _kind(name: str) -> str:
+    """Return the kind of a quantity: "gradient of 0.weight" is a gradient."""
+    first = name.partition(" ")[0]
+    return first if first in ("gradient", "buffer") else name
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """A quantity that differs, by how much, and what its scale and the limit are."""
+
+    name: str
+    size: float
+    scale: float
+    limit: float
+    text: str = ""
+
+    @property
+    def relative(self) -> float:
+        """The difference as a share of the scale."""
+        return self.size / max(self.scale, 1e-30)
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + (
+            self.text
+            or f"what trains differs by {self.size:.3g} from the module in plain PyTorch, whose largest "
+            f"entry is {self.scale:.3g} (rounding explains {self.limit:.2g})"
+        )
+
+
+def _find_gaps(
+    ours: Values, plain: Values, limit: float, moved: Values | None, compared: dict[str, float]
+) -> list[_Gap]:
+    """Return the quantities that differ by more than rounding.
+
+    The scale of a gradient is at least a tenth of the largest one's: where a normalization follows,
+    that of a bias is 0, and only rounding is left of it.
+
+    Args:
+        ours: what will train.
+        plain: what the module computes.
+        limit: share of the scale that rounding explains.
+        moved: `plain` at weights that were moved by a unit of the last place: rounding may move
+            results by eight times as much.
+        compared: receives the largest difference of each kind, as a share of the scale.
+    """
+    gaps = list[_Gap]()
+    slopes = [
+        float(v.abs().max()) for n, v in plain.items() if n.startswith("gradient") and v.numel()
+    ]
+    for name, expected in plain.items():
+        if name not in ours:
+            gaps.append(
+                _Gap(name, torch.inf, 0.0, 0.0, "it changes in a step, and no row holds it")
+            )
+            continue
+        expected, found = expected.detach().cpu().double(), ours[name].detach().cpu().double()
+        if found.shape != expected.shape:
+            shapes = f"its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
+            gaps.append(_Gap(name, torch.inf, 0.0, 0.0, shapes))
+            continue
+        scale = float(expected.abs().max()) if expected.numel() else 0.0
+        size = (
+            float((found - expected).abs().nan_to_num(nan=torch.inf).max())
+            if expected.numel()
+            else 0.0
+        )
+        floor = 0.1 * max(slopes, default=0.0) if name.startswith("gradient") else 0.0
+        allowed = limit * max(scale, floor, 1e-30)
+        if "loss" in name or "score" in name:  # means: their terms may be larger than they are
+            allowed = limit * max(scale, 1.0)
+        if moved is not None:
+            away = (moved[name].cpu().double() - expected).abs()
+            allowed += 8 * float(away.max()) if expected.numel() else 0.0
+        if not size <= allowed:
+            gaps.append(_Gap(name, size, scale, allowed))
+        kind = _kind(name)
+        compared[kind] = max(compared.get(kind, 0.0), size / max(scale, floor, 1e-30))
+    return gaps
+
+
+def _compare_weights(
+    plain: PlainModule, layout: Layout, row: Float[Tensor, " params"], lines: list[str]
+) -> float:
+    """Compare a row of round 0 with the values of the module that was given."""
+    if not plain.given:
+        return 0.0
+    ours, largest = layout.split_rows(row), 0.0
+    named = {name: one for name, one in plain.module.named_parameters() if one.requires_grad}
+    named |= {
+        name: one for name, one in plain.module.named_buffers()
+        if one.is_floating_point() and name not in layout.inputs
+    }  # fmt: skip
+    for name, given in named.items():
+        if name not in ours:
+            raise TranslationError(f"{name!r} of the module is not among what trains")
+        size = (
+            float((ours[name].detach().to(given) - given.detach()).abs().max())
+            if given.numel()
+            else 0.0
+        )
+        scale = float(given.detach().abs().max()) if given.numel() else 0.0
+        # One rounding to the type of the rows.
+        if not size <= 2.0**-22 * scale:
+            raise TranslationError(
+                f"weights: {name!r} differs by {size:.3g} in round 0 from the module's own, whose "
+                f"largest entry is {scale:.3g}; give a factory that draws from torch's generator "
+                "alone, or a module with init = 'given'"
+            )
+        largest = max(largest, size / max(scale, 1e-30))
+    return largest
+
+
+@dataclass
+class _Comparison:
+    """Both sides on the samples of the check, and what was found."""
+
+    plain: PlainModule
+    ours: _OwnSide
+    limit: float
+    unit: float
+    stream: np.random.Generator
+    compared: dict[str, float]
+
+    def shake(self, rows: Tensor, size: float) -> Tensor:
+        """Return models whose trained parameters are moved by a share of each, at random."""
+        # Running statistics stay: a variance must not become negative, nor a counter a fraction.
+        trained = slice(self.ours.task.layout.trainable)
+        out = rows.clone()
+        noise = torch.from_numpy(self.stream.standard_normal(tuple(out[:, trained].shape)))
+        out[:, trained] += size * out[:, trained] * noise.to(out)
+        return out
+
+    def run_plain(self, rows: Tensor, *, training: bool) -> list[Values]:
+        """Return what the module computes at each of some rows."""
+        found, layout = [], self.ours.task.layout
+        for row, x, y in zip(rows, self.ours.inputs(), self.ours.targets(), strict=True):
+            self.plain.load(layout, row)
+            run = self.plain.train if training else self.plain.evaluate
+            found.append(run(self.ours.federation, x, y))
+        return found
+
+    def compare(
+        self, rows: Tensor, own: Callable[[Tensor], list[Values]], *, training: bool
+    ) -> None:
+        """Compare at some weights, and where it differs, at others near them.
+
+        Rounding opens or shuts a gate (a ReLU, a maximum) that stands at its edge, and a gradient
+        jumps. At weights a thousandth away none may stand there, and a fault still shows.
+        """
+        first: _Gap | None = None
+        for size in (0.0, 1e-3, 1e-3):
+            at = self.shake(rows, size) if size else rows
+            seen: dict[str, float] = {}
+            pairs = list(zip(own(at), self.run_plain(at, training=training), strict=True))
+            gaps = [gap for a, b in pairs for gap in _find_gaps(a, b, self.limit, None, seen)]
+            if gaps:
+                moved = self.run_plain(self.shake(at, self.unit), training=training)
+                gaps = [
+                    gap
+                    for (a, b), c in zip(pairs, moved, strict=True)
+                    for gap in _find_gaps(a, b, self.limit, c, seen)
+                ]
+            if not gaps:
+                for kind, size in seen.items():
+                    self.compared[kind] = max(self.compared.get(kind, 0.0), size)
+                return
+            # A score follows from outputs, and is less clear.
+            first = first or max(gaps, key=lambda one: ("outputs" in one.name, one.relative))
+        where = self.find_layer(rows[0], training)
+        raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {_ADVICE}")
+
+    def find_layer(self, row: Tensor, training: bool) -> str:
+        """Name the first layer of the trained copy that takes or returns something else."""
+        layout, x = self.ours.task.layout, self.ours.inputs()[0]
+        own = copy.deepcopy(layout.train_module if training else layout.eval_module)
+        self.plain.load(layout, row)
+        self.plain.module.train(training)
+        inputs = {name: value[0] for name, value in layout.zero_inputs(1).items()}
+        with torch.no_grad():
+            theirs = _trace_layers(
+                self.plain.module, lambda: self.plain._run(self.ours.federation, x)
+            )
+            mine = _trace_layers(
+                own, lambda: functional_call(own, {**layout.split_rows(row), **inputs}, (x,))
+            )
+        for path, (kind, *expected) in theirs.items():
+            for word, one, other in zip(
+                ("before", "in"), expected, mine.get(path, ("",))[1:], strict=False
+            ):
+                far = one.shape != other.shape or float(
+                    (one - other).abs().max()
+                ) > 10 * self.limit * max(1e-30, float(one.abs().max()))
+                if far:
+                    return f", {word} layer {kind} {path!r}"
+        return ""
+
+    # ------------------------------------------------------------------ random layers
+
+    def compare_random_loss(self, rows: Tensor) -> None:
+        """Compare the loss in evaluation, where outputs are random, with that of some draws."""
+        x, y, ours = self.ours.inputs()[0], self.ours.targets()[0], self.ours.evaluate(rows)[0]
+        self.plain.load(self.ours.task.layout, rows[0])
+        name = "evaluation loss"
+        draws = torch.stack(
+            [self.plain.evaluate(self.ours.federation, x, y, seed)[name] for seed in range(16)]
+        ).double()
+        gap = abs(float(ours[name]) - float(draws.mean()))
+        if not gap <= 8 * float(draws.std()) + self.limit * max(1.0, float(draws.abs().max())):
+            raise TranslationError(
+                f"{name} is {float(ours[name]):.4g}, and random in plain PyTorch: "
+                f"{float(draws.mean()):.4g} +- {float(draws.std()):.2g}: {_ADVICE}"
+            )
+
+    def compare_draws(self, row: Tensor, slow: bool) -> None:
+        """Compare a training step whose layers are random, by means over draws.
+
+        Of the loss, of gradients along those of evaluation, of buffers, and of how far each draw is
+        from the mean of its side, which differs between shares of dropout. A mean that is 5
+        standard errors away, which 1 of 50,000 is by chance, is measured again with more draws, of
+        which 1 of 10^8 is 6 away.
+        """
+        federation, layout = self.ours.federation, self.ours.task.layout
+        x, y = self.ours.inputs()[0], self.ours.targets()[0]
+        self.plain.load(layout, row)
+        toward = self.plain.train(federation, x, y, mode=False)
+        slow = slow or layout.size > _MANY_PARAMS >> 6
+        few = max(2, len(x) // 8) if slow else len(x)
+        federation = _bare(federation, federation.x[:1, :few], federation.y[:1, :few])
+        number, gap, count = 12 if slow else 32, None, 0
+        for attempt, (count, errors) in enumerate(((number, 5.0), (4 * number, 6.0))):
+            seeds = range(2 + 1000 * attempt, 2 + 1000 * attempt + count)
+            theirs = [
+                _summarize(self.plain.train(federation, x[:few], y[:few], seed), toward)
+                for seed in seeds
+            ]
+            mine = list[Values]()
+            size = max(1, min(count, _MANY_PARAMS // layout.size))
+            for start in range(0, count, size):
+                many = min(size, count - start)
+                copies = _bare(
+                    federation,
+                    federation.x.expand(many, *federation.x.shape[1:]),
+                    federation.y.expand(many, *federation.y.shape[1:]),
+                )
+                # Each copy is a client of its own, and each attempt a round.
+                rng = self.ours.rng.at_round(seeds[start])
+                side = _OwnSide.build(self.ours.task, copies, rng)
+                mine += [_summarize(one, toward) for one in side.train(row.repeat(many, 1))]
+            gap = _find_distant_mean(mine, theirs, errors, self.limit)
+            if gap is None:
+                self.compared["random draws"] = float(count)
+                return
+        raise TranslationError(
+            f"{gap}, over {count} draws of the random layers; "
+            f"engine {self.ours.task.engine.name}: {_ADVICE}"
+        )
+
+    # ------------------------------------------------------------------ batches, the optimizer
+
+    def compare_epoch(self, row: Tensor) -> None:
+        """Compare the mean loss over the batches of an epoch that moves nothing with that of all.
+
+        A sample that is lost, or used twice, changes it. Only where the mean loss of the whole is
+        that of its halves: not where a layer or the loss joins the samples of a batch.
+        """
+        federation, x, y = self.ours.federation, self.ours.inputs()[0], self.ours.targets()[0]
+        self.plain.load(self.ours.task.layout, row)
+        count, half = len(x), len(x) // 2
+
+        def mean_loss(part: slice) -> float:
+            return float(self.plain.train(federation, x[part], y[part])["training loss"])
+
+        if count < 2:
+            return
+        whole = mean_loss(slice(None))
+        parts = half * mean_loss(slice(half)) + (count - half) * mean_loss(slice(half, None))
+        limit = 10 * self.limit * max(1.0, abs(whole))
+        if not abs(parts / count - whole) <= limit:
+            return
+        size = max(1, count * 2 // 3)  # two batches of unequal size
+        info = self.ours.run_epoch(row[None], size)
+        sizes = torch.tensor([size, count - size], dtype=torch.float64)
+        used, losses = int(info["train_samples"][0]), info["losses"][0].double()
+        found = float((losses[: len(sizes)] * sizes[: len(losses)]).sum() / count)
+        if used != count or len(losses) != 2 or not abs(found - whole) <= limit:
+            raise TranslationError(
+                f"batches: an epoch of {count} samples uses {used} in {len(losses)} batches, of mean loss "
+                f"{found:.6g}; expected each once, of mean loss {whole:.6g} as in plain PyTorch"
+            )
+
+    def compare_steps(self, rows: Tensor, local: LocalTraining, steps: int) -> None:
+        """Compare steps of the engine's optimizer with torch.optim's, on the engine's gradients."""
+        layout = self.ours.task.layout
+        # Steps are proportional to the rate; one that is too large for numbers proves nothing.
+        local = replace(local, dp=None, lr=min(local.lr, 1.0))
+        slots = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+        after, _, _ = self.ours.step(rows, local, steps)
+        at, clear = rows.clone(), torch.ones_like(rows[:, : layout.trainable], dtype=torch.bool)
+        views = [[row[s.start : s.stop].view(s.shape) for s in slots] for row in at]
+        optimizers = [PlainOptimizer(local, tensors) for tensors in views]
+        # Adam makes steps of equal size of gradients that are rounding alone: these are left out.
+        least = min(1e4 * self.unit, 0.5)
+        for _ in range(steps):
+            for number, values in enumerate(self.ours.train(at)):
+                slopes = [values[f"gradient of {slot.name}"] for slot in slots]
+                flat = torch.cat([slope.flatten() for slope in slopes]).abs()
+                clear[number] &= flat > least * flat.max()
+                optimizers[number].step(slopes)
+                for view, one in zip(views[number], optimizers[number].tensors, strict=True):
+                    view.copy_(one.detach())
+        expected = (at - rows)[:, : layout.trainable]
+        gap = ((after - at)[:, : layout.trainable] * clear).abs()
+        scale = float(expected.abs().max())
+        limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(rows.dtype).eps * float(
+            rows.abs().max()
+        )
+        size = float(gap.nan_to_num(nan=torch.inf).max())
+        if not size <= limit:
+            place = int(gap.amax(0).argmax())
+            name = next(slot.name for slot in slots if slot.start <= place < slot.stop)
+            raise TranslationError(
+                f"{steps} step{'s' * (steps > 1)} of the optimizer {local.optimizer}: {name!r} differs by "
+                f"{size:.3g} from torch.optim's, whose largest step is {scale:.3g} (rounding explains "
+                f"{limit:.2g}); engine {self.ours.task.engine.name}: {_ADVICE}"
+            )
+        self.compared["optimizer"] = size / max(scale, 1e-30)
+
+
+def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[Any, ...]]:
+    """Return kind, first input and output of each layer by its path, in the order of first calls."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def note(path: str, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            found.setdefault(
+                path, (type(part).__name__, args[0].clone().float(), out.clone().float())
+            )
+
+    handles = [
+        part.register_forward_hook(lambda part, args, out, path=path: note(path, part, args, out))
+        for path, part in module.named_modules()
+        if path
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _summarize(values: Values, toward: Values) -> Values:
+    """Return what is compared of a draw: loss, gradients along others and in part, buffers."""
+    out = {"training loss": values["training loss"].double()[None]}
+    for name, value in values.items():
+        if name.startswith("gradient"):
+            flat, along = value.flatten(), toward[name].flatten()
+            out[name] = (flat.dot(along) / along.norm().clamp(min=1e-30)).double()[None]
+            out[f"{name}: some entries"] = flat[:: max(1, len(flat) // _ENTRIES)].double()
+        elif name.startswith("buffer"):
+            out[name] = value.double().mean()[None]
+    return {name: value.cpu() for name, value in out.items()}
+
+
+def _find_distant_mean(
+    ours: Sequence[Values], plain: Sequence[Values], errors: float, limit: float
+) -> str | None:
+    """Return what differs in the mean by more than some standard errors; None for nothing."""
+    slopes = [float(v.abs().max()) for one in plain for n, v in one.items() if "gradient" in n]
+    for name in plain[0]:
+        both = [torch.stack([one[name] for one in side]) for side in (ours, plain)]
+        # Squares of the distance from the mean of a side; their mean is its variance.
+        squares = [(one - one.mean(0)).square().sum(1) * len(one) / (len(one) - 1) for one in both]
+        means = [] if "entries" in name else [one[:, 0] for one in both]
+        # The gradient of a bias before a normalization is rounding alone, see `_find_gaps`.
+        least = 0.1 * max(slopes, default=0.0) if "gradient" in name else 0.0
+        floor = 10 * limit * max(least, *(float(one.abs().max()) for one in both))
+        for what, (a, b), least in (
+            ("", means or squares, floor), (" of its variance", squares, floor**2),
+        ):  # fmt: skip
+            error = float((a.var() / len(a) + b.var() / len(b)).sqrt())
+            if not abs(float(a.mean() - b.mean())) <= errors * error + least:
+                return (
+                    f"{name}: the mean{what} is {float(a.mean()):.4g}, and {float(b.mean()):.4g} in plain "
+                    f"PyTorch ({errors:g} standard errors are {errors * error:.2g})"
+                )
+    return None
+
+
+def _compare_values(
+    plain: PlainModule, ours: _OwnSide, first: Tensor, local: LocalTraining, lines: list[str],
+    compared: dict[str, float],
+    slow: bool,
+) -> None:  # fmt: skip
+    """Compare what is computed in evaluation and in training."""
+    stream = Rng(0).generator(PURPOSE)
+    both = _Comparison(plain, ours, LIMITS[plain.roundoff], UNITS[plain.roundoff], stream, compared)
+    # Clients of different models, so that a mix-up of rows shows.
+    rows = torch.cat([first[:1], both.shake(first[1:], 0.1)])
+    plain.load(ours.task.layout, rows[0])
+    x = ours.inputs()[0]
+    if plain.is_random(ours.federation, x, training=False):
+        lines.append("outputs are random in evaluation: only their mean loss is compared")
+        both.compare_random_loss(rows)
+    else:
+        both.compare(rows, ours.evaluate, training=False)
+    random = plain.is_random(ours.federation, x, training=True)
+    if random:
+        lines.append("layers are random in training: means over draws are compared")
+        both.compare_draws(rows[0], slow)
+    else:
+        both.compare(rows, ours.train, training=True)
+        if not slow:
+            both.compare_epoch(rows[0])
+        if local.dp is not None:
+            both.compare(rows, lambda at: ours.train(at, private=True), training=True)
+    if local.dp is not None:
+        lines.append("private training: gradients are compared before clipping and noise")
+    if local.lr > 0:
+        both.compare_steps(rows, local, steps=1 if random or slow else 2)
