@@ -782,10 +782,11 @@ def main() -> None:
             findings[kind] = {"trial": number, "check": one.check, "said": one.said, "times": 1}
             case = shrink(one.case, one.check) if given.shrink else one.case
             print(f"trial {number}, {one.check}: {one.said}\n  {format_replay(case)}", flush=True)
-    rows = [
-        {"check": check, "result": result, "times": times}
-        for (check, result), times in sorted(counts.items())
-    ]
+    rows: list[dict[str, Any]] = []
+    for (check, result), times in sorted(counts.items()):
+        rows.append({"check": check, "result": result, "times": times})
+        if result == "FOUND":
+            rows[-1]["kinds"] = [one for one in findings.values() if one["check"] == check]
     for row in rows:
         print(f"{row['times']:6d}  {row['check']}: {row['result']}")
     minutes = (time.monotonic() - began) / 60
@@ -793,8 +794,8 @@ def main() -> None:
     if given.store:
         settings = {key: value for key, value in vars(given).items() if value is not None}
         write_results(
-            STORED, rows, SPEAKS_OF, settings, seeds=(given.first,), studies=tried,
-            minutes=round(minutes, 1), findings=list(findings.values()),
+            STORED, rows, SPEAKS_OF, settings, seeds=(given.first,),
+            studies=tried, minutes=round(minutes, 1),
         )  # fmt: skip
     sys.exit(bool(findings))
 
