@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import multiprocessing
 import random
 import re
@@ -459,12 +460,15 @@ def check_said(trial: Trial) -> None:
         assert not missing or undefined or client in run.diverged or caught, (
             f"the final {name} of client {client} is NaN, and nothing was said"
         )
-    finite = run.params.isfinite().all(1)
-    table = tests.loc[(tests["metric"] == ACCURACY.name).to_numpy()].set_index("client")["value"]
-    for row, fine in enumerate(finite.tolist()):
-        if not fine and row in table.index and len(finite) == len(trial.federation):
-            value = float(table.loc[row])
-            assert value != value, f"client {row} has NaN in its model, and accuracy {value:.3f}"
+    by_client = {
+        name: tests.loc[(tests["metric"] == name).to_numpy()].set_index("client")["value"]
+        for name in (LOSS.name, ACCURACY.name)
+    }
+    for client, value in by_client[ACCURACY.name].items():
+        loss = float(by_client[LOSS.name].get(client, 0.0))
+        assert math.isfinite(loss) or value != value, (
+            f"the final loss of client {client} is {loss}, and its accuracy {value:.3f}"
+        )
 
 
 def check_faulty(trial: Trial) -> None:

@@ -118,10 +118,57 @@ def _counts(numbers: list[int]) -> tuple[object, ...]:
 
 
 NOTICED = ("noticed", "timed out", "survived")
+CHECKS = {
+    "run": "the study runs, or is refused in one line",
+    "resume": "run again, and stopped after a round and resumed: equal bytes",
+    "engines": "another engine ends where the loop engine does",
+    "blocks": "hosted in blocks of clients: equal bytes",
+    "groups": "hosted by several members that send messages: equal models",
+    "watching": "what is only measured or stored changes no model",
+    "relabeling": "clients with other ids have the same models",
+    "names": "names change nothing, and are stored with the models",
+    "study file": "written and read it is the same study",
+    "models": "models taken home are the run's, and score what was reported",
+    "said": "what is not finite is no score, and a line names it",
+    "faulty": "with messages lost, late or double, resumed: equal bytes",
+    "command line": "run, show, compare, report, export and resume end with 0, or with 2 and a line",
+    "workers": "two worker processes leave the bytes of one",
+}
+RESULTS = ("held", "refused", "not for it", "too sensitive", "FOUND")
+
+
+def adversary(rows: Rows) -> str:
+    """Return the part on combinations drawn at random."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        counts[row["check"], row["result"]] += row["times"]
+    refused = counts["run", "refused"]
+    held = sum(counts[check, "held"] for check in CHECKS if check != "run")
+    ran = counts["run", "held"]
+    kinds = [kind for row in rows for kind in row.get("kinds", ())]
+    left = "\n".join(f"* {CHECKS[one['check']]}: {one['said']}" for one in kinds)
+    cells = [
+        (text, *(counts[check, result] for result in RESULTS)) for check, text in CHECKS.items()
+    ]
+    heads = ("held", "refused", "not for it", "too sensitive", "found wrong")
+    return (
+        "Studies are drawn at random: a method, settings, data and a model, from the registries and by the annotations "
+        "of each setting (`benchmarks/combinations.py`). A study that is refused is tried again with a setting less. Each "
+        f"study is run, and some of the promises below are tried on it. {ran} studies ran, {refused} draws were refused, each "
+        f"in one line, and {held} trials of the other promises held. *Not for it*: the promise is not about such a study. "
+        "*Too sensitive*: rounding decides such a "
+        "training, as a rate does that differs by one part in 10^13. What was found before was mended, and is a "
+        "test.\n\n"
+        + table(("promise", *heads), cells)
+        + (f"\n\nStill open:\n\n{left}" if left else "")
+    )
+
+
 SECTIONS = (
     ("Damaged files", "reliability/corruptions", corruptions),
     ("Kills", "reliability/kills", kills),
     ("Faults of the system", "reliability/faults", faults),
+    ("Combinations that nobody chose", "reliability/adversary", adversary),
     ("Faults in the code", "reliability/mutants", mutants),
 )
 
@@ -142,6 +189,7 @@ def page() -> str:
     parts = [
         section(title, name, json.loads((STORED / f"{name}.json").read_text("utf-8")), shown)
         for title, name, shown in SECTIONS
+        if (STORED / f"{name}.json").exists()
     ]
     return "\n".join([HEAD, *parts])
 

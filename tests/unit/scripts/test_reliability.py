@@ -52,3 +52,24 @@ def test_a_survivor_is_named_with_its_reason(made):
     text = made["mutants"](rows)
     assert "* net: a late answer: nobody waits." in text
     assert "| net | 2 | 1 | 0 | 1 | 50.0 % |" in text
+
+
+def test_what_the_adversary_found_is_counted_and_listed(made):
+    kind = {"trial": 7, "check": "blocks", "said": "other metrics", "times": 2}
+    rows = [
+        {"check": "run", "result": "held", "times": 5},
+        {"check": "run", "result": "refused", "times": 4},
+        {"check": "blocks", "result": "held", "times": 3},
+        {"check": "blocks", "result": "FOUND", "times": 2, "kinds": [kind]},
+    ]
+    text = made["adversary"](rows)
+    assert "5 studies ran, 4 draws were refused" in text
+    assert "| hosted in blocks of clients: equal bytes | 3 | 0 | 0 | 0 | 2 |" in text
+    assert "* hosted in blocks of clients: equal bytes: other metrics" in text
+    assert "Still open" not in made["adversary"](rows[:3])
+
+
+def test_every_check_of_the_adversary_has_a_row(made):
+    from benchmarks.adversary import CHECKS
+
+    assert [*made["CHECKS"]] == ["run", *CHECKS]
