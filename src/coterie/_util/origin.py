@@ -62,6 +62,12 @@ def _run_git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def _find_main_module(script: Path) -> str | None:
+    """Return the module that `python -m` runs from a file; None where the file itself is run."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec.name if spec is not None and spec.origin == str(script) else None
+
+
 def format_command() -> str:
     """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
     script = Path(sys.argv[0] or "python")
@@ -73,6 +79,8 @@ def format_command() -> str:
                 break
             names.insert(0, folder.name)
         first = ["coterie"] if names == ["coterie"] else ["python", "-m", ".".join(names)]
+    elif (module := _find_main_module(script)) is not None:
+        first = ["python", "-m", module]
     elif script.suffix == ".py":
         inside = script.is_absolute() and script.is_relative_to(Path.cwd())
         first = ["python", str(script.relative_to(Path.cwd()) if inside else script)]

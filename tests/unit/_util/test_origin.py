@@ -136,3 +136,18 @@ def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
 
 def test_a_package_that_is_not_installed_has_no_version():
     assert origin.get_versions("no-such-package") == {"no-such-package": "unknown"}
+
+
+def test_a_module_that_is_run_by_its_name_is_named_so(tmp_path):
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "own.py").write_text(
+        "from coterie._util.origin import format_command\nprint(format_command())\n"
+    )
+    for given, said in (
+        (["-m", "group.own", "--n", "3"], "python -m group.own --n 3"),
+        (["group/own.py"], "python group/own.py"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *given], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == said, done.stderr
